@@ -1,12 +1,10 @@
-"""`assemble`: makes the scheduler's parts from the configuration and connects them.
+"""`SchedulerParts`: makes the scheduler's parts from the configuration and connects them.
 
 A mechanism that is off is an object that does nothing, so no other part tests whether it is on. Only this module
 chooses those objects.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from ..runtime.config.chaos_spec import parse_chaos
 from ..runtime.config.engine_config import CacheConfig, SchedulerConfig
@@ -18,7 +16,7 @@ from .admission.admission_pass import AdmissionParts
 from .admission.budget import Reservations
 from .admission.shared_prefixes import ParallelSamples
 from .decodes import Decodes
-from .estimator import OutputEstimator, make_estimator
+from .estimator import make_estimator
 from .grammar.grammar_rules import GrammarDrafts
 from .memory.kv_memory import KVMemory, RowMemory
 from .memory.ledger import Ledger
@@ -26,15 +24,15 @@ from .memory.pages import IncomingPages, PageAllocator, PageSupply, SwapPool
 from .memory.req_to_token_pool import ReqToTokenPool
 from .memory.state_slots import StateSlots
 from .pass_state import StallSentinel
-from .phases import StepPhases, make_phases
-from .policy.base import Load, PolicyParts, SchedulePolicy
+from .phases import make_phases
+from .policy.base import Load, PolicyParts
 from .policy.make import make_policy
 from .preemption.chaos import ChaosRetract
 from .preemption.out_of_memory import OutOfMemory
 from .preemption.preemption import Preemption, make_preemption_mode
-from .prefix_cache.base import NoPrefixCache, PrefixCache
+from .prefix_cache.base import PrefixCache
 from .prefix_cache.block_events import BlockEvents, BlockRecorder, block_size_for
-from .prefix_cache.eviction import make_eviction
+from .prefix_cache.eviction import EVICTION_RANKS
 from .prefix_cache.radix_cache import RadixCache
 from .queries.calls import Calls
 from .records.decision_log import DecisionLog
@@ -45,7 +43,7 @@ from .requests.requests import Requests
 from .requests.row_states import RowStates
 from .results import ResultSettler
 from .speculation.multi_step import MultiStepDecode
-from .speculation.speculation import Speculation, make_speculation
+from .speculation.speculation import make_speculation
 from .step_size.step_limits import StepCaps, StepLimits
 from .step_size.step_target import StepTarget
 from .transfer.decode_role import DecodeRole
@@ -53,173 +51,138 @@ from .transfer.prefill_role import PrefillRole
 from .transfer.role import TransferRole
 
 
-@dataclass(frozen=True, slots=True)
 class SchedulerParts:
-    """The parts of a scheduler; the module of each part describes it."""
+    """The parts of a scheduler, made and connected; the module of each part describes it."""
 
-    requests: Requests
-    memory: RowMemory
-    ledger: Ledger
-    policy: SchedulePolicy
-    estimator: OutputEstimator
-    phases: StepPhases
-    speculation: Speculation
-    grammar_drafts: GrammarDrafts
-    multi_step: MultiStepDecode
-    out_of_memory: OutOfMemory
-    settler: ResultSettler
-    deadlines: Deadlines
-    sentinel: StallSentinel
-    calls: Calls
-    answers: Answers
-    stats: SchedulerStats
-    adapters: AdapterTable
-    adapter_slots: AdapterSlots
-    block_events: BlockRecorder
-    transfer: TransferRole
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: CacheConfig,
+        capacity: Capacity,
+        eos_token_ids: frozenset[int],
+        decisions: DecisionLog,
+        *,
+        streams: bool = True,
+        records_blocks: bool = False,
+    ) -> None:
+        """Make all parts. The arguments are those of `Scheduler`."""
+        page_size, num_rows = capacity.page_size, capacity.max_running_requests
+        self.stats, self.answers = SchedulerStats(), Answers()
+        allocator = PageAllocator(capacity.num_pages)
+        pool = ReqToTokenPool(num_rows, pages_for(capacity.max_model_len, page_size), page_size)
+        states = RowStates(num_rows, capacity.max_model_len)
+        host = SwapPool(capacity.num_host_pages)
+        max_pinned_pages = int(cache.pin_fraction * capacity.num_pages)
+        state_slots = _make_state_slots(capacity)
+        self.block_events = BlockEvents(block_size_for(page_size)) if records_blocks else BlockRecorder()
+        prefix_cache = _make_prefix_cache(cache, page_size, max_pinned_pages, state_slots, self.block_events)
+        supply = PageSupply(allocator, prefix_cache)
+        incoming = IncomingPages(supply, prefix_cache)
+        lookahead = config.num_lookahead_tokens
+        kv = KVMemory(
+            supply, pool, states, prefix_cache, host, num_lookahead_tokens=lookahead, state_slots=state_slots
+        )
+        self.memory = memory = RowMemory(states, pool, kv, host)
+        self.ledger = Ledger(allocator, prefix_cache, memory, incoming)
 
+        def load() -> Load:
+            taken = (kv.num_pages - kv.available_pages) / kv.num_pages
+            return Load(num_rows - pool.num_free_rows, num_rows, taken)
 
-def assemble(
-    config: SchedulerConfig,
-    cache: CacheConfig,
-    capacity: Capacity,
-    eos_token_ids: frozenset[int],
-    decisions: DecisionLog,
-    *,
-    streams: bool = True,
-    records_blocks: bool = False,
-) -> SchedulerParts:
-    """Make all parts. The arguments are those of `Scheduler`."""
-    page_size, num_rows = capacity.page_size, capacity.max_running_requests
-    stats, answers = SchedulerStats(), Answers()
-    allocator = PageAllocator(capacity.num_pages)
-    pool = ReqToTokenPool(num_rows, pages_for(capacity.max_model_len, page_size), page_size)
-    states = RowStates(num_rows, capacity.max_model_len)
-    host = SwapPool(capacity.num_host_pages)
-    max_pinned_pages = int(cache.pin_fraction * capacity.num_pages)
-    state_slots = _make_state_slots(capacity)
-    block_events = BlockEvents(block_size_for(page_size)) if records_blocks else BlockRecorder()
-    prefix_cache = _make_prefix_cache(cache, page_size, max_pinned_pages, state_slots, block_events)
-    supply = PageSupply(allocator, prefix_cache)
-    incoming = IncomingPages(supply, prefix_cache)
-    lookahead = config.num_lookahead_tokens
-    kv = KVMemory(
-        supply, pool, states, prefix_cache, host, num_lookahead_tokens=lookahead, state_slots=state_slots
-    )
-    memory = RowMemory(states, pool, kv, host)
-
-    def load() -> Load:
-        taken = (kv.num_pages - kv.available_pages) / kv.num_pages
-        return Load(num_rows - pool.num_free_rows, num_rows, taken)
-
-    policy = make_policy(config, PolicyParts(kv.known_matches, page_size, load))
-    parallel_samples = ParallelSamples(states)
-    adapters = AdapterTable(is_enabled=capacity.num_adapter_slots > 0)
-    adapter_slots = AdapterSlots(capacity.num_adapter_slots, adapters)
-    limits = StepLimits.of(config)
-    caps = StepCaps(limits, page_size=page_size, num_rows=num_rows, max_model_len=capacity.max_model_len)
-    grammar_drafts = GrammarDrafts(states)
-    speculation = make_speculation(
-        config,
-        limits,
-        memory=memory,
-        caps=caps,
-        grammar_drafts=grammar_drafts,
-        keeps_states=state_slots is not None,
-    )
-    requests = Requests(kv, policy, (parallel_samples, adapter_slots, speculation))
-    mode = make_preemption_mode(config.preemption_mode, page_size * capacity.kv_token_bytes)
-    preemption = Preemption(
-        requests,
-        mode,
-        memory=memory,
-        stats=stats,
-        priority_threshold=config.priority_preemption_threshold,
-    )
-    estimator = make_estimator(config, page_size)
-    shares = cache.radix_cache and config.in_batch_prefix_caching
-    target = StepTarget(limits.target_step_ms / 1000)
-    out_of_memory = OutOfMemory(requests, preemption, caps)
-    reservations = Reservations(requests, states, estimator, page_size)
-    admission = Admission(
-        AdmissionParts(
-            requests=requests,
-            policy=policy,
-            preemption=preemption,
-            reservations=reservations,
-            parallel_samples=parallel_samples,
-            adapter_slots=adapter_slots,
+        self.policy = policy = make_policy(config, PolicyParts(kv.known_matches, page_size, load))
+        parallel_samples = ParallelSamples(states)
+        self.adapters = AdapterTable(is_enabled=capacity.num_adapter_slots > 0)
+        self.adapter_slots = AdapterSlots(capacity.num_adapter_slots, self.adapters)
+        limits = StepLimits.of(config)
+        caps = StepCaps(limits, page_size=page_size, num_rows=num_rows, max_model_len=capacity.max_model_len)
+        self.grammar_drafts = GrammarDrafts(states)
+        self.speculation = make_speculation(
+            config,
+            limits,
             memory=memory,
-            look_ahead=limits.look_ahead,
-        ),
-        limits,
-        caps=caps,
-        target=target,
-        estimator=estimator,
-        dedups_prefixes=shares,
-        stats=stats,
-    )
-    decodes = Decodes(
-        requests,
-        preemption,
-        memory=memory,
-        incoming=incoming,
-        estimator=estimator,
-        chaos=ChaosRetract(parse_chaos(config.chaos), config.policy_seed),
-        answers=answers,
-        policy=policy,
-        num_stages=capacity.num_stages,
-    )
-    stop_rules = StopRules(eos_token_ids, capacity.vocab_size)
-    multi_step = MultiStepDecode(
-        requests,
-        max_duration_s=limits.multi_step_ms / 1000,
-        memory=memory,
-        caps=caps,
-        stop_rules=stop_rules,
-    )
-    return SchedulerParts(
-        requests=requests,
-        memory=memory,
-        ledger=Ledger(allocator, prefix_cache, memory, incoming),
-        policy=policy,
-        estimator=estimator,
-        phases=make_phases(config, admission, decodes, requests, out_of_memory),
-        speculation=speculation,
-        grammar_drafts=grammar_drafts,
-        multi_step=multi_step,
-        out_of_memory=out_of_memory,
-        settler=ResultSettler(
+            caps=caps,
+            grammar_drafts=self.grammar_drafts,
+            keeps_states=state_slots is not None,
+        )
+        self.requests = requests = Requests(
+            kv, policy, (parallel_samples, self.adapter_slots, self.speculation)
+        )
+        mode = make_preemption_mode(config.preemption_mode, page_size * capacity.kv_token_bytes)
+        preemption = Preemption(
+            requests,
+            mode,
+            memory=memory,
+            stats=self.stats,
+            priority_threshold=config.priority_preemption_threshold,
+        )
+        self.estimator = estimator = make_estimator(config, page_size)
+        target = StepTarget(limits.target_step_ms / 1000)
+        self.out_of_memory = OutOfMemory(requests, preemption, caps)
+        reservations = Reservations(requests, states, estimator, page_size)
+        admission = Admission(
+            AdmissionParts(
+                requests=requests,
+                policy=policy,
+                preemption=preemption,
+                reservations=reservations,
+                parallel_samples=parallel_samples,
+                adapter_slots=self.adapter_slots,
+                memory=memory,
+                look_ahead=limits.look_ahead,
+            ),
+            limits,
+            caps=caps,
+            target=target,
+            estimator=estimator,
+            dedups_prefixes=cache.radix_cache and config.in_batch_prefix_caching,
+            stats=self.stats,
+        )
+        decodes = Decodes(
+            requests,
+            preemption,
+            memory=memory,
+            incoming=incoming,
+            estimator=estimator,
+            chaos=ChaosRetract(parse_chaos(config.chaos), config.policy_seed),
+            answers=self.answers,
+            policy=policy,
+            num_stages=capacity.num_stages,
+        )
+        self.phases = make_phases(config, admission, decodes, requests, self.out_of_memory)
+        stop_rules = StopRules(eos_token_ids, capacity.vocab_size)
+        self.multi_step = MultiStepDecode(
+            requests,
+            max_duration_s=limits.multi_step_ms / 1000,
+            memory=memory,
+            caps=caps,
+            stop_rules=stop_rules,
+        )
+        self.settler = ResultSettler(
             requests,
             memory=memory,
             stop_rules=stop_rules,
             caps=caps,
-            out_of_memory=out_of_memory,
+            out_of_memory=self.out_of_memory,
             estimator=estimator,
             mode=mode,
             policy=policy,
             target=target,
-            speculation=speculation,
-            multi_step=multi_step,
-            stats=stats,
+            speculation=self.speculation,
+            multi_step=self.multi_step,
+            stats=self.stats,
             streams=streams,
-        ),
-        deadlines=Deadlines(config.queue_timeout, config.request_timeout),
-        sentinel=StallSentinel(),
-        calls=Calls(
+        )
+        self.deadlines = Deadlines(config.queue_timeout, config.request_timeout)
+        self.sentinel = StallSentinel()
+        self.calls = Calls(
             kv,
             requests,
             decisions,
-            adapters=adapters,
-            adapter_slots=adapter_slots,
+            adapters=self.adapters,
+            adapter_slots=self.adapter_slots,
             max_pinned_tokens=max_pinned_pages * page_size,
-        ),
-        answers=answers,
-        stats=stats,
-        adapters=adapters,
-        adapter_slots=adapter_slots,
-        block_events=block_events,
-        transfer=_make_transfer(
+        )
+        self.transfer = _make_transfer(
             config,
             requests,
             prefix_cache,
@@ -228,10 +191,9 @@ def assemble(
             incoming,
             reservations=reservations,
             stop_rules=stop_rules,
-            stats=stats,
+            stats=self.stats,
             by_priority=policy.by_priority,
-        ),
-    )
+        )
 
 
 def _make_transfer(
@@ -286,10 +248,10 @@ def _make_prefix_cache(
     blocks: BlockRecorder,
 ) -> PrefixCache:
     if not cache.radix_cache:
-        return NoPrefixCache()
+        return PrefixCache()
     radix = RadixCache(
         page_size,
-        eviction=make_eviction(cache.eviction_policy),
+        eviction=EVICTION_RANKS[cache.eviction_policy],
         max_pinned_pages=max_pinned_pages,
         free_checkpoint=None if state_slots is None else state_slots.free,
         blocks=blocks,

@@ -19,8 +19,8 @@ from ..runtime.step_plan import Runner
 from ..runtime.transport.ipc import Inbox, Outbox
 from .adapters.adapter_table import AdapterReader
 from .grammar.grammar_builder import GrammarBuilder
-from .journal.recorder import NoRecorder, Recorder
-from .kv_events.publisher import KVEvents, NoKVEvents
+from .journal.recorder import Recorder
+from .kv_events.publisher import KVEvents
 from .pipeline import Pipeline
 from .records.decision_log import PassRecord
 from .records.stats import StepLog
@@ -77,13 +77,13 @@ class EventLoop:
         self._child = child
         self._step_log = step_log
         self._clock = clock
-        self._recorder: Recorder = recorder if recorder is not None else NoRecorder()
+        self._recorder = recorder if recorder is not None else Recorder()
         self._pipeline = Pipeline(
             scheduler, runner, self._recorder, clock, overlap=overlap, grammars=grammars, adapters=adapters
         )
         self._replica = replica
         self._idle_work = idle_work
-        self._kv_events: KVEvents = kv_events if kv_events is not None else NoKVEvents()
+        self._kv_events = kv_events if kv_events is not None else KVEvents()
         self._transfer = transfer
         self._idle = False
         self._has_idle_work = False

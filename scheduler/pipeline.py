@@ -44,7 +44,7 @@ from ..runtime.errors import ConfigError
 from ..runtime.messages import AdapterRead, Call, LoadAdapter, SchedulerInput, UnloadAdapter
 from ..runtime.scheduler_report import GrammarTotals, SchedulerReport
 from ..runtime.step_plan import GetMasks, Pending, Runner, no_masks
-from .adapters.adapter_table import AdapterReader, EndOfRead, NoAdapterReader
+from .adapters.adapter_table import AdapterReader, EndOfRead
 from .batch import ScheduleBatch
 from .grammar.grammar_builder import GrammarBuilder
 from .grammar.mask_filler import MaskMeter, StepMasks
@@ -80,7 +80,7 @@ class Pipeline:
 
         Args:
             grammars: the scheduler's `MatcherSource`; None: no request has a grammar.
-            adapters: reads the weights of adapters; None: there is no memory for any.
+            adapters: reads the weights of adapters; None: the scheduler has no slots for any.
         """
         self._scheduler = scheduler
         self._runner = runner
@@ -88,7 +88,7 @@ class Pipeline:
         self._clock = clock
         self._max_left_in_flight = max(int(overlap), scheduler.num_stages - 1)
         self._grammars = grammars or GrammarBuilder()
-        self._adapters = adapters if adapters is not None else NoAdapterReader()
+        self._adapters = adapters
         self._num_reads = 0  # of adapters, that have not ended
         self._in_flight: deque[InFlight] = deque()
         self._mask_meter = MaskMeter(clock)
@@ -104,22 +104,18 @@ class Pipeline:
         self._recorder.received(message, now_s)
         self._scheduler.handle(message, now_s)
         self._grammars.clear()
-        match message:
-            case Call(request=LoadAdapter() as load) if self._scheduler.is_reading(load.store_id):
-                self._num_reads += 1
-                self._adapters.read_later(load.store_id, load.adapter)
-            case Call(request=UnloadAdapter() as unload):
-                self._adapters.drop(unload.store_id)
+        if self._adapters is not None:
+            match message:
+                case Call(request=LoadAdapter() as load) if self._scheduler.is_reading(load.store_id):
+                    self._num_reads += 1
+                    self._adapters.read_later(load.store_id, load.adapter)
+                case Call(request=UnloadAdapter() as unload):
+                    self._adapters.drop(unload.store_id)
 
     @property
     def is_preparing(self) -> bool:
         """Whether a request will become ready without a further message: a grammar is built, or an adapter read."""
         return self._grammars.is_building or self._num_reads > 0
-
-    def _take_adapters(self) -> None:
-        """Tell the scheduler of adapters that have been read."""
-        for read in self._adapters.done() if self._num_reads else ():
-            self._take_adapter(read)
 
     def _take_adapter(self, read: EndOfRead) -> None:
         self._num_reads -= 1
@@ -133,7 +129,7 @@ class Pipeline:
         Raises:
             ConfigError: one cannot be read.
         """
-        while self._num_reads:
+        while self._adapters is not None and self._num_reads:
             read = self._adapters.wait()
             self._take_adapter(read)
             if read.error:
@@ -152,7 +148,9 @@ class Pipeline:
         for ready in self._grammars.take_ready():
             self._grammars.stage(ready, self._scheduler.waiting_grammar)
             self._handle(ready)
-        self._take_adapters()
+        if self._adapters is not None and self._num_reads:
+            for read in self._adapters.done():
+                self._take_adapter(read)
         now_s = self._clock()
         self._recorder.planning(now_s)
         batch = self._scheduler.next_batch(now_s)

@@ -57,13 +57,13 @@ from ..runtime.transport.kv_transfer import (
 )
 from .adapters.adapter_table import Adapter
 from .arrays import BoolArray
-from .assembly import assemble
+from .assembly import SchedulerParts
 from .batch import ScheduleBatch
 from .grammar.grammar_rules import ends_by_grammar, resume
 from .grammar.mask_filler import MaskFiller
 from .grammar.matchers import FailedMatcher, GuardedMatcher, MatcherSource
-from .memory.ledger import LedgerError
-from .pass_state import PassState, StallAction, record_of
+from .memory.pages import LedgerError
+from .pass_state import PassState, record_of
 from .phases import Work
 from .prefix_cache.block_events import BlockEvent
 from .records.decision_log import Arrived, DecisionLog, Handover, RefusedToken, Settled, vector_digest
@@ -114,7 +114,7 @@ class Scheduler:
         """
         self._capacity = capacity
         self.decisions = decisions if decisions is not None else DecisionLog()
-        self._parts = parts = assemble(
+        self._parts = parts = SchedulerParts(
             config,
             cache,
             capacity,
@@ -491,7 +491,7 @@ class Scheduler:
         assert state is not None, "requests wait, but no pass was made"
         if state.num_waiting == state.num_grammar or self._policy.hold(self._requests.waiting, state.now_s):
             sentinel.progress()
-        elif sentinel.no_progress(state) is StallAction.REPAIR:
+        elif sentinel.no_progress(state):
             self._parts.ledger.check()
             self._kv.flush()
             self._parts.estimator.reset()
@@ -500,7 +500,7 @@ class Scheduler:
         """Check every page, lock, row and adapter slot. For tests: the cost grows with their number.
 
         Raises:
-            LedgerError, SlotError: the message says what is wrong.
+            LedgerError: the message says what is wrong.
         """
         self._parts.adapter_slots.audit(self._requests.with_row)
         self._parts.ledger.audit(self._requests.with_row, self._requests.swapped, self._transfer.leases())

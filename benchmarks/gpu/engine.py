@@ -101,7 +101,7 @@ class Engine:
 
     def __init__(self, folder: Path, device: str, **settings: Any) -> None:
         from engine.model_runner.load import load_model_runner
-        from engine.scheduler.journal.recorder import NoRecorder
+        from engine.scheduler.journal.recorder import Recorder
         from engine.scheduler.pipeline import Pipeline
         from engine.scheduler.scheduler import Scheduler
 
@@ -120,9 +120,7 @@ class Engine:
         self._scheduler = Scheduler(config.scheduler, config.cache, runner.capacity, frozenset())
         overlap = config.scheduler.overlap
         assert overlap != "auto"
-        self._pipeline = Pipeline(
-            self._scheduler, self._runner, NoRecorder(), time.monotonic, overlap=overlap
-        )
+        self._pipeline = Pipeline(self._scheduler, self._runner, Recorder(), time.monotonic, overlap=overlap)
         self._random = np.random.default_rng(0)
         self._num_requests = 0
         gc.collect()

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from ...runtime.adapter_spec import AdapterSpec
 from ...runtime.messages import AdapterDone, LoadAdapter
@@ -135,28 +135,3 @@ class AdapterReader(Protocol):
     def drop(self, store_id: int) -> None:
         """Forget an adapter, which may be unknown or still being read."""
         ...
-
-
-class _Unread(NamedTuple):
-    store_id: int
-    error: str
-
-
-class NoAdapterReader:
-    """The reader of a model runner without memory for adapters: every read fails."""
-
-    def __init__(self) -> None:
-        self._asked: list[_Unread] = []
-
-    def read_later(self, store_id: int, spec: AdapterSpec) -> None:
-        self._asked.append(_Unread(store_id, "there is no memory for adapters"))
-
-    def done(self) -> Sequence[EndOfRead]:
-        asked, self._asked = self._asked, []
-        return asked
-
-    def wait(self) -> EndOfRead:
-        return self._asked.pop(0)
-
-    def drop(self, store_id: int) -> None:
-        pass

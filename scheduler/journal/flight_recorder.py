@@ -42,7 +42,7 @@ _Record = DecisionRecord | Received
 _decoder: Final[msgspec.msgpack.Decoder[_Record]] = msgspec.msgpack.Decoder(_Record)
 
 
-class FlightRecorder:
+class FlightRecorder(Recorder):
     """A `Recorder` that wraps another one."""
 
     def __init__(

@@ -1,7 +1,7 @@
 """`Recorder`: records every call of the `Scheduler`, in order; the caller of the scheduler also calls the recorder.
 
-`NoRecorder` does nothing. `FileRecorder` writes the calls, and the decisions of each, to a decision log. The calls in a
-loop:
+`Recorder` itself does nothing. `FileRecorder` writes the calls, and the decisions of each, to a decision log. The calls
+in a loop:
 
     recorder.received(message, now_s);  scheduler.handle(message, now_s)
     recorder.planning(now_s);           batch = scheduler.next_batch(now_s);  recorder.planned(batch)
@@ -10,8 +10,6 @@ loop:
 """
 
 from __future__ import annotations
-
-from typing import Protocol
 
 from ...runtime.config.engine_config import EngineConfig
 from ...runtime.feasibility import Capacity
@@ -22,57 +20,29 @@ from .log_file import Idle, Input, LogRecord, Planning
 from .log_writer import LogWriter, header_of
 
 
-class Recorder(Protocol):
-    """See the module."""
+class Recorder:
+    """See the module. This base records nothing."""
 
     def received(self, message: SchedulerInput, now_s: float) -> None:
         """`handle` is about to be called."""
-        ...
 
     def planning(self, now_s: float) -> None:
         """`next_batch` is about to be called."""
-        ...
 
     def planned(self, batch: ScheduleBatch | None) -> None:
         """`next_batch` has returned `batch`; the record of the pass survives a crash from now on."""
-        ...
 
     def settled(self) -> None:
         """`settle` has returned."""
-        ...
 
     def idle(self, now_s: float) -> None:
         """`on_idle` is about to be called."""
-        ...
 
     def close(self) -> None:
         """No call will follow, or one of them raised."""
-        ...
 
 
-class NoRecorder:
-    """Records nothing."""
-
-    def received(self, message: SchedulerInput, now_s: float) -> None:
-        pass
-
-    def planning(self, now_s: float) -> None:
-        pass
-
-    def planned(self, batch: ScheduleBatch | None) -> None:
-        pass
-
-    def settled(self) -> None:
-        pass
-
-    def idle(self, now_s: float) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class FileRecorder:
+class FileRecorder(Recorder):
     """Writes a run of a decision log: one write per pass."""
 
     def __init__(self, scheduler: Scheduler, writer: LogWriter) -> None:
@@ -165,6 +135,6 @@ def make_recorder(
     """
     log = log if log is not None else open_log(config)
     if log is None:
-        return NoRecorder()
+        return Recorder()
     log.begin(header_of(config, capacity, eos_token_ids, wall_s=wall_s, now_s=now_s))
     return FileRecorder(scheduler, log)

@@ -20,7 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 import zmq
@@ -48,48 +48,30 @@ Socket = zmq.Socket[bytes]
 AdapterOf = Callable[[str], Adapter | None]
 
 
-class KVEvents(Protocol):
-    """Takes the events of each step. `KVEventPublisher`, or `NoKVEvents` if there are none."""
+class KVEvents:
+    """Takes the events of each step. This base publishes nothing."""
 
     @property
     def num_events(self) -> int:
         """Events that were published."""
-        ...
+        return 0
 
     @property
     def num_replays(self) -> int:
         """Requests of subscribers that had missed messages."""
-        ...
+        return 0
 
     def publish(self, events: Sequence[BlockEvent], adapter_of: AdapterOf) -> None:
         """Send the events of a step; never blocks. `adapter_of`: the loaded adapter with a fingerprint."""
-        ...
 
     def close(self) -> None:
         """Close the sockets."""
-        ...
 
 
-class NoKVEvents:
-    """Publishes nothing."""
-
-    __slots__ = ()
-
-    num_events = 0
-    num_replays = 0
-
-    def publish(self, events: Sequence[BlockEvent], adapter_of: AdapterOf) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class KVEventPublisher:
+class KVEventPublisher(KVEvents):
     """See the module.
 
     Attributes:
-        num_events: as in `KVEvents`.
         endpoints: the addresses at which the sockets are bound, with their ports.
     """
 
@@ -110,7 +92,7 @@ class KVEventPublisher:
         Raises:
             ConfigError: an address cannot be listened at.
         """
-        self.num_events = 0
+        self._num_events = 0
         self._block_size = block_size
         self._replica = replica
         self._clock = clock
@@ -142,6 +124,10 @@ class KVEventPublisher:
         self._thread.start()
 
     @property
+    def num_events(self) -> int:
+        return self._num_events
+
+    @property
     def num_replays(self) -> int:
         return self._sender.num_replays
 
@@ -151,7 +137,7 @@ class KVEventPublisher:
             payload = self._encoder.encode(EventBatch(self._clock(), wire, self._replica))
             seq = self._next_seq.to_bytes(_SEQ_BYTES, "big")
             self._next_seq += 1
-            self.num_events += len(batch)
+            self._num_events += len(batch)
             self._queue([seq, payload])
 
     def clear(self) -> None:

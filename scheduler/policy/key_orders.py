@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import Final, Protocol
+from typing import Final
 
 from ...runtime.config.engine_config import LengthEstimate as LengthEstimateName
 from ...runtime.messages import FinishKind
@@ -26,29 +26,18 @@ MAX_TENANTS: Final = 4096
 """Tenants with an average; the tenant with the oldest last answer is forgotten first."""
 
 
-class LengthEstimate(Protocol):
-    """Estimates the length of outputs."""
+class LengthEstimate:
+    """Estimates the length of outputs. This base takes `max_new_tokens`, exact for clients that set what they need."""
 
     def output_len(self, req: Req) -> int:
         """Expected tokens of the whole output; more than it has, and at most `max_new_tokens`."""
-        ...
-
-    def finished(self, req: Req, kind: FinishKind) -> None:
-        """An output has ended; the estimate may learn from it."""
-        ...
-
-
-class MaxTokens:
-    """`max_new_tokens`. Exact for clients that set it to the length they need."""
-
-    def output_len(self, req: Req) -> int:
         return req.max_new_tokens
 
     def finished(self, req: Req, kind: FinishKind) -> None:
-        pass
+        """An output has ended; the estimate may learn from it."""
 
 
-class TenantAverage:
+class TenantAverage(LengthEstimate):
     """The moving average of the tenant's last answers, for clients that always allow 4,096 tokens and get 80.
 
     Without an average, and for an output that is longer than the average, it is `max_new_tokens`: once the average is
@@ -65,10 +54,8 @@ class TenantAverage:
         return math.ceil(average)
 
     def finished(self, req: Req, kind: FinishKind) -> None:
-        if (
-            kind not in _COMPLETE or not req.output_len
-        ):  # the length of an aborted answer does not predict the next one
-            return
+        if kind not in _COMPLETE or not req.output_len:
+            return  # the length of an aborted answer does not predict the next one
         average = self._averages.setdefault(req.tenant, float(req.output_len))
         self._averages[req.tenant] = average + WEIGHT_OF_LATEST * (req.output_len - average)
         self._averages.move_to_end(req.tenant)
@@ -78,7 +65,7 @@ class TenantAverage:
 
 def make_length_estimate(name: LengthEstimateName) -> LengthEstimate:
     """The estimate that the configuration names."""
-    return TenantAverage() if name == "tenant-average" else MaxTokens()
+    return TenantAverage() if name == "tenant-average" else LengthEstimate()
 
 
 class Fcfs(SchedulePolicy):

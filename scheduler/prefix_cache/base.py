@@ -1,4 +1,4 @@
-"""`PrefixCache`: the interface of the cache of computed prefixes; `NoPrefixCache`: an implementation that keeps none.
+"""`PrefixCache`: the interface of the cache of computed prefixes, and the cache that keeps none.
 
 The interface defines who owns a page:
 
@@ -19,7 +19,7 @@ count as evictable and are evicted last. A pin ends when its pages are evicted.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ..arrays import EMPTY, TOKEN_ID_BYTES, AnyIntArray, IntArray
 from ..records.verdict import CacheMiss, MissKind
@@ -91,60 +91,62 @@ class Lease:
         self.priority = priority
 
 
-class PrefixCache(Protocol):
-    """A cache of computed prefixes in whole pages, divided into namespaces.
+class PrefixCache:
+    """A cache of computed prefixes in whole pages, divided into namespaces. This base keeps none.
 
     Token ids are int32 bytes. Trailing tokens that do not fill a page are ignored.
     """
 
+    __slots__ = ()
+
     @property
     def shares(self) -> bool:
         """Whether prefixes are kept."""
-        ...
+        return False
 
     @property
     def generation(self) -> int:
         """A number that changes whenever an earlier `PrefixMatch` may have become wrong or too short."""
-        ...
+        return 0
 
     @property
     def evictable_pages(self) -> int:
         """Pages that `evict` can return."""
-        ...
+        return 0
 
     @property
     def locked_pages(self) -> int:
         """Pages under a lease."""
-        ...
+        return 0
 
     @property
     def pinned_pages(self) -> int:
         """Distinct pages under a pin, leased or not."""
-        ...
+        return 0
 
     @property
     def num_pins(self) -> int:
         """Number of pins; at most the number of pages of the quota."""
-        ...
+        return 0
 
     def match(self, extra_key: str, token_ids: bytes, max_pages: int) -> PrefixMatch:
         """The longest cached prefix of at most `max_pages` pages, with state layers up to a checkpoint.
 
         Changes nothing.
         """
-        ...
+        return PrefixMatch()
 
     def unlocked_pages(self, match: PrefixMatch) -> int:
         """Number of evictable pages that become locked if the match is locked."""
-        ...
+        return 0
 
     def lock(self, extra_key: str, match: PrefixMatch, priority: int = 0) -> Lease:
         """Lease a match that is still valid, for a request of this priority."""
-        ...
+        return Lease(extra_key, 0, None, priority)
 
     def pages_of(self, lease: Lease) -> IntArray:
         """[lease.num_pages] the leased pages, in order."""
-        ...
+        return EMPTY
 
     def extend(self, lease: Lease, token_ids: bytes, pages: AnyIntArray) -> AnyIntArray:
         """Offer pages to the cache and extend the lease by them; see the module.
@@ -157,24 +159,23 @@ class PrefixCache(Protocol):
         Returns:
             [n] the cache's pages for these tokens; [0] if the cache keeps none.
         """
-        ...
+        return EMPTY
 
     def keep_state(self, lease: Lease, num_pages: int, checkpoint: int) -> bool:
         """Offer the state after the first `num_pages` pages of a lease; False: the cache does not keep it."""
-        ...
+        return False
 
     @property
     def num_checkpoints(self) -> int:
         """States that the cache keeps."""
-        ...
+        return 0
 
     def checkpoints(self) -> list[int]:
         """Their slots; for checks."""
-        ...
+        return []
 
     def release(self, lease: Lease) -> None:
         """End a lease."""
-        ...
 
     def forget(self, lease: Lease) -> IntArray:
         """End a lease and drop the end of its prefix: the nodes that no other lease covers and no node follows.
@@ -182,18 +183,18 @@ class PrefixCache(Protocol):
         Returns:
             the dropped pages, which have no owner.
         """
-        ...
+        return EMPTY
 
     def evict(self, num_pages: int) -> IntArray:
         """Drop at most `num_pages` unlocked pages, those of the lowest rank first, and return them.
 
         Pinned pages are dropped when no others are left.
         """
-        ...
+        return EMPTY
 
     def flush(self) -> IntArray:
         """Drop all pages that are not leased, including pinned ones, and return them."""
-        ...
+        return EMPTY
 
     def pin(self, extra_key: str, token_ids: bytes, until_s: float) -> int:
         """Pin the part of a prefix that is cached *now* until a time. Within the quota, its first pages are pinned.
@@ -204,15 +205,13 @@ class PrefixCache(Protocol):
         Returns:
             number of pages of the prefix that this pin covers.
         """
-        ...
+        return 0
 
     def unpin(self, extra_key: str, token_ids: bytes) -> None:
         """End the pin that was made with the same arguments, if it still exists."""
-        ...
 
     def expire_pins(self, now_s: float) -> None:
         """End the expired pins. Called in each pass; the cost is negligible while there are no pins."""
-        ...
 
     def explain(self, extra_key: str, token_ids: bytes, match: PrefixMatch, rid: str) -> CacheMiss:
         """Explain why a match is not longer. The match must still be valid, so call this before `lock`.
@@ -223,77 +222,12 @@ class PrefixCache(Protocol):
             match: the match of this prompt.
             rid: the request.
         """
-        ...
-
-    def verify(self, leases: Iterable[Lease]) -> list[str]:
-        """Errors found: wrong counters, locks without a lease, leases without a lock. Visits every node."""
-        ...
-
-    def all_pages(self) -> IntArray:
-        """All pages that the cache owns; for checks."""
-        ...
-
-
-class NoPrefixCache:
-    """Keeps no prefixes: requests own all their pages and free them when they end."""
-
-    __slots__ = ()
-
-    shares = False
-    generation = 0
-    evictable_pages = 0
-    locked_pages = 0
-    pinned_pages = 0
-    num_pins = 0
-    num_checkpoints = 0
-
-    def match(self, extra_key: str, token_ids: bytes, max_pages: int) -> PrefixMatch:
-        return PrefixMatch()
-
-    def unlocked_pages(self, match: PrefixMatch) -> int:
-        return 0
-
-    def lock(self, extra_key: str, match: PrefixMatch, priority: int = 0) -> Lease:
-        return Lease(extra_key, 0, None, priority)
-
-    def pages_of(self, lease: Lease) -> IntArray:
-        return EMPTY
-
-    def extend(self, lease: Lease, token_ids: bytes, pages: AnyIntArray) -> AnyIntArray:
-        return EMPTY
-
-    def keep_state(self, lease: Lease, num_pages: int, checkpoint: int) -> bool:
-        return False
-
-    def checkpoints(self) -> list[int]:
-        return []
-
-    def release(self, lease: Lease) -> None:
-        pass
-
-    def forget(self, lease: Lease) -> IntArray:
-        return EMPTY
-
-    def evict(self, num_pages: int) -> IntArray:
-        return EMPTY
-
-    def flush(self) -> IntArray:
-        return EMPTY
-
-    def pin(self, extra_key: str, token_ids: bytes, until_s: float) -> int:
-        return 0
-
-    def unpin(self, extra_key: str, token_ids: bytes) -> None:
-        pass
-
-    def expire_pins(self, now_s: float) -> None:
-        pass
-
-    def explain(self, extra_key: str, token_ids: bytes, match: PrefixMatch, rid: str) -> CacheMiss:
         return CacheMiss(rid, len(token_ids) // TOKEN_ID_BYTES, 0, MissKind.OFF, 0)
 
     def verify(self, leases: Iterable[Lease]) -> list[str]:
+        """Errors found: wrong counters, locks without a lease, leases without a lock. Visits every node."""
         return []
 
     def all_pages(self) -> IntArray:
+        """All pages that the cache owns; for checks."""
         return EMPTY

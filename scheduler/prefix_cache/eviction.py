@@ -1,9 +1,9 @@
-"""The order of eviction: `EvictionPolicy` ranks leaves, `EvictionQueue` finds the leaf of the lowest rank.
+"""The order of eviction: a policy ranks leaves, `EvictionQueue` finds the leaf of the lowest rank.
 
-A policy is a pure function of how a node has been used. The queue relies on one property: use only raises a rank. So
-the rank in an entry may be too low but is never too high, and the queue computes it again when the entry reaches the
-top (lazy re-keying). Using a node, which is far more frequent than eviction, does not touch the queue. A rank is one
-integer, because a heap mostly compares: with pairs an eviction takes 1.5 times as long.
+A policy (`EVICTION_RANKS`) is a pure function of how a node has been used. The queue relies on one property: use only
+raises a rank. So the rank in an entry may be too low but is never too high, and the queue computes it again when the
+entry reaches the top (lazy re-keying). Using a node, which is far more frequent than eviction, does not touch the
+queue. A rank is one integer, because a heap mostly compares: with pairs an eviction takes 1.5 times as long.
 
 The policies are those of SGLang (sglang:mem_cache/evict_policy.py). SGLang counts a use at each insertion; here each
 request that leases a node counts.
@@ -12,7 +12,8 @@ request that leases a node counts.
 from __future__ import annotations
 
 import heapq
-from typing import Final, Protocol, assert_never
+from collections.abc import Callable
+from typing import Final
 
 from ...runtime.config.engine_config import EvictionPolicyName
 from .radix_node import RadixNode
@@ -22,94 +23,46 @@ PROTECTED_USES: Final = 2
 _MIN_COMPACTION: Final = 64
 
 
-class NodeUse(Protocol):
-    """The attributes of a node that a policy may read; see `RadixNode`."""
-
-    @property
-    def created(self) -> int: ...
-    @property
-    def last_access(self) -> int: ...
-    @property
-    def num_uses(self) -> int: ...
-    @property
-    def priority(self) -> int: ...
+Rank = Callable[[RadixNode], int]
+"""The rank of a leaf; the lowest is evicted first. Use may raise a rank; nothing lowers it."""
 
 
-class EvictionPolicy(Protocol):
-    """An order of unlocked leaves."""
-
-    def rank(self, node: NodeUse) -> int:
-        """The rank of a leaf; the lowest is evicted first. Use may raise a rank; nothing lowers it."""
-        ...
-
-
-class LruEviction:
+def lru(node: RadixNode) -> int:
     """Evicts the least recently used leaf first."""
-
-    __slots__ = ()
-
-    def rank(self, node: NodeUse) -> int:
-        return node.last_access
+    return node.last_access
 
 
-class LfuEviction:
+def lfu(node: RadixNode) -> int:
     """Evicts the leaf with the fewest uses first, then the least recent. Leaves that were hot once stay for long."""
-
-    __slots__ = ()
-
-    def rank(self, node: NodeUse) -> int:
-        return (node.num_uses << CLOCK_BITS) + node.last_access
+    return (node.num_uses << CLOCK_BITS) + node.last_access
 
 
-class FifoEviction:
+def fifo(node: RadixNode) -> int:
     """Evicts the oldest leaf first, whether it was used or not."""
-
-    __slots__ = ()
-
-    def rank(self, node: NodeUse) -> int:
-        return node.created
+    return node.created
 
 
-class SlruEviction:
+def slru(node: RadixNode) -> int:
     """Evicts leaves that only one request has used first (the least recent of them), then the least recent of the rest.
 
     A scan (many prompts, each seen once) only evicts from the first segment; the second one stays.
     """
-
-    __slots__ = ()
-
-    def rank(self, node: NodeUse) -> int:
-        protected = node.num_uses >= PROTECTED_USES
-        return (protected << CLOCK_BITS) + node.last_access
+    protected = node.num_uses >= PROTECTED_USES
+    return (protected << CLOCK_BITS) + node.last_access
 
 
-class PriorityEviction:
+def by_priority(node: RadixNode) -> int:
     """Evicts the leaf of the lowest `priority` first, then the least recent."""
-
-    __slots__ = ()
-
-    def rank(self, node: NodeUse) -> int:
-        return (node.priority << CLOCK_BITS) + node.last_access
+    return (node.priority << CLOCK_BITS) + node.last_access
 
 
-LRU: Final = LruEviction()
-
-
-def make_eviction(name: EvictionPolicyName) -> EvictionPolicy:
-    """The policy with this name in the configuration."""
-    match name:
-        case "lru":
-            return LRU
-        case "lfu":
-            return LfuEviction()
-        case "fifo":
-            return FifoEviction()
-        case "slru":
-            return SlruEviction()
-        case "priority":
-            return PriorityEviction()
-        case _:
-            assert_never(name)
+EVICTION_RANKS: Final[dict[EvictionPolicyName, Rank]] = {
+    "lru": lru,
+    "lfu": lfu,
+    "fifo": fifo,
+    "slru": slru,
+    "priority": by_priority,
+}
 
 
 class EvictionQueue:
@@ -119,8 +72,8 @@ class EvictionQueue:
     has children, has left the tree, or belongs to the other heap. `note` adds the node again when that state ends.
     """
 
-    def __init__(self, policy: EvictionPolicy) -> None:
-        self._rank = policy.rank
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
         self._seq = 0
         self._unpinned = _LazyHeap(pinned=False)
         self._pinned = _LazyHeap(pinned=True)

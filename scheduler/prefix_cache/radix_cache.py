@@ -26,9 +26,9 @@ import numpy as np
 
 from ..arrays import EMPTY, TOKEN_ID_BYTES, AnyIntArray, IntArray
 from ..records.verdict import CacheMiss
-from .base import Lease, PrefixMatch
+from .base import Lease, PrefixCache, PrefixMatch
 from .block_events import BlockRecorder
-from .eviction import LRU, EvictionPolicy, EvictionQueue
+from .eviction import EvictionQueue, Rank, lru
 from .miss_explainer import FLUSHED, EvictionHistory, MissExplainer
 from .pins import Pins
 from .radix_node import Checkpoints, RadixNode, nodes_of, pages_in, path_to_root, verify_nodes
@@ -38,14 +38,14 @@ _LONG_LEAF_PAGES: Final = 256
 """The most pages that eviction copies to take one page."""
 
 
-class RadixCache:
+class RadixCache(PrefixCache):
     """See the module. `PrefixCache` describes the methods."""
 
     def __init__(
         self,
         page_size: int,
         *,
-        eviction: EvictionPolicy = LRU,
+        eviction: Rank = lru,
         max_pinned_pages: int = 0,
         max_evictions_remembered: int = MAX_TOMBSTONES,
         free_checkpoint: Callable[[int], None] | None = None,
@@ -55,7 +55,7 @@ class RadixCache:
 
         Args:
             page_size: tokens per page.
-            eviction: the order of eviction; see `make_eviction`.
+            eviction: the order of eviction; see `EVICTION_RANKS`.
             max_pinned_pages: the most pages that pins cover, and the most pins; 0: pinning has no effect.
             max_evictions_remembered: the most evictions that `explain` knows about.
             free_checkpoint: takes back the slot of a checkpoint; None: the model has no state layers.

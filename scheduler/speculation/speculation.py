@@ -43,7 +43,7 @@ with grammars, whose drafts and masks follow from known tokens.
 from __future__ import annotations
 
 import logging
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 
@@ -66,48 +66,28 @@ _MIN_GAIN: Final = 1.03
 _MIN_CHANCE: Final = 1e-9
 
 
-class Speculation(Protocol):
-    """Chooses drafts and learns from their results. A `RowObserver`."""
+class Speculation:
+    """Chooses drafts and learns from their results; a `RowObserver`. This base drafts nothing: one token per step."""
 
     def plan(self, work: Work) -> Drafts:
         """The drafts of a step; takes the pages for them."""
-        ...
-
-    def needs_result(self, batch: ScheduleBatch) -> bool:
-        """Whether a step must be settled before the next one is planned."""
-        ...
-
-    def measured(self, num_reqs: int, num_drafts: int, seconds: float) -> None:
-        """A step of decodes alone took `seconds`."""
-        ...
-
-    def started(self, req: Req) -> None: ...
-
-    def stopped(self, req: Req) -> None: ...
-
-
-class NoSpeculation:
-    """One token per request and step."""
-
-    __slots__ = ()
-
-    def plan(self, work: Work) -> Drafts:
         return NO_DRAFTS
 
     def needs_result(self, batch: ScheduleBatch) -> bool:
+        """Whether a step must be settled before the next one is planned."""
         return False
 
     def measured(self, num_reqs: int, num_drafts: int, seconds: float) -> None:
-        pass
+        """A step of decodes alone took `seconds`."""
 
     def started(self, req: Req) -> None:
-        pass
+        """The request got a row."""
 
     def stopped(self, req: Req) -> None:
-        pass
+        """The request lost its row."""
 
 
-class NgramSpeculation:
+class NgramSpeculation(Speculation):
     """See the module."""
 
     def __init__(
@@ -271,7 +251,7 @@ def make_speculation(
     """
     if config.speculative == "off":
         if config.overlap or keeps_states:
-            return NoSpeculation()
+            return Speculation()
         return ForcedSpeculation(limits=limits, memory=memory, caps=caps, grammar_drafts=grammar_drafts)
     return NgramSpeculation(
         max_drafts=config.speculative_num_draft_tokens,
@@ -287,7 +267,7 @@ _REQS_PER_DRAFT: Final = 4
 """With multi-step decodes: most requests of a step per draft of it."""
 
 
-class ForcedSpeculation:
+class ForcedSpeculation(Speculation):
     """`--speculative off`, where forced tokens of grammars are still drafts.
 
     A request whose grammar allows only one text gets its tokens as drafts, and verifies all of them in one step
@@ -334,12 +314,3 @@ class ForcedSpeculation:
 
     def needs_result(self, batch: ScheduleBatch) -> bool:
         return batch.num_drafts > 0
-
-    def measured(self, num_reqs: int, num_drafts: int, seconds: float) -> None:
-        pass
-
-    def started(self, req: Req) -> None:
-        pass
-
-    def stopped(self, req: Req) -> None:
-        pass

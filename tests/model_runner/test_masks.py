@@ -15,7 +15,7 @@ from engine.runtime.config.engine_config import CacheConfig, SchedulerConfig
 from engine.runtime.messages import BatchTokenOutput, GenerateRequest
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import TokenMasks
-from engine.scheduler.journal.recorder import NoRecorder
+from engine.scheduler.journal.recorder import Recorder
 from engine.scheduler.pipeline import Pipeline
 from engine.scheduler.scheduler import Scheduler
 from tests.model_runner.conftest import Driver, SeeingExecutor
@@ -50,7 +50,7 @@ def outputs(driver: Driver, *, overlapped: bool = False, **settings: Any) -> dic
         matchers=matchers,
     )
     now_s = [1.0]
-    pipeline = Pipeline(scheduler, driver.runner, NoRecorder(), lambda: now_s[0], overlap=overlapped)
+    pipeline = Pipeline(scheduler, driver.runner, Recorder(), lambda: now_s[0], overlap=overlapped)
     found: dict[str, list[int]] = {}
     for n in range(NUM_REQS):
         rid, grammar = f"r{n}", grammar_of(n)

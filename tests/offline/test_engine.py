@@ -30,7 +30,7 @@ from engine.runtime.messages import (
 )
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import GetMasks, GoOn, StepPlan, StepResult, no_masks, to_the_end
-from engine.scheduler.journal.recorder import NoRecorder
+from engine.scheduler.journal.recorder import Recorder
 from engine.scheduler.pipeline import Pipeline
 from engine.scheduler.scheduler import Scheduler
 
@@ -104,7 +104,7 @@ def make_engine(before_step=lambda step_id: None, table=None, *, runner=None, ov
         config = SchedulerConfig(chunked_prefill_size=16, max_running_requests=4, **settings)
         scheduler = Scheduler(config, CacheConfig(page_size=4), CAPACITY, frozenset())
         detokenizer = Detokenizer(table or Letters())
-        recorder = NoRecorder()
+        recorder = Recorder()
         made = runner or ScriptedRunner(before_step)
         pipeline = Pipeline(scheduler, made, recorder, time.monotonic, overlap=overlap)
         return EngineParts(scheduler, pipeline, detokenizer, CAPACITY, recorder)

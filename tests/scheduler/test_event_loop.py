@@ -31,7 +31,7 @@ from engine.runtime.transport.message_base import Message
 from engine.scheduler.event_loop import EventLoop
 from engine.scheduler.journal.log_file import read_runs
 from engine.scheduler.journal.log_writer import LogWriter
-from engine.scheduler.journal.recorder import FileRecorder, NoRecorder, Recorder
+from engine.scheduler.journal.recorder import FileRecorder, Recorder
 from engine.scheduler.journal.replay import replay
 from engine.scheduler.kv_events.publisher import AdapterOf, KVEvents
 from engine.scheduler.prefix_cache.block_events import AllBlocksCleared, BlockEvent, BlocksStored
@@ -194,10 +194,8 @@ def test_a_flush_is_answered_while_idle(world):
     assert world.answered == [CallDone(7, FlushCacheDone(0, 0))]
 
 
-class ListedEvents:
+class ListedEvents(KVEvents):
     """A publisher that keeps what it gets, with the name of the adapter."""
-
-    num_replays = 3
 
     def __init__(self) -> None:
         self.published: list[tuple[BlockEvent, str]] = []
@@ -206,6 +204,10 @@ class ListedEvents:
     @property
     def num_events(self) -> int:
         return len(self.published)
+
+    @property
+    def num_replays(self) -> int:
+        return 3
 
     def publish(self, events: Sequence[BlockEvent], adapter_of: AdapterOf) -> None:
         for event in events:
@@ -496,7 +498,7 @@ def test_requests_come_before_preparations_and_bring_new_ones(make_scheduler, ov
 def test_a_crash_of_the_loop_closes_the_log(make_scheduler, monkeypatch):
     closed = []
 
-    class Closing(NoRecorder):
+    class Closing(Recorder):
         def close(self) -> None:
             closed.append(1)
 

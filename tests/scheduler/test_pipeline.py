@@ -18,7 +18,7 @@ from engine.runtime.config.server_config import LogConfig
 from engine.runtime.messages import AbortRequest, Call, FinishKind, FlushCache
 from engine.runtime.step_plan import GetMasks, GoOn, StepPlan, StepResult, no_masks, to_the_end
 from engine.scheduler.journal.log_file import read_runs
-from engine.scheduler.journal.recorder import NoRecorder, Recorder, make_recorder
+from engine.scheduler.journal.recorder import Recorder, make_recorder
 from engine.scheduler.journal.replay import replay
 from engine.scheduler.pipeline import Pipeline
 from engine.scheduler.records.decision_log import PassRecord, Settled
@@ -97,7 +97,7 @@ class Piped(Harness):
     def __init__(self, *, overlapped: bool, seed: int | None = None, log: Path | None = None, **config: Any):
         super().__init__(overlap=int(overlapped), **config)
         self.device = SlowDevice(self.runner, random.Random(seed) if seed is not None else None)
-        self.recorder: Recorder = NoRecorder()
+        self.recorder: Recorder = Recorder()
         if log is not None:
             config.setdefault("chunked_prefill_size", 64)
             wanted = {name: value for name, value in config.items() if name in SCHEDULER_FIELDS}

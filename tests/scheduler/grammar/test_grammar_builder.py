@@ -13,7 +13,7 @@ from engine.runtime.grammar_use import GrammarUse
 from engine.runtime.messages import AbortRequest, FinishKind, GenerateRequest, GrammarReady
 from engine.runtime.sampling_params import SamplingParams
 from engine.scheduler.grammar.grammar_builder import GrammarBuilder
-from engine.scheduler.journal.recorder import NoRecorder
+from engine.scheduler.journal.recorder import Recorder
 from engine.scheduler.pipeline import Pipeline
 from engine.scheduler.scheduler import Scheduler
 from tests.scheduler.grammar.toy_matcher import ToyGrammar, ToyMatcher
@@ -78,7 +78,7 @@ class Built:
         harness, core = self.harness, self.harness.scheduler
         core._matchers = self.builder
         self.pipeline = Pipeline(
-            core, harness.runner, NoRecorder(), lambda: harness.now_s, overlap=False, grammars=self.builder
+            core, harness.runner, Recorder(), lambda: harness.now_s, overlap=False, grammars=self.builder
         )
         pipeline = self.pipeline
 

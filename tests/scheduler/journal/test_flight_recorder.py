@@ -15,7 +15,7 @@ from engine.scheduler.journal.flight_recorder import (
     read_decisions,
     started_requests,
 )
-from engine.scheduler.journal.recorder import NoRecorder
+from engine.scheduler.journal.recorder import Recorder
 from engine.scheduler.records.decision_log import Arrived, DecisionLog, Finished, PassRecord, Settled
 from engine.scheduler.records.verdict import AddReqResult, Reason, Verdict
 
@@ -30,7 +30,7 @@ def request(rid: str) -> GenerateRequest:
 
 
 def test_what_was_decided_can_be_read_while_the_recorder_lives(decisions, tmp_path):
-    recorder = FlightRecorder(NoRecorder(), decisions, tmp_path)
+    recorder = FlightRecorder(Recorder(), decisions, tmp_path)
     decisions.append(Arrived(1.0, "r1", 20, 5))
     recorder.planning(1.5)
     decisions.append(PassRecord(2.0, step_id=7, num_decodes=1))
@@ -48,7 +48,7 @@ def test_what_was_decided_can_be_read_while_the_recorder_lives(decisions, tmp_pa
 
 
 def test_no_tokens_are_kept(decisions, tmp_path):
-    recorder = FlightRecorder(NoRecorder(), decisions, tmp_path)
+    recorder = FlightRecorder(Recorder(), decisions, tmp_path)
     decisions.append(Settled(2.5, 7, next_token_ids=b"secret"))
     recorder.settled()
 
@@ -57,7 +57,7 @@ def test_no_tokens_are_kept(decisions, tmp_path):
 
 
 def test_the_newest_are_kept_and_the_files_stay_small(decisions, tmp_path):
-    recorder = FlightRecorder(NoRecorder(), decisions, tmp_path, half_bytes=1000)
+    recorder = FlightRecorder(Recorder(), decisions, tmp_path, half_bytes=1000)
     for step in range(1, 501):
         decisions.append(PassRecord(float(step), step_id=step))
         recorder.planned(None)
@@ -69,7 +69,7 @@ def test_the_newest_are_kept_and_the_files_stay_small(decisions, tmp_path):
 
 
 def test_a_record_that_was_cut_off_costs_itself_alone(decisions, tmp_path):
-    recorder = FlightRecorder(NoRecorder(), decisions, tmp_path)
+    recorder = FlightRecorder(Recorder(), decisions, tmp_path)
     for step in (1, 2):
         decisions.append(PassRecord(float(step), step_id=step))
         recorder.planned(None)
@@ -84,7 +84,7 @@ def test_a_record_that_was_cut_off_costs_itself_alone(decisions, tmp_path):
 
 def test_without_a_folder_nothing_is_kept_and_nothing_fails(decisions, tmp_path):
     num_open = len(os.listdir("/proc/self/fd"))
-    recorder = FlightRecorder(NoRecorder(), decisions, tmp_path / "none")
+    recorder = FlightRecorder(Recorder(), decisions, tmp_path / "none")
     decisions.append(PassRecord(1.0))
     recorder.planned(None)
     recorder.close()
@@ -96,7 +96,7 @@ def test_without_a_folder_nothing_is_kept_and_nothing_fails(decisions, tmp_path)
 def test_the_recorder_inside_hears_of_everything(decisions, tmp_path):
     heard = []
 
-    class Inner(NoRecorder):
+    class Inner(Recorder):
         def __getattribute__(self, name):
             return lambda *args: heard.append((name, *args))
 
@@ -112,7 +112,7 @@ def test_the_recorder_inside_hears_of_everything(decisions, tmp_path):
 
 
 def test_whose_prompts_were_begun_can_be_read_and_not_who_waited(decisions, tmp_path):
-    recorder = FlightRecorder(NoRecorder(), decisions, tmp_path)
+    recorder = FlightRecorder(Recorder(), decisions, tmp_path)
     assert started_requests(tmp_path) is None
     begun = Verdict("begun", AddReqResult.CONTINUE, Reason.CHUNKED)
     waited = Verdict("waited", AddReqResult.NO_TOKEN, Reason.NO_KV)
@@ -127,7 +127,7 @@ def test_whose_prompts_were_begun_can_be_read_and_not_who_waited(decisions, tmp_
 
 
 def test_who_came_behind_the_last_pass_may_have_been_the_end_of_it(decisions, tmp_path):
-    recorder = FlightRecorder(NoRecorder(), decisions, tmp_path)
+    recorder = FlightRecorder(Recorder(), decisions, tmp_path)
     recorder.received(request("survived"), 1.0)
     decisions.append(Arrived(1.0, "survived", 20, 5))
     recorder.planning(2.0)

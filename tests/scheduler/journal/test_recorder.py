@@ -9,7 +9,7 @@ import pytest
 from engine.runtime.config.engine_config import EngineConfig
 from engine.runtime.messages import Call, Explain, FlushCache, GenerateRequest, ListRequests
 from engine.scheduler.journal.log_file import Idle, Input, LogRecord, Planning, read_runs
-from engine.scheduler.journal.recorder import NoRecorder, make_recorder
+from engine.scheduler.journal.recorder import Recorder, make_recorder
 from engine.scheduler.records.decision_log import Arrived, PassRecord, Settled
 from tests.scheduler.harness import Harness
 from tests.scheduler.journal.log_samples import count_writes
@@ -161,4 +161,4 @@ def test_off_there_is_no_recorder():
         EngineConfig(), harness.capacity, harness.eos, harness.scheduler, wall_s=0.0, now_s=0.0
     )
 
-    assert isinstance(recorder, NoRecorder)
+    assert type(recorder) is Recorder

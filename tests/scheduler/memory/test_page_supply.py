@@ -6,20 +6,22 @@ import numpy as np
 import pytest
 
 from engine.scheduler.arrays import IntArray
-from engine.scheduler.memory.pages import PageAllocator, PageError, PageSupply
-from engine.scheduler.prefix_cache.base import NoPrefixCache
+from engine.scheduler.memory.pages import LedgerError, PageAllocator, PageSupply
+from engine.scheduler.prefix_cache.base import PrefixCache
 
 
-class Cache(NoPrefixCache):
+class Cache(PrefixCache):
     """A prefix cache that holds the given pages, all of them evictable."""
 
     def __init__(self, pages: IntArray) -> None:
         self.pages = pages
-        self.evictable_pages = len(pages)
+
+    @property
+    def evictable_pages(self) -> int:
+        return len(self.pages)
 
     def evict(self, num_pages: int) -> IntArray:
         dropped, self.pages = self.pages[:num_pages], self.pages[num_pages:]
-        self.evictable_pages = len(self.pages)
         return dropped
 
 
@@ -53,5 +55,5 @@ def test_pages_given_back_are_free():
 
 def test_more_than_is_available_is_an_error():
     supply, _ = make_supply(4, 2)
-    with pytest.raises(PageError, match="5 pages requested, 4 of 4 are free"):
+    with pytest.raises(LedgerError, match="5 pages requested, 4 of 4 are free"):
         supply.take(5)

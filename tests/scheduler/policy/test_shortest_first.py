@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.runtime.messages import FinishKind
-from engine.scheduler.policy.key_orders import MAX_TENANTS, MaxTokens, TenantAverage
+from engine.scheduler.policy.key_orders import MAX_TENANTS, LengthEstimate, TenantAverage
 from tests.selection import examples
 
 from .model import Model, make_req
@@ -118,7 +118,7 @@ def finished(output_len, tenant="t"):
 
 def test_an_unknown_tenant_is_expected_to_use_what_it_allows():
     assert TenantAverage().output_len(make_req(1, max_new_tokens=70)) == 70
-    assert MaxTokens().output_len(make_req(1, max_new_tokens=70)) == 70
+    assert LengthEstimate().output_len(make_req(1, max_new_tokens=70)) == 70
 
 
 def test_the_average_follows_and_never_exceeds_the_limit():

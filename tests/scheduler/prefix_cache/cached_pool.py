@@ -7,7 +7,7 @@ import numpy as np
 from engine.runtime.config.engine_config import EvictionPolicyName
 from engine.scheduler.arrays import IntArray
 from engine.scheduler.prefix_cache.base import Lease
-from engine.scheduler.prefix_cache.eviction import make_eviction
+from engine.scheduler.prefix_cache.eviction import EVICTION_RANKS
 from engine.scheduler.prefix_cache.radix_cache import RadixCache
 
 
@@ -35,7 +35,7 @@ class CachedPool:
         page_size: int = 1,
         max_pinned_pages: int = 0,
     ) -> None:
-        self.cache = RadixCache(page_size, eviction=make_eviction(policy), max_pinned_pages=max_pinned_pages)
+        self.cache = RadixCache(page_size, eviction=EVICTION_RANKS[policy], max_pinned_pages=max_pinned_pages)
         self.page_size = page_size
         self.free = list(range(num_pages, 0, -1))
 

@@ -7,7 +7,7 @@ import pytest
 
 from engine.runtime.config.engine_config import EvictionPolicyName
 from engine.scheduler.prefix_cache.base import PrefixMatch
-from engine.scheduler.prefix_cache.eviction import EvictionQueue, make_eviction
+from engine.scheduler.prefix_cache.eviction import EVICTION_RANKS, EvictionQueue
 from tests.scheduler.prefix_cache.cached_pool import CachedPool, ids, pages
 
 POLICIES = get_args(EvictionPolicyName)
@@ -176,11 +176,11 @@ def test_eviction_costs_what_it_takes(policy):
 
     class Counting:
         def __init__(self):
-            self.inner, self.num_ranks = make_eviction(policy), 0
+            self.inner, self.num_ranks = EVICTION_RANKS[policy], 0
 
-        def rank(self, node):
+        def __call__(self, node):
             self.num_ranks += 1
-            return self.inner.rank(node)
+            return self.inner(node)
 
     counting = Counting()
     pool = CachedPool(1000, policy)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from engine.scheduler.prefix_cache.base import NoPrefixCache, PrefixCache, PrefixMatch, namespace_of
+from engine.scheduler.prefix_cache.base import PrefixCache, PrefixMatch, namespace_of
 from engine.scheduler.records.verdict import CacheMiss, MissKind
 from tests.scheduler.prefix_cache.cached_pool import CachedPool, ids
 
@@ -51,7 +51,7 @@ def test_equal_tokens_are_found_in_their_own_namespace_only(pair):
 
 
 def test_the_cache_that_keeps_nothing_answers_all_the_same():
-    cache: PrefixCache = NoPrefixCache()
+    cache: PrefixCache = PrefixCache()
     match = cache.match("", ids(1, 2, 3), 2)
     lease = cache.lock("", match, 7)
 

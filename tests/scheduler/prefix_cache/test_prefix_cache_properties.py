@@ -8,7 +8,7 @@ of the block events has exactly the blocks of the tree after each step.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from hypothesis import settings
@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 from engine.runtime.config.engine_config import EvictionPolicyName
 from engine.scheduler.prefix_cache.base import Lease, namespace_of, split_namespace
 from engine.scheduler.prefix_cache.block_events import BlockEvents
-from engine.scheduler.prefix_cache.eviction import make_eviction
+from engine.scheduler.prefix_cache.eviction import EVICTION_RANKS
 from engine.scheduler.prefix_cache.radix_cache import RadixCache
 from tests.scheduler.prefix_cache.block_consumer import BlockConsumer
 from tests.scheduler.prefix_cache.cached_pool import ids, pages
@@ -87,10 +87,10 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     ) -> None:
         self.block_size = page_size * pages_per_block
         self.blocks, self.consumer = BlockEvents(self.block_size), BlockConsumer(self.block_size)
-        self.policy = make_eviction(self.policy_name)
+        self.rank: Any = EVICTION_RANKS[self.policy_name]
         self.cache = RadixCache(
             page_size,
-            eviction=self.policy,
+            eviction=self.rank,
             max_pinned_pages=quota,
             max_evictions_remembered=5,
             blocks=self.blocks,
@@ -147,7 +147,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             ]
             if not leaves:
                 break
-            victim = min(leaves, key=lambda prefix: (prefix in pinned, self.policy.rank(self.cached[prefix])))
+            victim = min(leaves, key=lambda prefix: (prefix in pinned, self.rank(self.cached[prefix])))
             gone.append(victim)
             if len(victim[1]) > self.page_size:
                 followers[victim[0], victim[1][: -self.page_size]] -= 1

@@ -13,7 +13,7 @@ import pytest
 
 from engine.runtime.messages import FinishKind
 from engine.scheduler.batch import ScheduleBatch
-from engine.scheduler.journal.recorder import NoRecorder
+from engine.scheduler.journal.recorder import Recorder
 from engine.scheduler.pipeline import Pipeline
 from engine.scheduler.policy.base import SchedulePolicy
 from engine.scheduler.records.decision_log import PassRecord, Settled
@@ -301,7 +301,7 @@ def test_a_pipeline_measures_bursts_by_its_own_clock(make_harness):
 
     harness = make_harness()
     harness.runner.step_s = seconds
-    pipeline = Pipeline(harness.scheduler, harness.runner, NoRecorder(), lambda: now_s[0], overlap=False)
+    pipeline = Pipeline(harness.scheduler, harness.runner, Recorder(), lambda: now_s[0], overlap=False)
     harness.submit("a", max_new_tokens=20)
     while pipeline.advance(lambda: False):
         pass
