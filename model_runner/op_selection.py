@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from .kernels import latent, native, native_linear, native_states, plain, sgl, streams
-from .kernels.plain_lora import PlainDeltas
+from .kernels import latent, native, native_linear, native_states, plain, plain_lora, sgl, streams
 from .ops.ops import OpChoice, Ops
 from .states import plain as plain_states
 
@@ -254,7 +253,7 @@ PROVIDERS: Final[Mapping[str, Sequence[Provider]]] = {
     "altup": (_native_streams("altup"), _plain(streams.PlainAltUp())),
     "deltas": (
         _native("deltas"),
-        _plain(PlainDeltas()),
+        _plain(plain_lora.DELTAS),
     ),
 }
 """The providers of each op, in order of preference; the last one has no reasons against any target."""

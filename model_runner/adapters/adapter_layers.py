@@ -20,6 +20,7 @@ from ...models.gguf.gguf_file import GGUFFile, is_gguf
 from ...models.weight_files.safetensors_header import read_header
 from ...runtime.errors import ConfigError
 from ..kernels.plain_lora import PlainDelta, PlainEmbeddingDelta
+from ..ops.deltas import DeltaShape
 from ..weights.gguf_order import pairs_apart
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ...models.spec.model_spec import ModelSpec
-    from ..ops.deltas import EmbeddingDelta, LowRankDelta, MakeDeltas, PackedDelta
+    from ..ops.deltas import LowRankDelta, MakeDeltas, PackedDelta
 
     Span = tuple[int, int]
     from collections.abc import Callable
@@ -125,7 +126,7 @@ def _length(span: Span) -> int:
 class AdaptedLayer:
     """One layer: the parts of modules whose outputs are stacked in it."""
 
-    delta: LowRankDelta | EmbeddingDelta
+    delta: LowRankDelta
     parts: tuple[_Part, ...]
     scale: float = 1.0
 
@@ -210,7 +211,7 @@ class AdapterLayers:
             return None
         inputs = in_features if columns is None else _length(columns)
         outputs = tuple(out_features) if rows is None else tuple(map(_length, rows))
-        delta = make.linear(inputs, outputs, self.num_slots, self.max_rank, self.dtype, self._device)
+        delta = make.linear(self._shape(inputs, outputs))
         spans: Sequence[Span | None] = [None] * len(names) if rows is None else rows
         parts = tuple(_Part(name, span, columns) for name, span in zip(names, spans, strict=True))
         self.layers.append(AdaptedLayer(delta, parts))
@@ -218,13 +219,16 @@ class AdapterLayers:
 
     def embedding(
         self, make: MakeDeltas, name: str, vocab_size: int, size: int, scale: float | None
-    ) -> EmbeddingDelta | None:
+    ) -> LowRankDelta | None:
         """Add the embedding; every rank has all of it. `scale`: a factor of the embedding's vectors."""
         if not self.has(name):
             return None
-        delta = make.embedding(vocab_size, size, self.num_slots, self.max_rank, self.dtype, self._device)
+        delta = make.embedding(self._shape(vocab_size, (size,)))
         self.layers.append(AdaptedLayer(delta, (_Part(name),), 1.0 if scale is None else scale))
         return delta
+
+    def _shape(self, inputs: int, outputs: tuple[int, ...]) -> DeltaShape:
+        return DeltaShape(inputs, outputs, self.num_slots, self.max_rank, self.dtype, self._device)
 
     @property
     def module_names(self) -> set[str]:

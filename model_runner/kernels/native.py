@@ -22,11 +22,12 @@ from . import native_experts, plain
 from .cpu.library import load_library, loaded_isa, reasons_against_library
 from .native_experts import NativeExperts
 from .native_linear import pack_native_linear, reasons_against_compression
-from .native_lora import NativeDeltas
+from .native_lora import native_deltas
 from .native_matmul import NativeMatmul
 
 if TYPE_CHECKING:
     from ...models.spec.experts_spec import Routing
+    from ..ops.deltas import MakeDeltas
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +55,8 @@ class NativeOps:
         self._has_warned_of_loops = False
 
     @property
-    def deltas(self) -> NativeDeltas:
-        return NativeDeltas(self._library)
+    def deltas(self) -> MakeDeltas:
+        return native_deltas(self._library)
 
     def pack_linear(self, weight: Tensor) -> LinearWeight:
         return pack_native_linear(self._library, weight, compress=self._compress)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 import torch.nn.functional as F
 
-from ..ops.deltas import PackedDelta
+from ..ops.deltas import MakeDeltas, PackedDelta
 from .plain_lora import PlainDelta, PlainEmbeddingDelta, filled_up
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..adapter_runs import AdapterRuns
-    from ..ops.deltas import EmbeddingDelta, LowRankDelta
+    from ..ops.deltas import DeltaShape, LowRankDelta
 
 _LANES: Final = 16
 _DTYPES: Final = (torch.bfloat16, torch.float32)
@@ -31,29 +31,21 @@ _DTYPES: Final = (torch.bfloat16, torch.float32)
 class NativeDelta:
     """A linear layer; K must be even in bfloat16. It is a `GatedDelta`."""
 
-    def __init__(
-        self,
-        library: ctypes.CDLL,
-        inputs: int,
-        outputs: Sequence[int],
-        num_slots: int,
-        max_rank: int,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, library: ctypes.CDLL, shape: DeltaShape) -> None:
         """All slots are empty."""
-        self._library = library
-        self._inputs, self._dtype = inputs, dtype
-        self._outputs = torch.tensor(list(outputs), dtype=torch.int64)
+        self._library, self._shape = library, shape
+        self._inputs, self._dtype, outputs = shape.inputs, shape.dtype, shape.outputs
+        self._outputs = torch.tensor(outputs, dtype=torch.int64)
         self._width = sum(outputs)
-        self._columns = _columns(dtype)
-        rank = -(-max_rank // self._columns) * self._columns
+        self._columns = _columns(shape.dtype)
+        rank = -(-shape.max_rank // self._columns) * self._columns
         self._low_stride = -(-len(outputs) * rank // _LANES) * _LANES
-        self._ranks = torch.zeros(num_slots, dtype=torch.int64)
-        self._a = _resident((num_slots, self._low_stride * inputs), dtype)
-        self._b = _resident((num_slots, sum(map(_padded, outputs)) * rank), dtype)
+        self._ranks = torch.zeros(shape.num_slots, dtype=torch.int64)
+        self._a = _resident((shape.num_slots, self._low_stride * shape.inputs), shape.dtype)
+        self._b = _resident((shape.num_slots, sum(map(_padded, outputs)) * rank), shape.dtype)
 
     def pack(self, parts: Sequence[tuple[Tensor, Tensor] | None]) -> PackedDelta:
-        rank, filled = filled_up(parts, self._outputs.tolist(), self._inputs, self._columns)
+        rank, filled = filled_up(parts, self._shape, self._columns)
         a = torch.cat([a for a, _ in filled])
         b = [_panels(b, self._columns).to(self._dtype).view(-1) for _, b in filled]
         return PackedDelta(rank, _panels(a, self._columns).to(self._dtype).view(-1), torch.cat(b))
@@ -136,30 +128,21 @@ class NativeDelta:
 class NativeEmbeddingDelta:
     """The embedding."""
 
-    def __init__(
-        self,
-        library: ctypes.CDLL,
-        vocab_size: int,
-        size: int,
-        num_slots: int,
-        max_rank: int,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, library: ctypes.CDLL, shape: DeltaShape) -> None:
         """All slots are empty."""
-        self._library = library
-        self._vocab_size, self._size, self._dtype = vocab_size, size, dtype
-        self._columns = _columns(dtype)
-        self._max_rank = -(-max_rank // self._columns) * self._columns
-        self._outputs = torch.tensor([size], dtype=torch.int64)
-        self._ranks = torch.zeros(num_slots, dtype=torch.int64)
-        self._table = torch.zeros((num_slots, vocab_size, self._max_rank), dtype=dtype)
-        self._b = torch.zeros((num_slots, _padded(size) * self._max_rank), dtype=dtype)
+        self._library, self._shape = library, shape
+        (self._size,) = shape.outputs
+        self._columns = _columns(shape.dtype)
+        self._max_rank = -(-shape.max_rank // self._columns) * self._columns
+        self._outputs = torch.tensor([self._size], dtype=torch.int64)
+        self._ranks = torch.zeros(shape.num_slots, dtype=torch.int64)
+        self._table = torch.zeros((shape.num_slots, shape.inputs, self._max_rank), dtype=shape.dtype)
+        self._b = torch.zeros((shape.num_slots, _padded(self._size) * self._max_rank), dtype=shape.dtype)
 
     def pack(self, parts: Sequence[tuple[Tensor, Tensor] | None]) -> PackedDelta:
-        rank, [(a, b)] = filled_up(parts, [self._size], self._vocab_size, self._columns)
-        return PackedDelta(
-            rank, a.T.to(self._dtype).contiguous(), _panels(b, self._columns).to(self._dtype).view(-1)
-        )
+        rank, [(a, b)] = filled_up(parts, self._shape, self._columns)
+        dtype = self._shape.dtype
+        return PackedDelta(rank, a.T.to(dtype).contiguous(), _panels(b, self._columns).to(dtype).view(-1))
 
     def put(self, slot: int, packed: PackedDelta | None) -> None:
         self._ranks[slot] = 0 if packed is None else packed.rank
@@ -167,22 +150,20 @@ class NativeEmbeddingDelta:
             self._table[slot, :, : packed.rank] = packed.a
             self._b[slot, : len(packed.b)] = packed.b
 
-    def add(self, token_ids: Tensor, y: Tensor, runs: AdapterRuns) -> Tensor:
-        assert token_ids.dtype == torch.int64 and token_ids.is_contiguous(), token_ids.dtype
-        assert y.shape == (len(token_ids), self._size) and y.is_contiguous() and y.dtype == self._dtype, (
-            y.shape
-        )
+    def add(self, x: Tensor, y: Tensor, runs: AdapterRuns) -> Tensor:
+        assert x.dtype == torch.int64 and x.is_contiguous(), x.dtype
+        assert y.shape == (len(x), self._size) and y.is_contiguous() and y.dtype == self._b.dtype, y.shape
         assert not runs.runs or runs.runs[-1].last == len(y), (runs.runs[-1], len(y))
         self._library.lora_embed(
             self._table.data_ptr(),
-            token_ids.data_ptr(),
+            x.data_ptr(),
             y.data_ptr(),
             runs.plan.data_ptr(),
             self._b.data_ptr(),
             self._b.stride(0) // self._columns,
             self._ranks.data_ptr(),
             self._outputs.data_ptr(),
-            self._vocab_size,
+            self._shape.inputs,
             self._max_rank,
             y.dtype == torch.bfloat16,
         )
@@ -193,37 +174,18 @@ class NativeEmbeddingDelta:
         return self._table.nbytes + self._b.nbytes
 
 
-class NativeDeltas:
+def native_deltas(library: ctypes.CDLL) -> MakeDeltas:
     """`MakeDeltas` by the C++ kernels; layers that they do not take are in plain torch."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
+    def linear(shape: DeltaShape) -> LowRankDelta:
+        is_taken = shape.dtype in _DTYPES and not shape.inputs % _columns(shape.dtype)
+        return NativeDelta(library, shape) if is_taken else PlainDelta(shape)
 
-    def linear(
-        self,
-        inputs: int,
-        outputs: Sequence[int],
-        num_slots: int,
-        max_rank: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> LowRankDelta:
-        if dtype not in _DTYPES or inputs % _columns(dtype):
-            return PlainDelta(inputs, outputs, num_slots, max_rank, dtype, device)
-        return NativeDelta(self._library, inputs, outputs, num_slots, max_rank, dtype)
+    def embedding(shape: DeltaShape) -> LowRankDelta:
+        is_taken = shape.dtype in _DTYPES
+        return NativeEmbeddingDelta(library, shape) if is_taken else PlainEmbeddingDelta(shape)
 
-    def embedding(
-        self,
-        vocab_size: int,
-        size: int,
-        num_slots: int,
-        max_rank: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> EmbeddingDelta:
-        if dtype not in _DTYPES:
-            return PlainEmbeddingDelta(vocab_size, size, num_slots, max_rank, dtype, device)
-        return NativeEmbeddingDelta(self._library, vocab_size, size, num_slots, max_rank, dtype)
+    return MakeDeltas(linear, embedding)
 
 
 def _columns(dtype: torch.dtype) -> int:

@@ -17,7 +17,7 @@ from .spans import padded_span
 if TYPE_CHECKING:
     from ..adapter_runs import AdapterRuns
     from ..model_context import ModelContext
-    from ..ops.deltas import EmbeddingDelta, LowRankDelta
+    from ..ops.deltas import LowRankDelta
     from ..ops.elementwise import TakeRows
     from ..ops.linear import LinearWeight
 
@@ -61,7 +61,7 @@ class Embedding:
             self._take = functools.partial(_take_scaled, context.ops.take_rows, table(), scale)
         self._group = context.group
         self._span = padded_span(vocab_size, context.group)
-        self.delta: EmbeddingDelta | None = None
+        self.delta: LowRankDelta | None = None
         if context.adapters is not None and has_head:
             self.delta = context.adapters.embedding(context.ops.deltas, name, vocab_size, size, scale)
 

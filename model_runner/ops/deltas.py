@@ -1,10 +1,10 @@
 """Changes that LoRA adapters make to a linear layer or to the embedding."""
 
-# Shapes: T tokens, K inputs, N outputs.
+# Shapes: T tokens, K inputs, N outputs, S slots, R the largest rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -13,6 +13,24 @@ if TYPE_CHECKING:
     import torch
 
     from ..adapter_runs import AdapterRuns
+
+
+class DeltaShape(NamedTuple):
+    """The memory for the adapters of one layer.
+
+    Attributes:
+        inputs: K; of the embedding, tokens of the vocabulary.
+        outputs: of each module; the modules of a layer are stacked by their outputs, and each has its own A and B.
+        num_slots: S, with slot 0, the base model.
+        max_rank: R.
+    """
+
+    inputs: int
+    outputs: tuple[int, ...]
+    num_slots: int
+    max_rank: int
+    dtype: torch.dtype
+    device: torch.device
 
 
 class PackedDelta(NamedTuple):
@@ -24,9 +42,9 @@ class PackedDelta(NamedTuple):
 
 
 class LowRankDelta(Protocol):
-    """The changes of a linear layer by adapters: B (A x) for some rows of x, with the matrices of the row's slot.
+    """The changes of a layer by adapters: B (A x) for some rows of x, with the matrices of the row's slot.
 
-    The layer may be several modules, stacked by their outputs; each has its own A and B.
+    The x of an embedding are token ids, and A x is the token's column of A.
     """
 
     def pack(self, parts: Sequence[tuple[Tensor, Tensor] | None]) -> PackedDelta:
@@ -41,9 +59,12 @@ class LowRankDelta(Protocol):
         ...
 
     def add(self, x: Tensor, y: Tensor, runs: AdapterRuns) -> Tensor:
-        """y + B (A x), rounded once: x [T, K] in the serving dtype, y [T, N] in it or in float32, contiguous.
+        """y + B (A x), rounded once: y [T, N] in the serving dtype or in float32, contiguous.
 
         A x is accumulated in float32 and rounded to the serving dtype. `y` may be overwritten; use the returned tensor.
+
+        Args:
+            x: [T, K] in the serving dtype; of the embedding, [T] int64.
         """
         ...
 
@@ -62,48 +83,8 @@ class GatedDelta(LowRankDelta, Protocol):
         ...
 
 
-class EmbeddingDelta(Protocol):
-    """The changes of an embedding by adapters: B times the token's column of A."""
+class MakeDeltas(NamedTuple):
+    """Makes the memory of a layer's adapters, all slots empty; used only by servers with adapters."""
 
-    def pack(self, parts: Sequence[tuple[Tensor, Tensor] | None]) -> PackedDelta:
-        """One part, A [rank, tokens] and B [K, rank]."""
-        ...
-
-    def put(self, slot: int, packed: PackedDelta | None) -> None: ...
-
-    def add(self, token_ids: Tensor, y: Tensor, runs: AdapterRuns) -> Tensor:
-        """[T] int64, y [T, K], contiguous -> [T, K]; `y` may be overwritten."""
-        ...
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of all slots."""
-        ...
-
-
-class MakeDeltas(Protocol):
-    """Makes the memory of adapters, all slots empty; used only by servers with adapters."""
-
-    def linear(
-        self,
-        inputs: int,
-        outputs: Sequence[int],
-        num_slots: int,
-        max_rank: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> LowRankDelta:
-        """For a linear layer whose modules have so many `outputs` each."""
-        ...
-
-    def embedding(
-        self,
-        vocab_size: int,
-        size: int,
-        num_slots: int,
-        max_rank: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> EmbeddingDelta:
-        """For the embedding."""
-        ...
+    linear: Callable[[DeltaShape], LowRankDelta]
+    embedding: Callable[[DeltaShape], LowRankDelta]

@@ -20,17 +20,15 @@ import triton
 import triton.language as tl
 
 from ...adapter_runs import MAX_RUN_TOKENS
-from ...ops.deltas import PackedDelta
-from ..plain_lora import filled_up
+from ...ops.deltas import MakeDeltas
+from ..plain_lora import SlotMatrices
 from .compile_report import KernelVariant
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
     from ...adapter_runs import AdapterRuns
-    from ...ops.deltas import EmbeddingDelta, LowRankDelta
+    from ...ops.deltas import DeltaShape, PackedDelta
 
 _LEAST: Final = 16
 """Rows, columns and inputs of a product, at least."""
@@ -44,6 +42,17 @@ _EXPAND_STAGES: Final = 1
 _SPLIT_INPUTS: Final = 1024
 """Inputs of a part, at least."""
 _MAX_SPLITS: Final = 8
+
+
+@triton.jit
+def _run(plan_ptr, ranks_ptr):
+    """Slot, rank, first token and end of the program's run; rank 0: there is no such run, or no adapter in the slot."""
+    run = tl.program_id(0)
+    exists = run < tl.load(plan_ptr)
+    slot = tl.load(plan_ptr + 1 + 3 * run, mask=exists, other=0)
+    first = tl.load(plan_ptr + 2 + 3 * run, mask=exists, other=0)
+    last = tl.load(plan_ptr + 3 + 3 * run, mask=exists, other=0)
+    return slot, tl.load(ranks_ptr + slot, mask=exists, other=0), first, last
 
 
 @triton.jit
@@ -62,16 +71,11 @@ def _shrink_kernel(
     TILE_TOKENS: tl.constexpr,
     TILE_INPUTS: tl.constexpr,
 ):
-    run = tl.program_id(0)
     module = tl.program_id(1)
     split = tl.program_id(2)
-    if run >= tl.load(plan_ptr):
-        return
-    slot = tl.load(plan_ptr + 1 + 3 * run)
-    rank = tl.load(ranks_ptr + slot)
+    slot, rank, first, last = _run(plan_ptr, ranks_ptr)
     if rank == 0:
         return
-    first, last = tl.load(plan_ptr + 2 + 3 * run), tl.load(plan_ptr + 3 + 3 * run)
     token = first + tl.arange(0, TILE_TOKENS)
     row = tl.arange(0, RANK)
     a_at = a_ptr + ((slot * NUM_MODULES + module) * RANK + row) * num_inputs
@@ -109,15 +113,10 @@ def _expand_kernel(
     TILE_RANK: tl.constexpr,
     TILE_OUTPUTS: tl.constexpr,
 ):
-    run = tl.program_id(0)
     tile = tl.program_id(1)
-    if run >= tl.load(plan_ptr):
-        return
-    slot = tl.load(plan_ptr + 1 + 3 * run)
-    rank = tl.load(ranks_ptr + slot)
+    slot, rank, first, last = _run(plan_ptr, ranks_ptr)
     if rank == 0:
         return
-    first, last = tl.load(plan_ptr + 2 + 3 * run), tl.load(plan_ptr + 3 + 3 * run)
     module = tl.load(tiles_ptr + 3 * tile)
     output = tl.load(tiles_ptr + 3 * tile + 1) + tl.arange(0, TILE_OUTPUTS)
     inside = output < tl.load(tiles_ptr + 3 * tile + 2)
@@ -157,14 +156,9 @@ def _embed_kernel(
     TILE_TOKENS: tl.constexpr,
     TILE_OUTPUTS: tl.constexpr,
 ):
-    run = tl.program_id(0)
-    if run >= tl.load(plan_ptr):
-        return
-    slot = tl.load(plan_ptr + 1 + 3 * run)
-    rank = tl.load(ranks_ptr + slot)
+    slot, rank, first, last = _run(plan_ptr, ranks_ptr)
     if rank == 0:
         return
-    first, last = tl.load(plan_ptr + 2 + 3 * run), tl.load(plan_ptr + 3 + 3 * run)
     output = tl.program_id(1) * TILE_OUTPUTS + tl.arange(0, TILE_OUTPUTS)
     inside = output < width
     token = first + tl.arange(0, TILE_TOKENS)
@@ -186,180 +180,105 @@ def _embed_kernel(
     tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-class TritonDelta:
-    """A linear layer: A [S, M * R, K] and B [S, N, R], beyond an adapter's rank arbitrary."""
+class _RankedMatrices(SlotMatrices):
+    """`SlotMatrices` with the ranks also on the device; R is a power of 2."""
 
-    def __init__(
-        self,
-        inputs: int,
-        outputs: Sequence[int],
-        num_slots: int,
-        max_rank: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        """All slots are empty."""
-        self._inputs, self._outputs = inputs, list(outputs)
-        self._rank = _rank_of(max_rank)
-        self._ranks = torch.zeros(num_slots, dtype=torch.int32, device=device)
-        shape = num_slots, len(outputs), self._rank, inputs
-        self._a = torch.zeros(shape, dtype=dtype, device=device)
-        self._b = torch.zeros((num_slots, sum(outputs), self._rank), dtype=dtype, device=device)
-        self._splits = max(1, min(inputs // _SPLIT_INPUTS, _MAX_SPLITS))
-        blocks = triton.cdiv(triton.cdiv(inputs, _TILE_INPUTS), self._splits)
+    def __init__(self, shape: DeltaShape) -> None:
+        super().__init__(shape._replace(max_rank=max(_LEAST, int(triton.next_power_of_2(shape.max_rank)))))
+        self.device_ranks = torch.zeros(shape.num_slots, dtype=torch.int32, device=shape.device)
+
+    def put(self, slot: int, packed: PackedDelta | None) -> None:
+        super().put(slot, packed)
+        self.device_ranks[slot].fill_(self.ranks[slot])
+
+
+class TritonDelta(_RankedMatrices):
+    """A linear layer."""
+
+    def __init__(self, shape: DeltaShape) -> None:
+        super().__init__(shape)
+        self._splits = max(1, min(shape.inputs // _SPLIT_INPUTS, _MAX_SPLITS))
+        blocks = triton.cdiv(triton.cdiv(shape.inputs, _TILE_INPUTS), self._splits)
         self._inputs_per_split = blocks * _TILE_INPUTS
         tiles, start = [], 0
-        for module, size in enumerate(outputs):
+        for module, size in enumerate(shape.outputs):
             stop = start + size
             tiles += [(module, first, stop) for first in range(start, stop, _TILE_OUTPUTS)]
             start = stop
-        self._tiles = torch.tensor(tiles, dtype=torch.int32, device=device)
-
-    def pack(self, parts: Sequence[tuple[Tensor, Tensor] | None]) -> PackedDelta:
-        rank, filled = filled_up(parts, self._outputs, self._inputs)
-        a = torch.stack([a for a, _ in filled]).to(self._a.dtype)
-        return PackedDelta(rank, a, torch.cat([b for _, b in filled]).to(self._b.dtype))
-
-    def put(self, slot: int, packed: PackedDelta | None) -> None:
-        self._ranks[slot].fill_(0 if packed is None else packed.rank)
-        if packed is not None:
-            self._a[slot, :, : packed.rank].copy_(packed.a)
-            self._b[slot, :, : packed.rank].copy_(packed.b)
+        self._tiles = torch.tensor(tiles, dtype=torch.int32, device=shape.device)
 
     def add(self, x: Tensor, y: Tensor, runs: AdapterRuns) -> Tensor:
-        num_tokens, num_modules = len(x), len(self._outputs)
+        inputs, rank = self.shape.inputs, self.shape.max_rank
+        num_tokens, num_modules = len(x), len(self.shape.outputs)
         num_runs = (len(runs.plan) - 1) // 3
-        assert x.dtype == self._a.dtype and x.shape[1] == self._inputs, (x.dtype, x.shape)
-        assert y.is_contiguous() and y.shape == (num_tokens, self._b.shape[1]), y.shape
+        assert x.dtype == self.a.dtype and x.shape[1] == inputs, (x.dtype, x.shape)
+        assert y.is_contiguous() and y.shape == (num_tokens, self.b.shape[1]), y.shape
         if x.stride(1) != 1:
             x = x.contiguous()
         low = torch.empty(
-            (self._splits, num_tokens, num_modules * self._rank), dtype=torch.float32, device=x.device
+            (self._splits, num_tokens, num_modules * rank), dtype=torch.float32, device=x.device
         )
         tile_tokens = _tile_tokens(num_tokens)
         _shrink_kernel[(num_runs, num_modules, self._splits)](
             x,
-            self._a,
+            self.a,
             low,
             runs.plan,
-            self._ranks,
+            self.device_ranks,
             x.stride(0),
-            self._inputs,
+            inputs,
             self._inputs_per_split,
             num_tokens,
             NUM_MODULES=num_modules,
-            RANK=self._rank,
+            RANK=rank,
             TILE_TOKENS=tile_tokens,
-            TILE_INPUTS=_tile_inputs(self._rank),
+            TILE_INPUTS=_tile_inputs(rank),
         )
         _expand_kernel[(num_runs, len(self._tiles))](
             low,
-            self._b,
+            self.b,
             y,
             runs.plan,
-            self._ranks,
+            self.device_ranks,
             self._tiles,
             y.shape[1],
             num_tokens,
             NUM_MODULES=num_modules,
-            RANK=self._rank,
+            RANK=rank,
             SPLITS=self._splits,
             TILE_TOKENS=tile_tokens,
-            TILE_RANK=min(self._rank, _TILE_RANK),
+            TILE_RANK=min(rank, _TILE_RANK),
             TILE_OUTPUTS=_TILE_OUTPUTS,
             num_stages=_EXPAND_STAGES,
         )
         return y
 
-    @property
-    def num_bytes(self) -> int:
-        return self._a.nbytes + self._b.nbytes
 
+class TritonEmbeddingDelta(_RankedMatrices):
+    """The embedding."""
 
-class TritonEmbeddingDelta:
-    """The embedding: A [S, tokens, R], transposed, and B [S, K, R]."""
+    is_table = True
 
-    def __init__(
-        self,
-        vocab_size: int,
-        size: int,
-        num_slots: int,
-        max_rank: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        """All slots are empty."""
-        self._rank = _rank_of(max_rank)
-        self._ranks = torch.zeros(num_slots, dtype=torch.int32, device=device)
-        self._table = torch.zeros((num_slots, vocab_size, self._rank), dtype=dtype, device=device)
-        self._b = torch.zeros((num_slots, size, self._rank), dtype=dtype, device=device)
-
-    def pack(self, parts: Sequence[tuple[Tensor, Tensor] | None]) -> PackedDelta:
-        (part,) = parts
-        assert part is not None
-        a, b = part
-        return PackedDelta(len(a), a.T.contiguous().to(self._b.dtype), b.to(self._b.dtype))
-
-    def put(self, slot: int, packed: PackedDelta | None) -> None:
-        self._ranks[slot].fill_(0 if packed is None else packed.rank)
-        if packed is not None:
-            self._table[slot, :, : packed.rank].copy_(packed.a)
-            self._b[slot, :, : packed.rank].copy_(packed.b)
-
-    def add(self, token_ids: Tensor, y: Tensor, runs: AdapterRuns) -> Tensor:
+    def add(self, x: Tensor, y: Tensor, runs: AdapterRuns) -> Tensor:
         num_tokens, size = y.shape
-        assert y.is_contiguous() and len(token_ids) == num_tokens, y.shape
+        assert y.is_contiguous() and len(x) == num_tokens, y.shape
         _embed_kernel[((len(runs.plan) - 1) // 3, triton.cdiv(size, _TILE_OUTPUTS))](
-            self._table,
-            token_ids,
-            self._b,
+            self.a,
+            x,
+            self.b,
             y,
             runs.plan,
-            self._ranks,
+            self.device_ranks,
             size,
-            self._table.shape[1],
-            RANK=self._rank,
+            self.a.shape[1],
+            RANK=self.shape.max_rank,
             TILE_TOKENS=_tile_tokens(num_tokens),
             TILE_OUTPUTS=_TILE_OUTPUTS,
         )
         return y
 
-    @property
-    def num_bytes(self) -> int:
-        return self._table.nbytes + self._b.nbytes
 
-
-class TritonDeltas:
-    """`MakeDeltas` in Triton."""
-
-    def linear(
-        self,
-        inputs: int,
-        outputs: Sequence[int],
-        num_slots: int,
-        max_rank: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> LowRankDelta:
-        return TritonDelta(inputs, outputs, num_slots, max_rank, dtype, device)
-
-    def embedding(
-        self,
-        vocab_size: int,
-        size: int,
-        num_slots: int,
-        max_rank: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> EmbeddingDelta:
-        return TritonEmbeddingDelta(vocab_size, size, num_slots, max_rank, dtype, device)
-
-
-deltas: Final = TritonDeltas()
-
-
-def _rank_of(max_rank: int) -> int:
-    return max(_LEAST, int(triton.next_power_of_2(max_rank)))
+deltas: Final = MakeDeltas(TritonDelta, TritonEmbeddingDelta)
 
 
 def _tile_tokens(num_tokens: int) -> int:

@@ -13,9 +13,8 @@ import torch
 
 from engine.model_runner import load
 from engine.model_runner.kernels import latent as plain_latent
-from engine.model_runner.kernels import plain
+from engine.model_runner.kernels import plain, plain_lora
 from engine.model_runner.kernels import streams as plain_streams
-from engine.model_runner.kernels.plain_lora import PlainDeltas
 from engine.model_runner.kernels.triton import activation, experts, norm, rotary_store, route, short_conv
 from engine.model_runner.ops.ops import Ops
 from engine.model_runner.states import plain as plain_delta_net
@@ -164,7 +163,7 @@ def launches(monkeypatch) -> Counter[str]:
         sparse_gelu_and_mul=plain_streams.sparse_gelu_and_mul,
         ids_below=plain_streams.ids_below,
         altup=plain_streams.PlainAltUp(),
-        deltas=PlainDeltas(),
+        deltas=plain_lora.DELTAS,
     )
     monkeypatch.setattr(load, "select_ops", lambda _target: ops)
     return counts
