@@ -187,7 +187,7 @@ def small_operations() -> Iterator[Case]:
 
     from engine.model_runner.kernels import plain
     from engine.model_runner.kernels.native import native_ops
-    from engine.model_runner.ops.rotation import LayerKV
+    from engine.model_runner.ops.rotation import LayerKV, RotaryStore
 
     ops = native_ops()
     for num_tokens in (1, 64, 1024):
@@ -201,7 +201,7 @@ def small_operations() -> Iterator[Case]:
         for name, arguments in {
             "add_rms_norm": (x, residual, weight, 1e-5),
             "silu_and_mul": (gate_up,),
-            "rotate_and_store": (qkv, None, cos, sin, kv, loc),
+            "rotate_and_store": (qkv, None, RotaryStore(cos, sin, kv, loc)),
         }.items():
             theirs, ours = getattr(plain, name), getattr(ops, name)
             yield Case(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..ops.linear import HeadMatmul
-from ..ops.rotation import LayerKV
+from ..ops.rotation import RotaryStore
 from . import plain
 from .cpu.library import load_library
 
@@ -68,21 +68,13 @@ class NativeLatentOps:
         return pack_heads(weight)
 
     def store_latent(
-        self,
-        q: Tensor,
-        q_out: Tensor,
-        row: Tensor,
-        norm: tuple[Tensor, float],
-        cos: Tensor,
-        sin: Tensor,
-        kv: LayerKV,
-        out_cache_loc: Tensor,
-        *,
-        interleaved: bool,
+        self, q: Tensor, q_out: Tensor, row: Tensor, norm: tuple[Tensor, float], store: RotaryStore
     ) -> None:
+        kv, out_cache_loc = store.kv, store.out_cache_loc
+        assert kv is not None
         weight, eps = norm
         num_tokens, num_heads, rotary_dim = q.shape
-        row, cos, sin = row.contiguous(), cos.contiguous(), sin.contiguous()
+        row, cos, sin = row.contiguous(), store.cos.contiguous(), store.sin.contiguous()
         row_size = len(weight) + rotary_dim
         known = (q.dtype, torch.float32)
         assert q.dtype in _DTYPES and q.dtype == q_out.dtype == row.dtype == kv.k.dtype, (q.dtype, kv.k.dtype)
@@ -114,7 +106,7 @@ class NativeLatentOps:
             len(weight),
             rotary_dim,
             eps,
-            interleaved,
+            store.interleaved,
             q.dtype == torch.bfloat16,
             cos.dtype == torch.bfloat16,
             weight.dtype == torch.bfloat16,
@@ -141,17 +133,10 @@ def pack_heads(weight: Tensor) -> HeadMatmul:
 
 
 def store_latent(
-    q: Tensor,
-    q_out: Tensor,
-    row: Tensor,
-    norm: tuple[Tensor, float],
-    cos: Tensor,
-    sin: Tensor,
-    kv: LayerKV,
-    out_cache_loc: Tensor,
-    *,
-    interleaved: bool,
+    q: Tensor, q_out: Tensor, row: Tensor, norm: tuple[Tensor, float], store: RotaryStore
 ) -> None:
+    cos, sin, kv, out_cache_loc, interleaved, *_ = store
+    assert kv is not None
     weight, eps = norm
     latent, key = row.split((len(weight), cos.shape[-1]), dim=-1)
     heads, cos, sin = torch.cat((q, key.unsqueeze(1)), dim=1), cos.to(q.dtype), sin.to(q.dtype)

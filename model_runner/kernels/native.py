@@ -17,7 +17,7 @@ from torch import Tensor
 from ..ops.elementwise import ActivationKind
 from ..ops.experts import ExpertSource, ExpertWeights
 from ..ops.linear import LinearWeight
-from ..ops.rotation import HeadNorms, LayerKV
+from ..ops.rotation import HeadNorms, LayerKV, RotaryStore
 from . import native_experts, plain
 from .cpu.library import load_library, loaded_isa, reasons_against_library
 from .native_experts import NativeExperts
@@ -226,41 +226,16 @@ class NativeOps:
         self._library.widen(x.data_ptr(), out.data_ptr(), x.numel())
         return out
 
-    def rotate_and_store(
-        self,
-        qkv: Tensor,
-        norms: HeadNorms | None,
-        cos: Tensor,
-        sin: Tensor,
-        kv: LayerKV | None,
-        out_cache_loc: Tensor,
-        *,
-        interleaved: bool = False,
-        query_factors: Tensor | None = None,
-        keys_are_values: bool = False,
-    ) -> Tensor:
+    def rotate_and_store(self, qkv: Tensor, norms: HeadNorms | None, store: RotaryStore) -> Tensor:
         """A pool whose floating-point dtype differs from the model's takes the torch path."""
+        cos, sin, kv, out_cache_loc, interleaved, query_factors, keys_are_values = store
         if kv is not None and kv.k.dtype != qkv.dtype and kv.k_scale is None:
-            return plain.rotate_and_store(
-                qkv,
-                norms,
-                cos,
-                sin,
-                kv,
-                out_cache_loc,
-                interleaved=interleaved,
-                query_factors=query_factors,
-                keys_are_values=keys_are_values,
-            )
-        num_parts = 1 if keys_are_values else 2
-        _check_rotation(qkv, norms, cos, sin, kv, out_cache_loc, num_parts)
-        if query_factors is not None:
-            assert query_factors.dtype == torch.float32 and query_factors.is_contiguous()
-            assert query_factors.numel() == len(qkv), query_factors.shape
+            return plain.rotate_and_store(qkv, norms, store)
+        _check_rotation(qkv, norms, store)
         qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
         num_tokens, num_heads_in_all, head_dim = qkv.shape
         num_kv_heads = 0 if kv is None else kv.k.shape[1]
-        num_heads = num_heads_in_all - num_parts * num_kv_heads
+        num_heads = num_heads_in_all - (1 if keys_are_values else 2) * num_kv_heads
         k, v, k_scale, v_scale = (None if part is None else part.data_ptr() for part in kv or (None,) * 4)
         self._library.rotate_and_store(
             qkv.data_ptr(),
@@ -291,19 +266,10 @@ class NativeOps:
         return qkv[:, :num_heads]
 
 
-def _check_rotation(
-    qkv: Tensor,
-    norms: HeadNorms | None,
-    cos: Tensor,
-    sin: Tensor,
-    kv: LayerKV | None,
-    out_cache_loc: Tensor,
-    num_parts: int,
-) -> None:
-    """Check what the kernel does not: a violation would be an out-of-bounds access.
-
-    `num_parts`: of k and v, how many there are in `qkv`.
-    """
+def _check_rotation(qkv: Tensor, norms: HeadNorms | None, store: RotaryStore) -> None:
+    """Check what the kernel does not: a violation would be an out-of-bounds access."""
+    cos, sin, kv, out_cache_loc, _, query_factors, keys_are_values = store
+    num_parts = 1 if keys_are_values else 2
     known = (qkv.dtype, torch.float32)
     num_tokens = qkv.shape[0]
     assert qkv.dtype in _DTYPES and cos.dtype == sin.dtype and cos.dtype in known, (qkv.dtype, cos.dtype)
@@ -325,6 +291,9 @@ def _check_rotation(
             k_weight.shape,
         )
         assert q_weight.is_contiguous() and k_weight.is_contiguous()
+    if query_factors is not None:
+        assert query_factors.dtype == torch.float32 and query_factors.is_contiguous()
+        assert query_factors.numel() == num_tokens, query_factors.shape
 
 
 def _check_pool(kv: LayerKV, dtype: torch.dtype) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..ops.elementwise import ActivationKind
 from ..ops.experts import ExpertSource, ExpertWeights
 from ..ops.linear import LinearWeight
-from ..ops.rotation import HeadNorms, LayerKV
+from ..ops.rotation import HeadNorms, LayerKV, RotaryStore
 
 if TYPE_CHECKING:
     from ...models.spec.experts_spec import ClampedSwiGLU, Routing
@@ -166,18 +166,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) ->
     return torch.addcmul(x * cos, swapped, sin)
 
 
-def rotate_and_store(
-    qkv: Tensor,
-    norms: HeadNorms | None,
-    cos: Tensor,
-    sin: Tensor,
-    kv: LayerKV | None,
-    out_cache_loc: Tensor,
-    *,
-    interleaved: bool = False,
-    query_factors: Tensor | None = None,
-    keys_are_values: bool = False,
-) -> Tensor:
+def rotate_and_store(qkv: Tensor, norms: HeadNorms | None, store: RotaryStore) -> Tensor:
+    cos, sin, kv, out_cache_loc, interleaved, query_factors, keys_are_values = store
     num_kv_heads = 0 if kv is None else kv.k.shape[1]
     num_heads = qkv.shape[1] - (1 if keys_are_values else 2) * num_kv_heads
     values = qkv[:, qkv.shape[1] - num_kv_heads :]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...models.weight_files.needed_tensors import projection_sizes
-from ..ops.rotation import HeadNorms
+from ..ops.rotation import HeadNorms, RotaryStore
 from ..weights.reader import Slice
 from .layer import kept_adapters
 from .linear import Linear, RowLinear
@@ -114,13 +114,15 @@ class SelfAttention:
         q_THD = self.rotate_and_store(
             qkv_THD,
             self.head_norms,
-            cos,
-            sin,
-            batch.kv_pool.layer(self.layer_id) if self.has_kv else None,
-            batch.out_cache_loc,
-            interleaved=self.interleaved,
-            keys_are_values=self.keys_are_values,
-            query_factors=None if self.query_factors is None else self.query_factors.at(batch.positions),
+            RotaryStore(
+                cos,
+                sin,
+                batch.kv_pool.layer(self.layer_id) if self.has_kv else None,
+                batch.out_cache_loc,
+                self.interleaved,
+                None if self.query_factors is None else self.query_factors.at(batch.positions),
+                self.keys_are_values,
+            ),
         )
         attended = select_rows(batch.attention.forward(self.layer_id, q_THD, self.sinks))
         kept = kept_adapters(batch, select_rows)

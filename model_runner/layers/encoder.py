@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...models.weight_files.encoder_tensors import NAMES, is_beside_encoder, prefix_of
+from ..ops.rotation import RotaryStore
 from .layer import SelectRows, all_rows
 from .linear import Linear, RowLinear
 from .norm import LayerNorm
@@ -163,9 +164,8 @@ class EncoderAttention:
     def __call__(self, x: Tensor, angles: Angles, batch: ForwardBatch, select_rows: SelectRows) -> Tensor:
         """[T, hidden] -> [W, hidden]: only the kept rows of the attention output are projected."""
         qkv_THD = self.qkv(x).view(x.shape[0], -1, self.head_dim)
-        q_THD = self._rotate_and_store(
-            qkv_THD, None, *angles, batch.kv_pool.layer(self.layer_id), batch.out_cache_loc
-        )
+        store = RotaryStore(*angles, batch.kv_pool.layer(self.layer_id), batch.out_cache_loc)
+        q_THD = self._rotate_and_store(qkv_THD, None, store)
         return self.o(select_rows(batch.attention.forward(self.layer_id, q_THD)))
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from ..ops.rotation import RotaryStore
 from ..weights.reader import ModuleWeight, Slice
 from .layer import kept_adapters
 from .linear import Linear, RowLinear
@@ -72,11 +73,7 @@ class LatentAttention:
             absorbed_THD[..., latent.kv_lora_rank :],
             self.kv(x, adapters),
             (self.kv_norm.weight, self.kv_norm.eps),
-            cos,
-            sin,
-            batch.kv_pool.layer(self.layer_id),
-            batch.out_cache_loc,
-            interleaved=self.interleaved,
+            RotaryStore(cos, sin, batch.kv_pool.layer(self.layer_id), batch.out_cache_loc, self.interleaved),
         )
         attended = select_rows(batch.attention.forward(self.layer_id, absorbed_THD))
         rows_WHD = attended.view(attended.shape[0], self.num_heads, latent.row_size)

@@ -38,41 +38,44 @@ class LayerKV(NamedTuple):
     v_scale: Tensor | None = None
 
 
+class RotaryStore(NamedTuple):
+    """How the tokens of a step are rotated in one layer, and where their keys and values are stored.
+
+    Rotation is as in Su et al. 2021, with halves paired as in Hugging Face's Llama. It is computed in float32 or in the
+    dtype of cos and sin, and rounded to the model's dtype at the end. With R = 0 nothing is rotated, for models or
+    layers that know positions by other means.
+
+    Stored values are converted to the pool's dtype and clamped to its range. The scale of an int8 pool is the largest
+    magnitude / 127, NaN if a value is not finite.
+
+    Attributes:
+        cos: [T, R], with equal halves; the first R dimensions of each head are rotated, the others are unchanged.
+        sin: [T, R], the first half negated, so that x * cos + swapped(x) * sin is the rotation.
+        kv: None: the layer attends to the keys and values of another one.
+        out_cache_loc: [T] int64, no slot twice except slots of the dummy page, which are not read.
+        interleaved: neighboring elements are paired, (0, 1), (2, 3), ..., and not the halves; cos and sin are the same.
+        query_factors: [T] float32, contiguous: factors of the rotated q; None: 1. Not for latents.
+        keys_are_values: values are the keys before norm and rotary. Not for latents.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    kv: LayerKV | None
+    out_cache_loc: Tensor
+    interleaved: bool = False
+    query_factors: Tensor | None = None
+    keys_are_values: bool = False
+
+
 class RotateAndStore(Protocol):
     """The work between the projections and attention: head norms, rotary, and the store into the KV pool."""
 
-    def __call__(
-        self,
-        qkv: Tensor,
-        norms: HeadNorms | None,
-        cos: Tensor,
-        sin: Tensor,
-        kv: LayerKV | None,
-        out_cache_loc: Tensor,
-        *,
-        interleaved: bool = False,
-        query_factors: Tensor | None = None,
-        keys_are_values: bool = False,
-    ) -> Tensor:
+    def __call__(self, qkv: Tensor, norms: HeadNorms | None, store: RotaryStore) -> Tensor:
         """Normalize the heads of q and k if there are norms, rotate them by position, store k and v; returns q.
 
-        With R = 0 nothing is rotated, for models or layers that know positions by other means.
-
-        Rotation is as in Su et al. 2021, with halves paired as in Hugging Face's Llama. It is computed in float32 or in
-        the dtype of cos and sin, and rounded to the model's dtype at the end. Stored values are converted to the pool's
-        dtype and clamped to its range. The scale of an int8 pool is the largest magnitude / 127, NaN if a value is not
-        finite.
-
         Args:
-            qkv: [T, Hq + 2H, D], the heads of q, then of k, then of v; may be overwritten.
-            kv: None: the layer attends to the keys and values of another one, and `qkv` has only q.
-            cos: [T, R], with equal halves; the first R dimensions of each head are rotated, the others are unchanged.
-            sin: [T, R], the first half negated, so that x * cos + swapped(x) * sin is the rotation.
-            out_cache_loc: [T] int64, no slot twice except slots of the dummy page, which are not read.
-            interleaved: neighboring elements are paired, (0, 1), (2, 3), ..., and not the halves; cos and sin are the
-                same.
-            query_factors: [T] float32, contiguous: factors of the rotated q; None: 1.
-            keys_are_values: `qkv` has no v: [T, Hq + H, D]. Values are the keys before norm and rotary.
+            qkv: [T, Hq + 2H, D], the heads of q, then of k, then of v, or [T, Hq + H, D] if keys are values, or only q
+                if the layer stores nothing; may be overwritten.
 
         Returns:
             [T, Hq, D], contiguous or a view into `qkv`.
@@ -84,17 +87,7 @@ class StoreLatent(Protocol):
     """The work before latent attention, besides matmuls: the latent's norm, rotary, and the store into the KV pool."""
 
     def __call__(
-        self,
-        q: Tensor,
-        q_out: Tensor,
-        row: Tensor,
-        norm: tuple[Tensor, float],
-        cos: Tensor,
-        sin: Tensor,
-        kv: LayerKV,
-        out_cache_loc: Tensor,
-        *,
-        interleaved: bool,
+        self, q: Tensor, q_out: Tensor, row: Tensor, norm: tuple[Tensor, float], store: RotaryStore
     ) -> None:
         """Normalize the latents, rotate the queries and the ends of the rows, and store the rows.
 
@@ -103,9 +96,6 @@ class StoreLatent(Protocol):
             q_out: [T, Hq, R], the same parts of the absorbed queries, filled by the call.
             row: [T, K + R], a latent and the key part that rotates; may be overwritten.
             norm: weight [K] as in `RMSNormOp`, and eps.
-            cos, sin: [T, R], see `RotateAndStore`.
-            kv: its keys, [slots, 1, K + R], get the rows; its values are the same memory.
-            out_cache_loc: [T] int64, see `RotateAndStore`.
-            interleaved: neighboring elements (0, 1), (2, 3), ... are pairs; else the halves are paired.
+            store: its keys, [slots, 1, K + R], get the rows; its values are the same memory.
         """
         ...

@@ -10,7 +10,7 @@ import torch
 
 from engine.model_runner.kernels.triton import rotary_store
 from engine.model_runner.layers.rotary import RotaryEmbedding
-from engine.model_runner.ops.rotation import LayerKV
+from engine.model_runner.ops.rotation import LayerKV, RotaryStore
 from tests.conftest import HAS_NVIDIA_DRIVER
 from tests.triton_interpreter import repair_interpreter
 
@@ -55,6 +55,6 @@ def test_the_rotation_takes_them_as_they_lie(context):
         cos, sin = RotaryEmbedding(frequencies, 1.0, context, in_one=in_one).at(POSITIONS)
         qkv = torch.arange(4 * 6 * 16, dtype=torch.float32, device=DEVICE).view(4, 6, 16) / 100
         kv = LayerKV(*(torch.zeros(8, 2, 16, device=DEVICE) for _ in range(2)))
-        q = rotary_store.rotate_and_store(qkv, None, cos, sin, kv, slots)
+        q = rotary_store.rotate_and_store(qkv, None, RotaryStore(cos, sin, kv, slots))
         results.append((q, kv.k, kv.v))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))

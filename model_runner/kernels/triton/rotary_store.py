@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...ops.rotation import HeadNorms, LayerKV
+from ...ops.rotation import HeadNorms, RotaryStore
 from .compile_report import KernelVariant
 from .norm import norm_rows_in_place
 
@@ -176,23 +176,13 @@ def _head_weight(q_weight_ptr, k_weight_ptr, number, inside, is_q, is_v):
     return tl.where(is_v, 1.0, tl.where(is_q, q_weight, k_weight))
 
 
-def rotate_and_store(
-    qkv: Tensor,
-    norms: HeadNorms | None,
-    cos: Tensor,
-    sin: Tensor,
-    kv: LayerKV | None,
-    out_cache_loc: Tensor,
-    *,
-    interleaved: bool = False,
-    query_factors: Tensor | None = None,
-    keys_are_values: bool = False,
-) -> Tensor:
+def rotate_and_store(qkv: Tensor, norms: HeadNorms | None, store: RotaryStore) -> Tensor:
     """`qkv` is modified only by norms over all heads; the result is contiguous.
 
     Raises:
         ValueError: shapes disagree, which would cause out-of-bounds writes.
     """
+    cos, sin, kv, out_cache_loc, interleaved, query_factors, keys_are_values = store
     num_tokens, num_heads, head_dim = qkv.shape
     k, v = (qkv[:0, :0], qkv[:0, :0]) if kv is None else (kv.k, kv.v)
     num_kv, rotary_dim = k.shape[1], cos.shape[1]

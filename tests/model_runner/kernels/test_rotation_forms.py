@@ -12,7 +12,7 @@ from engine.model_runner.kernels import plain
 from engine.model_runner.kernels.cpu.library import load_library, reasons_against_library
 from engine.model_runner.kernels.native import NativeOps
 from engine.model_runner.kernels.triton import rotary_store
-from engine.model_runner.ops.rotation import HeadNorms, LayerKV
+from engine.model_runner.ops.rotation import HeadNorms, LayerKV, RotaryStore
 from tests.triton_interpreter import repair_interpreter
 
 repair_interpreter()
@@ -79,7 +79,9 @@ def test_every_form(provider, dtype, heads, interleaved, norms):
     kv, slots = LayerKV(pool[0], pool[1]), torch.tensor([5, 1, 7], device=device)
     q_heads, k_heads, v_heads = qkv.clone().split((num_q, num_kv, num_kv), dim=1)
 
-    q = rotate_and_store(qkv, given, cos, sin, kv, slots, interleaved=interleaved, query_factors=factors)
+    q = rotate_and_store(
+        qkv, given, RotaryStore(cos, sin, kv, slots, interleaved=interleaved, query_factors=factors)
+    )
 
     expected_q = exact(q_heads, weights[0], angles, interleaved) * factors.double().unsqueeze(-1)
     expected_k = exact(k_heads, weights[1], angles, interleaved)
@@ -118,11 +120,7 @@ def test_values_with_a_norm_and_layers_without_values_or_keys(provider, dtype, p
     q = rotate_and_store(
         qkv,
         HeadNorms(weights[0], weights[1], 1e-6, values=True),
-        cos,
-        sin,
-        kv if parts > 1 else None,
-        slots,
-        keys_are_values=parts == 2,
+        RotaryStore(cos, sin, kv if parts > 1 else None, slots, keys_are_values=parts == 2),
     )
 
     tolerance = 6 * ROUNDING[dtype]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from engine.model_runner.kernels import plain
 from engine.model_runner.kernels.triton import activation, norm, rotary_store
-from engine.model_runner.ops.rotation import HeadNorms, LayerKV
+from engine.model_runner.ops.rotation import HeadNorms, LayerKV, RotaryStore
 from tests.selection import examples
 from tests.triton_interpreter import repair_interpreter
 
@@ -148,9 +148,11 @@ def test_rotary_norms_and_the_pool(device, num_tokens, heads, dtype, with_norms,
     before = qkv.clone()
     exact_kv = LayerKV(*(part.double() for part in (kv.k, kv.v)))
     exact_norms = norms and HeadNorms(norms.q_weight.double(), norms.k_weight.double(), norms.eps)
-    exact_q = plain.rotate_and_store(qkv.double(), exact_norms, cos.double(), sin.double(), exact_kv, slots)
+    exact_q = plain.rotate_and_store(
+        qkv.double(), exact_norms, RotaryStore(cos.double(), sin.double(), exact_kv, slots)
+    )
 
-    q = rotary_store.rotate_and_store(qkv, norms, cos, sin, kv, slots)
+    q = rotary_store.rotate_and_store(qkv, norms, RotaryStore(cos, sin, kv, slots))
 
     assert q.dtype == dtype and q.is_contiguous()
     close(q, exact_q)
@@ -164,10 +166,10 @@ def test_rotary_norms_and_the_pool(device, num_tokens, heads, dtype, with_norms,
 def test_many_tokens_take_many_heads_at_a_time(device, monkeypatch):
     monkeypatch.setattr(rotary_store, "_MANY_PROGRAMS", 1)
     qkv, norms, cos, sin, kv, slots = inputs(device, 3, (9, 3, 80, 48), torch.bfloat16, True)
-    q = rotary_store.rotate_and_store(qkv, norms, cos, sin, kv, slots)
+    q = rotary_store.rotate_and_store(qkv, norms, RotaryStore(cos, sin, kv, slots))
     pool = [part[slots].clone() for part in (kv.k, kv.v)]
     monkeypatch.setattr(rotary_store, "_MANY_PROGRAMS", 1 << 30)
-    close(rotary_store.rotate_and_store(qkv, norms, cos, sin, kv, slots), q)
+    close(rotary_store.rotate_and_store(qkv, norms, RotaryStore(cos, sin, kv, slots)), q)
     for few, many in zip(kv[:2], pool, strict=True):
         close(few[slots], many)
 
@@ -180,8 +182,8 @@ def test_a_pool_of_another_type(device, pool_dtype):
     qkv[0, 2:] *= 1e6
     qkv[1, 2:] *= 2.0**-12
     other = LayerKV(*(torch.zeros_like(part, dtype=torch.float32).to(pool_dtype) for part in (kv.k, kv.v)))
-    rotary_store.rotate_and_store(qkv, norms, cos, sin, kv, slots)
-    rotary_store.rotate_and_store(qkv, norms, cos, sin, other, slots)
+    rotary_store.rotate_and_store(qkv, norms, RotaryStore(cos, sin, kv, slots))
+    rotary_store.rotate_and_store(qkv, norms, RotaryStore(cos, sin, other, slots))
     for same, converted in zip(kv[:2], other[:2], strict=True):
         expected = torch.zeros_like(same, dtype=torch.float32).to(pool_dtype)
         plain.store(expected, same[slots], slots)
@@ -228,7 +230,7 @@ def test_a_pool_of_more_than_2_gib_numbers(device):
         pool = torch.zeros(shape, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
     qkv, _, cos, sin, _, _ = inputs(device, 2, (1, num_kv, head_dim, head_dim), torch.bfloat16, False)
     slots = torch.tensor([num_slots - 1, 1], device=device)
-    rotary_store.rotate_and_store(qkv, None, cos, sin, LayerKV(pool, pool), slots)
+    rotary_store.rotate_and_store(qkv, None, RotaryStore(cos, sin, LayerKV(pool, pool), slots))
     expected = qkv[:, -num_kv:].to(torch.float8_e4m3fn)
     assert torch.equal(
         pool[num_slots - 1].float(), expected[0].float()
@@ -239,16 +241,18 @@ def test_a_pool_of_more_than_2_gib_numbers(device):
 def test_what_does_not_fit_is_not_written(device):
     qkv, norms, cos, sin, kv, slots = inputs(device, 2, (2, 1, 64, 64), torch.bfloat16, False)
     with pytest.raises(ValueError, match="do not fit"):
-        rotary_store.rotate_and_store(qkv, norms, cos, sin, LayerKV(kv.k, kv.v[:, :, :32]), slots)
+        rotary_store.rotate_and_store(
+            qkv, norms, RotaryStore(cos, sin, LayerKV(kv.k, kv.v[:, :, :32]), slots)
+        )
     with pytest.raises(ValueError, match=r"slots \[1\]"):
-        rotary_store.rotate_and_store(qkv, norms, cos, sin, kv, slots[:1])
+        rotary_store.rotate_and_store(qkv, norms, RotaryStore(cos, sin, kv, slots[:1]))
     assert kv.k.isnan().all() and kv.v.isnan().all()
 
 
 def test_padding_rows_share_the_dummy_slot(device):
     qkv, norms, cos, sin, kv, _ = inputs(device, 4, (2, 1, 64, 64), torch.bfloat16, False)
     slots = torch.tensor([3, 0, 0, 0], device=device)
-    rotary_store.rotate_and_store(qkv, norms, cos, sin, kv, slots)
+    rotary_store.rotate_and_store(qkv, norms, RotaryStore(cos, sin, kv, slots))
     assert torch.equal(kv.v[3], qkv[0, 3:])
     assert kv.v[[1, 2, 4]].isnan().all()
 

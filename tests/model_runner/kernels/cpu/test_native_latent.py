@@ -7,7 +7,7 @@ import torch
 
 from engine.model_runner.kernels import latent as plain
 from engine.model_runner.kernels.latent import NativeHeadMatmul, NativeLatentOps
-from engine.model_runner.ops.rotation import LayerKV
+from engine.model_runner.ops.rotation import LayerKV, RotaryStore
 
 from .test_native_ops import BF16, F32, close, guarded
 
@@ -63,7 +63,7 @@ def test_rows_are_normalized_rotated_and_stored(library, interleaved, dtype, ang
     out = torch.full((num_tokens, 3, 5 + rotary_dim), 7.0, dtype=dtype)
 
     NativeLatentOps(library).store_latent(
-        q, out[..., 5:], row, norm, cos, sin, LayerKV(pool, pool), loc, interleaved=interleaved
+        q, out[..., 5:], row, norm, RotaryStore(cos, sin, LayerKV(pool, pool), loc, interleaved=interleaved)
     )
 
     exact = torch.zeros((12, 1, size + rotary_dim), dtype=torch.float64)
@@ -74,11 +74,7 @@ def test_rows_are_normalized_rotated_and_stored(library, interleaved, dtype, ang
         expected,
         row.double(),
         (weight.double(), eps),
-        cos.double(),
-        sin.double(),
-        LayerKV(exact, exact),
-        loc,
-        interleaved=interleaved,
+        RotaryStore(cos.double(), sin.double(), LayerKV(exact, exact), loc, interleaved=interleaved),
     )
     close(out[..., 5:], expected, extra=1e-6)
     assert (out[..., :5] == 7.0).all()

@@ -17,7 +17,7 @@ from engine.model_runner.kernels.native import (
     reasons_against_native,
 )
 from engine.model_runner.kernels.native_linear import NativeLinear, reasons_against_native_linear
-from engine.model_runner.ops.rotation import HeadNorms, LayerKV
+from engine.model_runner.ops.rotation import HeadNorms, LayerKV, RotaryStore
 
 BF16, F32 = torch.bfloat16, torch.float32
 CPU = torch.device("cpu")
@@ -303,16 +303,16 @@ def test_what_would_read_foreign_memory_is_refused(best_library):
     cos = torch.ones(2, 16, dtype=BF16)
     kv = LayerKV(*(torch.zeros(8, 1, 16, dtype=BF16) for _ in "kv"))
     qkv, loc = x.view(2, 4, 16), torch.tensor([1, 2])
-    ops.rotate_and_store(qkv.clone(), None, cos, cos, kv, loc)
-    for other in (
-        (None, cos, cos.float(), kv, loc),
-        (None, cos, cos, kv, loc.int()),
-        (None, cos, cos, kv, loc[:1]),
-        (None, cos, cos, LayerKV(kv.k, kv.v.float()), loc),
-        (HeadNorms(torch.ones(16), torch.ones(16, dtype=BF16), 1e-6), cos, cos, kv, loc),
+    ops.rotate_and_store(qkv.clone(), None, RotaryStore(cos, cos, kv, loc))
+    for norms, store in (
+        (None, RotaryStore(cos, cos.float(), kv, loc)),
+        (None, RotaryStore(cos, cos, kv, loc.int())),
+        (None, RotaryStore(cos, cos, kv, loc[:1])),
+        (None, RotaryStore(cos, cos, LayerKV(kv.k, kv.v.float()), loc)),
+        (HeadNorms(torch.ones(16), torch.ones(16, dtype=BF16), 1e-6), RotaryStore(cos, cos, kv, loc)),
     ):
         with pytest.raises(AssertionError):
-            ops.rotate_and_store(qkv.clone(), *other)
+            ops.rotate_and_store(qkv.clone(), norms, store)
 
 
 def test_reasons_name_what_is_wrong():
@@ -407,7 +407,7 @@ def test_without_rotary_keys_and_values_are_stored_as_they_are(ops, dtype):
     nothing = torch.empty(5, 0, dtype=dtype)
     for provider in (ops, plain):
         kv = LayerKV(*(torch.full((12, 2, 32), 7.0, dtype=dtype) for _ in "kv"))
-        q = provider.rotate_and_store(qkv.clone(), None, nothing, nothing, kv, loc)
+        q = provider.rotate_and_store(qkv.clone(), None, RotaryStore(nothing, nothing, kv, loc))
         assert torch.equal(q, qkv[:, :2])
         assert torch.equal(kv.k[loc], qkv[:, 2:4]) and torch.equal(kv.v[loc], qkv[:, 4:])
         assert (kv.k[[0, 1, 3, 6, 8, 10, 11]] == 7).all()
@@ -448,7 +448,7 @@ def rotated(
     if norms is not None:
         norms = HeadNorms(norms.q_weight.double(), norms.k_weight.double(), norms.eps)
     pool = LayerKV(*(torch.zeros(100, kv_heads, qkv.shape[2], dtype=torch.float64) for _ in "kv"))
-    q = plain.rotate_and_store(qkv.double(), norms, cos.double(), sin.double(), pool, slots)
+    q = plain.rotate_and_store(qkv.double(), norms, RotaryStore(cos.double(), sin.double(), pool, slots))
     return q, pool.k[slots]
 
 
@@ -481,7 +481,7 @@ def test_rotate_and_store(ops, dtype, angles, norm_dtype, heads, kv_heads, dim, 
     slots = torch.randperm(100, generator=random)[:num_tokens]
     pool = LayerKV(*(torch.full((100, kv_heads, dim), torch.nan, dtype=dtype) for _ in "kv"))
 
-    q = ops.rotate_and_store(qkv.clone(), norms, cos, sin, pool, slots)
+    q = ops.rotate_and_store(qkv.clone(), norms, RotaryStore(cos, sin, pool, slots))
     exact_q, exact_k = rotated(qkv, norms, cos, sin, slots, kv_heads)
     # What is added up: the two parts of a sum may be far larger than the sum, and each is rounded on its own.
     norms_abs = norms and HeadNorms(norms.q_weight.abs(), norms.k_weight.abs(), norms.eps)
@@ -500,7 +500,7 @@ def test_a_pool_in_another_dtype_is_written_by_torch(ops):
     qkv = guarded((3, 4, 16), BF16, 0)
     cos, sin = torch.ones(3, 16, dtype=BF16), torch.zeros(3, 16, dtype=BF16)
     pool = LayerKV(*(torch.zeros(8, 1, 16, dtype=torch.float8_e4m3fn) for _ in "kv"))
-    ops.rotate_and_store(qkv.clone(), None, cos, sin, pool, torch.tensor([1, 5, 2]))
+    ops.rotate_and_store(qkv.clone(), None, RotaryStore(cos, sin, pool, torch.tensor([1, 5, 2])))
     torch.testing.assert_close(pool.v[[1, 5, 2]].float(), qkv[:, 3:].float(), rtol=0.07, atol=0.01)
 
 
@@ -520,7 +520,7 @@ def test_keys_and_values_as_int8(ops, dtype, shape):
         numbers = [torch.full((2 * num_tokens + 1, *shape[1:]), 99, dtype=torch.int8) for _ in "kv"]
         scales = [torch.full(part.shape[:2], 99.0) for part in numbers]
         kv = LayerKV(*numbers, *scales)
-        rotate_and_store(qkv.clone(), None, *still, kv, loc)
+        rotate_and_store(qkv.clone(), None, RotaryStore(*still, kv, loc))
         pools.append(kv)
         for part, scale, new in zip(numbers, scales, qkv.split(num_kv_heads, dim=1)[1:], strict=True):
             finite = new.isfinite().all(-1)
