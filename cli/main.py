@@ -35,18 +35,18 @@ PANELS: Final = {
         "doctor": (".doctor.command", "Check whether a model can be served here, and what to fix."),
     },
     "Models on this machine": {
-        "pull": (".models.pull", "Download a model, for starts that need no network."),
-        "list": (".models.list", "List the models on this machine."),
-        "rm": (".models.rm", "Remove models from this machine."),
+        "pull": (".models:pull_app", "Download a model, for starts that need no network."),
+        "list": (".models:list_app", "List the models on this machine."),
+        "rm": (".models:rm_app", "Remove models from this machine."),
     },
     "Servers": {
-        "ps": (".models.ps", "List the servers that run on this machine."),
+        "ps": (".models:ps_app", "List the servers that run on this machine."),
         "top": (".top.command", "Watch a server: running and waiting requests, memory, rates."),
         "fleet": (".fleet.command", "Run many servers of one model on Ray: heal, scale, drain them."),
     },
     "Vectors and scores": {
         "embed": (".embed.command", "Turn texts into vectors, for search and comparison."),
-        "rerank": (".embed.rerank", "Sort documents by their relevance to a query."),
+        "rerank": (".embed.command:rerank_app", "Sort documents by their relevance to a query."),
     },
     "Decisions of the scheduler": {
         "why": (".why", "Explain why a request waited, was preempted or missed the cache."),
@@ -55,7 +55,7 @@ PANELS: Final = {
         "simulate": (".simulate.command", "Simulate settings, policies and machines without a model."),
     },
 }
-"""Title in `--help` -> command -> (module with the typer `app`, one line for `--help`)."""
+"""Title in `--help` -> command -> (module with the typer app, which is `app` or named, one line for `--help`)."""
 COMMANDS: Final = {name: entry for panel in PANELS.values() for name, entry in panel.items()}
 EXAMPLES: Final = """Examples:
 
@@ -89,7 +89,7 @@ class LazyGroup(TyperGroup):
             near = difflib.get_close_matches(name, COMMANDS, n=1)
             hint = f"did you mean '{near[0]}'?" if near else f"the commands are {', '.join(COMMANDS)}"
             raise ConfigError(f"there is no command '{name}'; {hint}")
-        return name, _command(name), args[1:]
+        return name, load_command(name), args[1:]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """One section per panel."""
@@ -123,9 +123,10 @@ def root(
 
 
 @functools.cache
-def _command(name: str) -> Any:
-    """Made once in a process that calls `run` often: `serve` has so many options that it takes 0.1 s."""
-    return get_command(importlib.import_module(COMMANDS[name][0], __package__).app)
+def load_command(name: str) -> Any:
+    """The command, made once in a process that calls `run` often: the options of `serve` take 0.1 s."""
+    module, _, app = COMMANDS[name][0].partition(":")
+    return get_command(getattr(importlib.import_module(module, __package__), app or "app"))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

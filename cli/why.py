@@ -83,7 +83,7 @@ def _ask_server(url: str, api_key: str | None, rid: str) -> Explanation:
     import httpx
 
     from ..runtime.messages import Explanation
-    from .chat.http import base_url, connection_problem, error_of
+    from .server_client import base_url, connection_problem, error_of
 
     base = base_url(url)
     headers = {b"Authorization": f"Bearer {api_key}".encode()} if api_key else {}

@@ -17,7 +17,7 @@ import aiohttp
 
 from ...runtime.errors import ConfigError, RequestError, ServerError
 from ..json_input import read_json
-from ..port import why_unreachable
+from ..server_client import why_unreachable
 from .load import BenchRequest, RequestRecord
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 
 from ...launch.startup_display import StartupDisplay
-from ...runtime.config.config_fields import config_fields
 from ...runtime.config.config_sources import MergedConfig
-from ...runtime.errors import RequestError
-from ...runtime.text import variable
+from ...runtime.errors import ConfigError, RequestError
+from ...runtime.text import decode_utf8, variable
 from ..exit_codes import ExitCode
 from ..options import (
     CONTEXT_SETTINGS,
@@ -22,11 +23,10 @@ from ..options import (
     merge_options,
     takes_config_options,
 )
-from .backend import Backend
-from .conversation import Conversation
-from .in_process import BASE_SETTINGS, InProcessBackend
-from .line_editor import LineEditor
-from .one_shot import ask_once, interactive_terminal, names_a_model, read_question
+from ..server_client import attach, names_a_model, refuse_settings
+from .backend import BASE_SETTINGS, Backend, HttpBackend, InProcessBackend
+from .conversation import Conversation, ask_once
+from .line_editor import LineEditor, default_history_path
 from .screen import Screen, wants_color
 from .session import ChatSession
 from .settings import AnswerForm, ChatSettings
@@ -149,21 +149,27 @@ def chat(
         session.load(load)
         session.system = system or session.system
     one_question = read_question(question or [], sys.stdin)
-    if one_question is None and (as_json or not interactive_terminal()):
+    if one_question is None and (as_json or not (sys.stdin.isatty() and sys.stdout.isatty())):
         raise RequestError(
             'there is no question and no terminal to hold a conversation; try: engine chat "Hello"'
         )
-    if not quiet and url is None and settings["model"] is None and names_a_model(question or []):
+    if not quiet and url is None and settings["model"] is None and is_name_of_model(question or []):
         word = " ".join(question or [])
         typer.echo(f"{word!r} is the question; to chat with that model: engine chat --model {word}", err=True)
+    key = api_key or variable("ENGINE_API_KEY")
     with StartupDisplay(quiet=quiet) as display:
         backend: Backend | None = None
         if url:
-            backend = _connect(url, api_key, settings, form)
+            refuse_settings(settings, except_for=("model", "seed"))
+            backend = HttpBackend(url, api_key=key, model=settings["model"], form=form)
         else:
             merged = merge_options(settings, config_file=config_file, base=BASE_SETTINGS)
-            if attach_first:
-                backend = _attach(api_key, merged, form, quiet=quiet or one_question is None)
+            if attach_first and not names_a_model(merged, BASE_SETTINGS):
+                silent = quiet or one_question is None
+                backend = attach(
+                    lambda url: HttpBackend(url, api_key=key, form=form),
+                    lambda line: None if silent else print(f"engine: {line}", file=sys.stderr),
+                )
             if backend is None:
                 backend = _start(merged, display, form)
     try:
@@ -189,12 +195,12 @@ def chat(
 
 
 def _converse(chat: Conversation, display: StartupDisplay, *, quiet: bool, history: bool) -> int:
-    from .line_editor import LineEditor, default_history_path
-
     if not quiet:
         backend = chat.backend
         context = f", context of {backend.max_context} tokens" if backend.max_context else ""
         chat.screen.heading(f"{backend.model} {backend.where}{context}")
+        if about := backend.about():
+            chat.screen.note(about)
         started = f"Started: {display.summary()}. " if display.steps else ""
         chat.screen.note(f"{started}/help lists the commands, Ctrl-D leaves.")
     editor = LineEditor(default_history_path() if history else None, colors=wants_color(sys.stdout))
@@ -203,35 +209,6 @@ def _converse(chat: Conversation, display: StartupDisplay, *, quiet: bool, histo
 
 def _start(merged: MergedConfig, display: StartupDisplay, form: AnswerForm) -> Backend:
     return InProcessBackend.start(merged, display, form)
-
-
-def _connect(url: str, api_key: str | None, settings: FlagValues, form: AnswerForm) -> Backend:
-    """Attach to a server; engine settings are an error, because the server already runs."""
-    from .http import HttpBackend
-
-    useless = [
-        name for name, value in settings.items() if value is not None and name not in ("model", "seed")
-    ]
-    if useless:
-        raise RequestError(
-            f"{config_fields()[useless[0]].flag} has no effect on a server that runs already; drop it"
-        )
-    key = api_key or variable("ENGINE_API_KEY")
-    return HttpBackend(url, api_key=key, model=settings["model"], form=form)
-
-
-def _attach(api_key: str | None, merged: MergedConfig, form: AnswerForm, *, quiet: bool) -> Backend | None:
-    """Attach to a server that runs already; None: load a model."""
-    from .http import asks_for_a_model, attach
-
-    if asks_for_a_model(merged):
-        return None
-
-    def note(line: str) -> None:
-        if not quiet:
-            print(f"engine: {line}", file=sys.stderr)
-
-    return attach(api_key or variable("ENGINE_API_KEY"), form, note)
 
 
 def _chat_settings(given: dict[str, str | None]) -> ChatSettings:
@@ -267,11 +244,53 @@ def run_repl(chat: Conversation, editor: LineEditor) -> int:
         if not line:
             continue
         try:
-            if is_command(line):
-                run_command(chat, line)
-            else:
-                chat.ask(message_of(line))
+            with editor.held():
+                if is_command(line):
+                    run_command(chat, line)
+                else:
+                    chat.ask(message_of(line))
         except LeaveChat:
             return ExitCode.SUCCESS
         except KeyboardInterrupt:  # between two answers, while a server is asked for a token count
             chat.screen.note("[stopped]")
+
+
+def read_question(words: list[str], stdin: TextIO) -> str | None:
+    """The question from the command line, followed by the piped input; None if there is neither.
+
+    Standard input is read only if it is a pipe or a file: a program that runs this command may
+    pass on a terminal, a socket or nothing.
+
+    Raises:
+        ConfigError: the input is not UTF-8.
+        RequestError: it is empty.
+    """
+    question = " ".join(words).strip()
+    piped = ""
+    try:
+        mode = os.fstat(stdin.fileno()).st_mode
+    except (OSError, ValueError):  # closed, or no real file
+        mode = 0
+    if stat.S_ISFIFO(mode) or stat.S_ISREG(mode):
+        # The bytes, because a text stream decodes them as the locale demands.
+        text = decode_utf8(stdin.buffer.read(), "standard input")
+        piped = text.replace("\r\n", "\n").replace("\r", "\n").strip()
+        if not (question or piped):
+            raise RequestError("there is no question: standard input is empty")
+    return "\n\n".join(part for part in (question, piped) if part) or None
+
+
+def is_name_of_model(words: list[str]) -> bool:
+    """Whether the question is one word that names a model, as `ollama run NAME` has it. Looks at nothing but names."""
+    from ...models.hub.built_in.models import find_built_in
+    from ...models.source import hub_name_of
+
+    if len(words) != 1:
+        return False
+    word = words[0]
+    if find_built_in(word) or word.endswith(".gguf") or os.path.isfile(os.path.join(word, "config.json")):
+        return True
+    try:
+        return hub_name_of(word) is not None
+    except ConfigError:
+        return False

@@ -1,16 +1,18 @@
-"""`Conversation`: sends questions to the backend, keeps the messages, reports the use of the context; never cuts."""
+"""`Conversation` keeps the messages, and reports the use of the context; never cuts. `ask_once`: a single question."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 from ...runtime.errors import EngineError, RequestError
+from ..exit_codes import ExitCode
+from .answer import AnswerStats, AnswerView, call_line, receive
 from .backend import Backend
-from .receiving import AnswerStats, Stopped, receive
-from .screen import AnswerView, Screen
+from .screen import Screen
 from .session import ChatSession
 
 WARN_CONTEXT_SHARE: Final = 0.8
@@ -28,7 +30,7 @@ class Conversation:
         shows_stats: a footer follows each answer.
         stops_loops: an answer that repeats itself without end is stopped.
         attached: texts of files that go with the next question.
-        own_files: files that this chat has written or read; they are replaced without a question.
+        own_files: saved chats that this one has written or read; `/save` replaces them without a question.
         pending: a question that goes back to the input line; `run_repl` takes it.
         last: statistics of the latest answer.
         num_answers, num_tokens: totals of this run.
@@ -122,9 +124,9 @@ class Conversation:
     def _show_end(self, stats: AnswerStats) -> None:
         limit = self.backend.max_context
         used = stats.usage.prompt_tokens + stats.usage.completion_tokens if stats.usage else 0
-        if stats.stopped is Stopped.INTERRUPT:
+        if stats.stopped == "interrupt":
             self.screen.note("[stopped]")
-        elif stats.stopped is Stopped.LOOP:
+        elif stats.stopped == "loop":
             self.screen.note(stats.loop_note())
         elif stats.finish_reason == "length" and limit is not None and used >= limit:
             self.screen.error(
@@ -139,3 +141,48 @@ class Conversation:
             self.screen.note(footer)
         if limit is not None and WARN_CONTEXT_SHARE * limit <= used < limit:
             self.screen.note(f"The context is {used / limit:.0%} full; {_CONTEXT_CHOICES}.")
+
+
+def ask_once(
+    session: ChatSession,
+    backend: Backend,
+    screen: Screen,
+    question: str,
+    *,
+    as_json: bool,
+    shows_stats: bool,
+    stops_loops: bool = True,
+) -> int:
+    """Stream the answer to standard output, or with `as_json` write one JSON object at the end.
+
+    Returns:
+        The exit code: 0, or 130 when Ctrl-C stopped the answer (the part that had arrived is written).
+    """
+    view = AnswerView(screen, shows_text=not as_json)
+    messages, settings = session.messages(question), session.settings
+    try:
+        stats = receive(backend, messages, settings, view, stops_loops=stops_loops)
+    except EngineError:
+        screen.end_answer()  # its last words may be held back, and the error begins a line
+        raise
+    if as_json:
+        usage = stats.usage
+        calls = {"tool_calls": [json.loads(call_line(call)) for call in view.calls]} if view.calls else {}
+        document = {
+            "model": backend.model,
+            "answer": view.text,
+            **calls,
+            "finish_reason": "repetition" if stats.stopped == "loop" else stats.finish_reason,
+            "prompt_tokens": usage.prompt_tokens if usage else None,
+            "cached_tokens": usage.cached_tokens if usage else None,
+            "completion_tokens": usage.completion_tokens if usage else None,
+            "ttft_s": stats.ttft_s,
+            "tokens_per_s": stats.tokens_per_s,
+        }
+        screen.answer(json.dumps(document, ensure_ascii=False))
+    view.end()
+    if stats.stopped == "loop":
+        screen.note(stats.loop_note())
+    if shows_stats:
+        screen.note(stats.footer(backend.max_context))
+    return ExitCode.INTERRUPTED if stats.stopped == "interrupt" else ExitCode.SUCCESS

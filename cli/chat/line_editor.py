@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable
+import re
+import select
+import sys
+import termios
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Final, TextIO
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
@@ -22,6 +27,8 @@ from .slash_commands import COMMANDS, PATH, is_command
 QUOTES: Final = '"""'
 _PROMPT: Final = ">>> "
 _CONTINUATION: Final = "... "
+_ESCAPE: Final = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|O.|.)?")
+"""An arrow or another key that sends a sequence."""
 
 
 class LineEditor:
@@ -34,6 +41,7 @@ class LineEditor:
         colors: bool = True,
         terminal_input: Input | None = None,
         terminal_output: Output | None = None,
+        held_terminal: TextIO | None = None,
     ) -> None:
         """Set up the terminal's line.
 
@@ -41,7 +49,10 @@ class LineEditor:
             history_path: where lines are remembered; None: only in memory.
             colors: whether to write escape sequences for colors.
             terminal_input, terminal_output: other than this process's terminal.
+            held_terminal: where keys are typed during an answer, with another `terminal_input`.
         """
+        self._terminal = sys.stdin if terminal_input is None else held_terminal
+        self._typed = ""
         self._session: PromptSession[str] = PromptSession(
             message=_PROMPT,
             multiline=True,
@@ -64,7 +75,29 @@ class LineEditor:
             EOFError: Ctrl-D on an empty line.
             KeyboardInterrupt: Ctrl-C.
         """
-        return unwrap(replace_surrogates(self._session.prompt(default=default)))
+        typed, self._typed = self._typed, ""
+        text = "\n".join(part for part in (default, typed) if part)
+        return unwrap(replace_surrogates(self._session.prompt(default=text)))
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Keys that are typed inside, while an answer is written, are not echoed: they begin the next message."""
+        if self._terminal is None or not self._terminal.isatty():
+            yield
+            return
+        terminal = self._terminal.fileno()
+        before = termios.tcgetattr(terminal)
+        silent = [*before]
+        silent[3] &= ~(termios.ECHO | termios.ICANON)  # Ctrl-C still interrupts
+        termios.tcsetattr(terminal, termios.TCSANOW, silent)
+        try:
+            yield
+        finally:
+            keys = b""
+            while select.select([terminal], [], [], 0)[0] and (more := os.read(terminal, 4096)):
+                keys += more
+            termios.tcsetattr(terminal, termios.TCSANOW, before)
+            self._typed = typed_text(keys)
 
 
 class UnicodeHistory(FileHistory):
@@ -117,6 +150,17 @@ def unwrap(text: str) -> str:
         quoted = stripped[len(QUOTES) : -len(QUOTES)].strip("\n")
         return f"/{quoted}" if quoted.startswith("/") else quoted
     return text.replace("\\\n", "\n").strip()
+
+
+def typed_text(keys: bytes) -> str:
+    """The text of key presses: Backspace removes a character, other keys without a character have no effect."""
+    text = ""
+    for char in _ESCAPE.sub("", keys.decode(errors="replace")).replace("\r", "\n"):
+        if char in "\x08\x7f":
+            text = text[:-1]
+        elif char.isprintable() or char in "\n\t":
+            text += char
+    return text.rstrip("\n")
 
 
 def default_history_path() -> Path | None:

@@ -1,16 +1,14 @@
-"""`Screen` writes answers, notes and errors; `AnswerView` shows one answer on it: reasoning, text, tool calls."""
+"""`Screen` writes answers, reasoning, notes and errors: all of it wrapped at words on a terminal."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 from typing import TYPE_CHECKING, Final, TextIO
 
-from .backend import AnswerChunk, Call
-
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.live import Live
 
 _DIM, _RED, _BOLD, _RESET = "\x1b[2m", "\x1b[31m", "\x1b[1m", "\x1b[0m"
@@ -22,8 +20,8 @@ _FENCE: Final = re.compile(r" {0,3}(`{3,}|~{3,})(.*)")
 class Screen:
     """Two streams: answers go to `out`, notes and errors to `err`; in a conversation both are the same.
 
-    On a terminal with colors rich shows an answer: each block of Markdown when it is complete, and below it the end of
-    the block that still grows, which is replaced in place. Elsewhere answers are unchanged.
+    On a terminal rich shows an answer: each block of Markdown when it is complete, and below it the end of the block
+    that still grows, which is replaced in place. Elsewhere answers are unchanged.
 
     Attributes:
         styles_markdown: whether Markdown is styled; without, rich only breaks lines between words.
@@ -46,79 +44,86 @@ class Screen:
         """Write a piece of an answer as it arrives."""
         if not text:
             return
-        if self._out.isatty():
-            text = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
-        if not wants_color(self._out):
+        if not _moves_cursor(self._out):
             self._at_line_start = text.endswith("\n")
-            self._write(self._out, text)
+            self._write(self._out, _visible(text) if self._out.isatty() else text)
             return
-        self._growing += text
+        self._growing += _visible(text)
         end = end_of_blocks(self._growing) if self.styles_markdown else self._growing.rfind("\n") + 1
         blocks, self._growing = self._growing[:end], self._growing[end:]
-        self._show(blocks)
+        self._show(self._out, blocks, is_markdown=self.styles_markdown)
 
     def reasoning(self, text: str) -> None:
         """Write a piece of the reasoning before an answer, dimmed; not among the answers."""
-        self._write(self._err, _styled(self._err, _DIM, _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)))
+        if not _moves_cursor(self._err):
+            self._write(self._err, _styled(self._err, _DIM, _visible(text)))
+            return
+        lines, newline, self._growing = (self._growing + _visible(text)).rpartition("\n")
+        self._show(self._err, lines + newline, style="dim")
 
     def end_reasoning(self) -> None:
         """End the reasoning, so that the answer begins on a new line."""
-        self._write(self._err, "\n")
+        if self._live is None:
+            self._write(self._err, "\n")
+        else:
+            self._end_live(self._err, is_markdown=False, style="dim")
 
     def end_answer(self) -> None:
         """End the current line, so that the next output begins on a new one."""
         if self._live is not None:
-            blocks, self._growing = self._growing, ""
-            self._show(blocks)
-            self._live.stop()
-            self._live, self._has_blocks = None, False
+            self._end_live(self._out, is_markdown=self.styles_markdown)
         if not self._at_line_start:
             self._write(self._out, "\n")
             self._at_line_start = True
 
     def line(self, text: str = "") -> None:
         """A line of normal text."""
-        self._write(self._err, f"{text}\n")
+        self._write_line("", text)
 
     def note(self, text: str) -> None:
         """A secondary line: statistics, hints."""
-        self._write(self._err, _styled(self._err, _DIM, text) + "\n")
+        self._write_line(_DIM, text)
 
     def heading(self, text: str) -> None:
         """A title."""
-        self._write(self._err, _styled(self._err, _BOLD, text) + "\n")
+        self._write_line(_BOLD, text)
 
     def error(self, text: str) -> None:
         """An error message."""
-        self._write(self._err, _styled(self._err, _RED, text) + "\n")
+        self._write_line(_RED, text)
 
-    def _show(self, blocks: str) -> None:
+    def _write_line(self, style: str, text: str) -> None:
+        if self._err.isatty():
+            from rich.text import Text
+
+            console = _console_of(self._err)
+            text = "\n".join(line.plain.rstrip() for line in Text(text).wrap(console, console.width))
+        self._write(self._err, (_styled(self._err, style, text) if style else text) + "\n")
+
+    def _show(self, stream: TextIO, blocks: str, *, is_markdown: bool = False, style: str = "") -> None:
         """Print complete blocks above the live region, which gets the end of the growing one: it must fit."""
         from rich.markdown import Markdown
         from rich.text import Text
 
-        live = self._live or self._start()
+        live = self._live = self._live or _start_live(stream)
         console = live.console
-        growing = Text(self._growing).wrap(console, console.width)[-max(1, console.height - 2) :]
+        growing = Text(self._growing, style).wrap(console, console.width)[-max(1, console.height - 2) :]
         with console:  # all of it in one write: nothing flickers
             live.update(Text("\n").join(growing), refresh=True)
-            if blocks.strip() and self.styles_markdown:
+            if blocks.strip() and is_markdown:
                 if self._has_blocks:
                     console.print()
                 console.print(Markdown(blocks, hyperlinks=False))
                 self._has_blocks = True
-            elif blocks and not self.styles_markdown:
-                console.print(Text(blocks.removesuffix("\n")))
+            elif blocks and not is_markdown:
+                console.print(Text(blocks.removesuffix("\n"), style))
 
-    def _start(self) -> Live:
-        from rich.console import Console
-        from rich.live import Live
-
-        columns, rows = shutil.get_terminal_size()
-        console = Console(file=self._out, force_terminal=True, width=columns, height=rows, highlight=False)
-        self._live = Live(console=console, auto_refresh=False, transient=True)
-        self._live.start()
-        return self._live
+    def _end_live(self, stream: TextIO, *, is_markdown: bool, style: str = "") -> None:
+        assert self._live is not None
+        blocks, self._growing = self._growing, ""
+        self._show(stream, blocks, is_markdown=is_markdown, style=style)
+        self._live.stop()
+        self._live, self._has_blocks = None, False
 
     def _write(self, stream: TextIO, text: str) -> None:
         stream.write(text)
@@ -147,84 +152,33 @@ def end_of_blocks(text: str) -> int:
     return end
 
 
+def wants_color(stream: TextIO) -> bool:
+    """Whether to write colors to a stream; see no-color.org."""
+    return _moves_cursor(stream) and not os.environ.get("NO_COLOR")
+
+
+def _moves_cursor(stream: TextIO) -> bool:
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
 def _styled(stream: TextIO, style: str, text: str) -> str:
     return f"{style}{text}{_RESET}" if wants_color(stream) else text
 
 
-def wants_color(stream: TextIO) -> bool:
-    """Whether to write escape sequences to a stream; see no-color.org."""
-    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+def _visible(text: str) -> str:
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
-class AnswerView:
-    """One answer on the screen.
+def _console_of(stream: TextIO) -> Console:
+    from rich.console import Console
 
-    Attributes:
-        parts: the text so far.
-        calls: the tool calls so far, in order; arguments grow with each chunk.
-    """
-
-    def __init__(self, screen: Screen, *, shows_text: bool = True) -> None:
-        """With `shows_text` False nothing is written: the caller prints the answer at its end."""
-        self._screen = screen
-        self._shows_text = shows_text
-        self._reasoning = False
-        self.parts: list[str] = []
-        self.calls: list[Call] = []
-
-    @property
-    def text(self) -> str:
-        """The text of the answer so far."""
-        return "".join(self.parts)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether neither text nor calls have arrived."""
-        return not self.parts and not self.calls
-
-    def add(self, chunk: AnswerChunk) -> bool:
-        """Show what is new in a chunk; returns whether there was anything."""
-        if chunk.reasoning and self._shows_text:
-            self._screen.reasoning(chunk.reasoning)
-            self._reasoning = True
-        if chunk.text:
-            self._end_reasoning()
-            self.parts.append(chunk.text)
-            if self._shows_text:
-                self._screen.answer(chunk.text)
-        for piece in chunk.calls:
-            if piece.number >= len(self.calls):
-                self.calls.append(piece)
-            else:
-                known = self.calls[piece.number]
-                self.calls[piece.number] = known._replace(
-                    name=known.name + piece.name, arguments=known.arguments + piece.arguments
-                )
-        return bool(chunk.text or chunk.reasoning or chunk.calls)
-
-    def end(self) -> None:
-        """The answer is complete: end its line, and write its calls, one JSON object per line."""
-        self._end_reasoning()
-        self._screen.end_answer()
-        if self._shows_text:
-            for call in self.calls:
-                self._screen.answer(f"{call_line(call)}\n")
-
-    def stored_text(self) -> str:
-        """The answer as a conversation keeps it: its text and its calls."""
-        lines = [self.text] if self.text else []
-        return "\n".join([*lines, *map(call_line, self.calls)])
-
-    def _end_reasoning(self) -> None:
-        if self._reasoning:
-            self._reasoning = False
-            self._screen.end_reasoning()
+    columns, rows = shutil.get_terminal_size()
+    return Console(file=stream, force_terminal=True, width=columns, height=rows, highlight=False)
 
 
-def call_line(call: Call) -> str:
-    """A call as JSON, with its arguments as an object if they are one."""
-    try:
-        arguments = json.loads(call.arguments or "{}")
-    except ValueError:  # the answer was cut
-        arguments = call.arguments
-    return json.dumps({"name": call.name, "arguments": arguments}, ensure_ascii=False)
+def _start_live(stream: TextIO) -> Live:
+    from rich.live import Live
+
+    live = Live(console=_console_of(stream), auto_refresh=False, transient=True)
+    live.start()
+    return live

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from ...runtime.config.answer_config import RequestLimits
 from ...runtime.errors import RequestError
-from ...runtime.sampling_params import SamplingParams
+from ...runtime.sampling_defaults import OPENAI_DEFAULTS
 from ..json_input import read_json
 
 _ENCLOSED: Final = frozenset({('"', '"'), ("'", "'"), ("[", "]")})
@@ -40,9 +41,18 @@ class ChatSettings:
 
     def __post_init__(self) -> None:
         from ...tokenizer_manager.http.schema.errors import OPENAI_NAMES, renamed_fields
+        from ...tokenizer_manager.http.schema.generation_fields import SamplingFields
 
-        with renamed_fields(OPENAI_NAMES):
-            SamplingParams(**self.params())
+        fields = self.body()
+        max_tokens = fields.pop("max_tokens", None)
+        with renamed_fields(OPENAI_NAMES):  # the checks of a server, so that no question fails for a setting
+            SamplingFields(**fields).sampling(
+                RequestLimits(),
+                OPENAI_DEFAULTS,
+                max_new_tokens=max_tokens,
+                min_new_tokens=None,
+                keep_stop=None,
+            )
 
     def params(self) -> dict[str, Any]:
         """The parameters that are set, as fields of the engine's `SamplingParams`."""
@@ -147,18 +157,12 @@ class AnswerForm:
             form = cls(form.schema, tuple(_tools_of(read_json(tools, f"--tools {tools}"), tools)))
         return form
 
-    def response_format(self) -> dict[str, Any] | None:
-        """The field of a chat request; None for free text."""
-        if self.schema is None:
-            return None
-        name = "answer"
-        return {"type": "json_schema", "json_schema": {"name": name, "schema": self.schema}}
-
-    def body(self) -> dict[str, Any]:
-        """The fields of a chat request."""
+    def options(self) -> dict[str, Any]:
+        """The fields of a chat request; arguments of `LLM.chat`, too."""
         fields: dict[str, Any] = {}
-        if (response_format := self.response_format()) is not None:
-            fields["response_format"] = response_format
+        if self.schema is not None:
+            json_schema = {"name": "answer", "schema": self.schema}
+            fields["response_format"] = {"type": "json_schema", "json_schema": json_schema}
         if self.tools:
             fields["tools"] = list(self.tools)
         return fields

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -158,16 +158,15 @@ def _drop(chat: Conversation, argument: str) -> None:
 
 
 def _save(chat: Conversation, argument: str) -> None:
-    path = _new_path(chat, argument, "/save")
+    path = _new_path(chat.own_files, argument, "/save")
     chat.session.save(path, chat.backend.model)
     chat.own_files.add(path.resolve())
     chat.screen.note(f"Saved {_exchanges(chat)} to {path}.")
 
 
 def _export(chat: Conversation, argument: str) -> None:
-    path = _new_path(chat, argument, "/export")
+    path = _new_path((), argument, "/export")
     chat.session.export(path, chat.backend.model)
-    chat.own_files.add(path.resolve())
     chat.screen.note(f"Wrote {_exchanges(chat)} to {path}, as Markdown.")
 
 
@@ -248,11 +247,11 @@ def _path(text: str, usage: str) -> Path:
     return Path(text).expanduser()
 
 
-def _new_path(chat: Conversation, argument: str, command: str) -> Path:
-    """A path to write to: new, a file of this chat, or any after `-f`."""
+def _new_path(own_files: Collection[Path], argument: str, command: str) -> Path:
+    """A path to write to: new, one of the chat's own files, or any after `-f`."""
     forced = argument.startswith("-f ")
     path = _path(argument.removeprefix("-f ").strip(), f"{command} FILE")
-    if path.exists() and not forced and path.resolve() not in chat.own_files:
+    if path.exists() and not forced and path.resolve() not in own_files:
         raise RequestError(f"{path} exists already; `{command} -f {path}` replaces it")
     return path
 

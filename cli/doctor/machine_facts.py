@@ -21,7 +21,7 @@ from ...launch.resolve.host_facts import HostFacts, read_host_facts
 from ...runtime.config.server_config import ServerConfig
 from ...runtime.errors import ConfigError
 from ...runtime.installation import cache_dir
-from ..port import check_port
+from ..preflight import check_port
 
 _PACKAGE: Final = __package__.split(".", 1)[0]
 _TITLE: Final = re.compile(rf"{_PACKAGE}: (?:scheduler|detokenizer|tokenizer_manager|model_runner)")

@@ -1,26 +1,49 @@
-"""`Backend`: the protocol of a model that makes vectors and scores for `engine embed` and `engine rerank`."""
+"""The model of `engine embed` and `engine rerank`: `LLM` in this process, or `ServerBackend`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import base64
+import binascii
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
+import httpx
 import numpy as np
-import numpy.typing as npt
 
 from ...launch.startup_display import StartupDisplay
 from ...models.hub.built_in.models import MINILM
 from ...runtime.config.config_sources import MergedConfig, from_arguments
-from ...runtime.errors import RequestError
+from ...runtime.errors import RequestError, ServerError
+from ...runtime.text import variable
+from ..options import FlagValues, merge_options
+from ..server_client import ServerConnection, attach, error_of, names_a_model, refuse_settings, wait_s
+from .files import Texts, Vectors
 
 if TYPE_CHECKING:
     from ...launch.resolve.prepare import Prepared
     from ...offline.llm import LLM
     from ...tokenizer_manager.pooling.embedding import Want
 
-Vectors = npt.NDArray[np.float32]
+Part = TypeVar("Part")
+Backend: TypeAlias = "LLM | ServerBackend"
 
+BASE_SETTINGS: Final = from_arguments({"model": MINILM.short_names[0]})
+_START_ONE: Final = "start one with `engine serve minilm`, or leave out --url to run in this process"
+_TEXTS_AT_ONCE: Final = 1024
+"""Vectors of so many are written at a time. The engine is idle for a moment between them."""
+_TEXTS_PER_REQUEST: Final = 32
+"""The smallest limit of the known servers (Text Embeddings Inference)."""
+_REQUESTS_AT_ONCE: Final = 8
+_ATTEMPTS: Final = 20
+"""Attempts per request while a full queue refuses it."""
+_MAX_WAIT_S: Final = 30.0
+_DOES: Final = {"generate": "generates text", "embed": "makes vectors of texts", "score": "scores texts"}
+_SUITABLE: Final[Mapping[str, tuple[str, ...]]] = {"embed": ("embed",), "score": ("score", "embed")}
 _FIXES: Final = {
     "send truncate_prompt_tokens": "pass --truncate",
     "raise max_model_len": "raise --max-model-len",
@@ -31,83 +54,153 @@ _FIXES: Final = {
 """Advice of the engine to API clients -> the option of the command that does it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmbedOptions:
-    """Options of vectors; None: as the model's files say."""
-
-    dimensions: int | None = None
-    normalize: bool | None = None
-    prompt_name: str | None = None
-    input_type: str | None = None
-    truncate: bool = False
-
-    def given(self) -> dict[str, Any]:
-        """Return the given options by their API names: other servers do not know all of them."""
-        values = {
-            "dimensions": self.dimensions,
-            "normalize": self.normalize,
-            "prompt_name": self.prompt_name,
-            "input_type": self.input_type,
-            "truncate_prompt_tokens": -1 if self.truncate else None,
-        }
-        return {name: value for name, value in values.items() if value is not None}
-
-
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A document's relevance. `index`: its place among all documents."""
+    """A document's relevance. `index`: its place among the documents of a call."""
 
     index: int
     score: float
 
 
-class PartError(RequestError):
-    """A part of the texts is refused. `start`: the index of its first text, among all."""
+class ServerBackend:
+    """The calls of `LLM` over `POST /v1/embeddings` and `/v1/rerank` of this engine or of another one."""
 
-    def __init__(self, error: RequestError, start: int) -> None:
-        super().__init__(in_options(str(error)), param=error.param, code=error.code, status=error.status)
-        self.start = start
-
-
-class Backend(Protocol):
-    """A model that makes vectors and scores.
-
-    Attributes:
-        model: its name.
-        where: `in this process`, `at http://...`.
-    """
-
-    model: str
-    where: str
-
-    def embed(self, texts: Sequence[str], options: EmbedOptions) -> Iterator[Vectors]:
-        """The vectors of the texts in their order: float32 [n, D] of some of them at a time.
+    def __init__(self, url: str, *, api_key: str | None, model: str | None, wanted: Want) -> None:
+        """Connect; see `ServerConnection`.
 
         Raises:
-            PartError: a text or an option is refused.
-            EngineError: the engine or the server failed.
+            RequestError: the model cannot do what is wanted, too.
         """
-        ...
+        self._server = ServerConnection(url, api_key=api_key, model=model, how_to_start=_START_ONE)
+        self.model, self.where = self._server.model, self._server.where
+        task = self._server.entry.get("task", wanted)  # other servers do not say
+        if task not in _SUITABLE[wanted]:
+            self.close()
+            does = _DOES.get(task, f"has the task {task}")
+            what = "an embedder" if wanted == "embed" else "a reranker or an embedder"
+            raise RequestError(
+                f"{self.model} {self.where} {does}; name the server of {what} with --url, or leave it out",
+                code="unsupported_task",
+            )
 
-    def rerank(
-        self, query: str, documents: Sequence[str], *, instruction: str | None, truncate: bool
-    ) -> Iterator[list[Scored]]:
-        """The relevance of some of the documents at a time.
+    def embed(self, inputs: list[str], **options: Any) -> Vectors:
+        body = {"input": inputs, "encoding_format": "base64", **options}
+        return self._post("/v1/embeddings", body, lambda answer: _vectors(answer["data"], len(inputs)))
 
-        Raises:
-            PartError: a text or an option is refused.
-            EngineError: the engine or the server failed.
-        """
-        ...
+    def rerank(self, query: str, documents: list[str], **options: Any) -> list[Scored]:
+        def read(answer: Any) -> list[Scored]:
+            indices = range(len(documents))
+            return [Scored(indices[row["index"]], float(row["relevance_score"])) for row in answer["results"]]
+
+        return self._post("/v1/rerank", {"query": query, "documents": documents, **options}, read)
 
     def close(self) -> None:
-        """Release the backend."""
-        ...
+        self._server.client.close()
+
+    def _post(self, path: str, body: dict[str, Any], read: Callable[[Any], Part]) -> Part:
+        body["model"] = self.model
+        if body.pop("truncate", False):
+            body["truncate_prompt_tokens"] = -1
+        response = self._send(path, body)
+        for _ in range(_ATTEMPTS - 1):
+            if response.status_code != httpx.codes.TOO_MANY_REQUESTS:
+                break
+            time.sleep(min(wait_s(response), _MAX_WAIT_S))
+            response = self._send(path, body)
+        if response.status_code != httpx.codes.OK:
+            raise error_of(response)
+        try:
+            return read(response.json())
+        except (KeyError, TypeError, ValueError, IndexError, binascii.Error):
+            raise ServerError(
+                f"{self._server.base} gave an answer that is not one of this API; check --url"
+            ) from None
+
+    def _send(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        try:
+            return self._server.client.post(f"{self._server.base}{path}", json=body)
+        except httpx.HTTPError as error:
+            raise self._server.failure(error) from None
 
 
-def parts_of(count: int, size: int) -> list[range]:
-    """The indices of `count` texts in parts of at most `size`."""
-    return [range(start, min(start + size, count)) for start in range(0, count, size)]
+def in_parts(
+    backend: Backend, texts: Texts, compute: Callable[[list[str]], Part]
+) -> Iterator[tuple[range, Part]]:
+    """Compute all texts, some at a time: a server gets several requests at once.
+
+    Yields:
+        The indices of a part, and what `compute` returned for its texts; in the order of the texts.
+
+    Raises:
+        RequestError: a text or an option is refused; the message has the place of the text and the command's options.
+    """
+    is_server = isinstance(backend, ServerBackend)
+    size = _TEXTS_PER_REQUEST if is_server else _TEXTS_AT_ONCE
+    count = len(texts.texts)
+    parts = [range(start, min(start + size, count)) for start in range(0, count, size)]
+    pool = ThreadPoolExecutor(_REQUESTS_AT_ONCE, thread_name_prefix="embed") if is_server else None
+    results = (map if pool is None else pool.map)(compute, [texts.texts[p.start : p.stop] for p in parts])
+    try:
+        for part in parts:
+            try:
+                result = next(results)
+            except RequestError as error:
+                raise texts.located(error, in_options(str(error)), part.start) from None
+            yield part, result
+    finally:
+        if pool is not None:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def open_backend(
+    wanted: Want,
+    *,
+    url: str | None,
+    api_key: str | None,
+    attach_first: bool,
+    settings: FlagValues,
+    config_file: Path | None,
+    quiet: bool,
+) -> Backend:
+    """The backend of a command, which closes it.
+
+    Raises:
+        ConfigError: the model cannot run on this machine.
+        RequestError: the model cannot do what is wanted, or an option has no effect.
+        ServerError: no server answers at `url`.
+    """
+    key = api_key or variable("ENGINE_API_KEY")
+    if url is not None:
+        refuse_settings(settings, except_for=("model",))
+        return ServerBackend(url, api_key=key, model=settings["model"], wanted=wanted)
+    merged = merge_options(settings, config_file=config_file, base=BASE_SETTINGS)
+    if attach_first and not names_a_model(merged, BASE_SETTINGS):
+        server = attach(
+            lambda url: ServerBackend(url, api_key=key, model=None, wanted=wanted),
+            (lambda _line: None) if quiet else (lambda line: print(f"engine: {line}", file=sys.stderr)),
+            word="asking",
+            passes_over=("unsupported_task",),
+        )
+        if server is not None:
+            return server
+    with StartupDisplay(quiet=quiet) as display:
+        return _load(merged, display, wanted)
+
+
+def _load(merged: MergedConfig, display: StartupDisplay, wanted: Want) -> Backend:
+    """Load the model; one that cannot do what is wanted is refused before its weights are read."""
+    display.step("import the engine")
+    from ...offline.llm import LLM
+    from ...tokenizer_manager.pooling.embedding import check_task
+
+    def check(prepared: Prepared) -> None:
+        try:
+            check_task(prepared.spec, wanted)
+        except RequestError as error:
+            message = f"{prepared.model_name}: {in_options(str(error))}"
+            raise RequestError(message, code=error.code) from None
+
+    return LLM.from_config(merged, on_step=display.step, on_download=display.download, check=check)
 
 
 def in_options(message: str) -> str:
@@ -117,74 +210,17 @@ def in_options(message: str) -> str:
     return message
 
 
-BASE_SETTINGS: Final = from_arguments({"model": MINILM.short_names[0]})
-
-_TEXTS_AT_ONCE: Final = 1024
-"""Vectors of so many are written at a time. The engine is idle for a moment between them."""
-
-
-class InProcessBackend:
-    """A backend over `LLM`."""
-
-    def __init__(self, llm: LLM) -> None:
-        self._llm = llm
-        self.model = llm.model_name
-        self.where = "in this process"
-
-    @classmethod
-    def start(cls, merged: MergedConfig, display: StartupDisplay, wanted: Want) -> InProcessBackend:
-        """Load the model; one that cannot do what is wanted is refused before its weights are read.
-
-        Raises:
-            ConfigError: the model cannot run on this machine.
-            RequestError: it cannot do it.
-        """
-        display.step("import the engine")
-        from ...offline.llm import LLM
-        from ...tokenizer_manager.pooling.embedding import check_task
-
-        def check(prepared: Prepared) -> None:
-            try:
-                check_task(prepared.spec, wanted)
-            except RequestError as error:
-                raise RequestError(
-                    f"{prepared.model_name}: {in_options(str(error))}", code=error.code
-                ) from None
-
-        llm = LLM.from_config(
-            merged,
-            on_step=display.step,
-            on_download=display.download,
-            check=check,
+def _vectors(data: Sequence[Mapping[str, Any]], count: int) -> Vectors:
+    """The vectors of an answer, in the order of its inputs; numbers come from a server that does not know base64."""
+    rows: list[Vectors | None] = [None] * count
+    for each in data:
+        value = each["embedding"]
+        rows[each["index"]] = (
+            np.frombuffer(base64.b64decode(value, validate=True), dtype="<f4")
+            if isinstance(value, str)
+            else np.asarray(value, dtype=np.float32)
         )
-        return cls(llm)
-
-    def embed(self, texts: Sequence[str], options: EmbedOptions) -> Iterator[Vectors]:
-        for part in parts_of(len(texts), _TEXTS_AT_ONCE):
-            try:
-                yield self._llm.embed(
-                    [texts[n] for n in part],
-                    dimensions=options.dimensions,
-                    normalize=options.normalize,
-                    prompt_name=options.prompt_name,
-                    input_type=options.input_type,
-                    truncate=options.truncate,
-                )
-            except RequestError as error:
-                raise PartError(error, part.start) from None
-
-    def rerank(
-        self, query: str, documents: Sequence[str], *, instruction: str | None, truncate: bool
-    ) -> Iterator[list[Scored]]:
-        for part in parts_of(len(documents), _TEXTS_AT_ONCE):
-            try:
-                ranked = self._llm.rerank(
-                    query, [documents[n] for n in part], instruction=instruction, truncate=truncate
-                )
-            except RequestError as error:
-                raise PartError(error, part.start) from None
-            yield [Scored(part.start + document.index, document.score) for document in ranked]
-
-    def close(self) -> None:
-        """Stop the engine."""
-        self._llm.close()
+    found = [row for row in rows if row is not None]
+    if len(found) < count:
+        raise ValueError("a vector is missing")
+    return np.stack(found)

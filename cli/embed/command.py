@@ -1,18 +1,24 @@
-"""`engine embed`: texts in, vectors out. Standard output carries only the vectors."""
+"""`engine embed`: texts in, vectors out; `engine rerank`: documents by their relevance to a query.
+
+Standard output carries only the result.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Final
 
 import typer
 
 from ...runtime.errors import ConfigError, RequestError
+from ...runtime.text import counted
+from ..console import framed_table, output_console
 from ..options import (
     CONTEXT_SETTINGS,
     ConfigFileOption,
@@ -20,15 +26,14 @@ from ..options import (
     GroupedCommand,
     takes_config_options,
 )
-from .backend import Backend, EmbedOptions, PartError
-from .server import ApiKeyOption, AttachOption, ModelOption, UrlOption, open_backend
-from .texts import Texts, read_texts, skipped_note
-from .writing import FORMATS, FormatName, writer_of
+from .backend import in_parts, open_backend
+from .files import WRITERS, FormatName, Rows, Texts, read_texts
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+rerank_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 _SUFFIXES: Final[dict[str, FormatName]] = {".npy": "npy", ".jsonl": "jsonl", ".csv": "csv"}
-WITHOUT: Final = ("model", "served_model_name", "seed", "sampling_defaults", "chat_template")
+_WITHOUT: Final = ("model", "served_model_name", "seed", "sampling_defaults", "chat_template")
 """Settings of the model that are options of their own here, or have no effect."""
 
 
@@ -36,51 +41,57 @@ def _option(title: str, text: str, *names: str, metavar: str | None = None) -> A
     return typer.Option(*names, help=text, metavar=metavar, rich_help_panel=title, show_default=False)
 
 
-def texts_option(text: str, *names: str) -> Any:
-    """An option about the input."""
-    return _option("Texts", text, *names)
+_Text = str | None
+_Files = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="FILE", help="Files with a text on each line; - or none: standard input."),
+]
+_model = _option(
+    "Model",
+    "Folder in Hugging Face layout, .gguf file or name of a model; with --url, which of its models  [default: minilm]",
+    "--model",
+    "-m",
+    metavar="TEXT",
+)
+_url = _option("Where it runs", "Ask this server instead of loading a model.", "--url", metavar="URL")
+_attach = _option(
+    "Where it runs",
+    "Ask a server of this user that runs here and can do it, if nothing names a model  [default: attach]",
+    "--attach/--no-attach",
+)
+_api_key = _option(
+    "Where it runs", "API key of that server (or set ENGINE_API_KEY).", "--api-key", metavar="TEXT"
+)
+_null = _option(
+    "Texts", "Texts end with a NUL byte instead of a line end, as `find -print0` writes them.", "--null", "-0"
+)
+_skip_empty = _option("Texts", "Leave out empty texts; otherwise they are errors.", "--skip-empty")
+_truncate = _option("Texts", "Cut texts that are longer than the model takes.", "--truncate")
+_quiet = _option("General", "Print nothing but the result and errors.", "--quiet", "-q")
 
 
 def _vectors(text: str, *names: str, metavar: str | None = None) -> Any:
     return _option("Vectors", text, *names, metavar=metavar)
 
 
-NullOption = Annotated[
-    bool,
-    texts_option(
-        "Texts end with a NUL byte instead of a line end, as `find -print0` writes them.", "--null", "-0"
-    ),
-]
-SkipEmptyOption = Annotated[
-    bool, texts_option("Leave out empty texts; otherwise they are errors.", "--skip-empty")
-]
-TruncateOption = Annotated[
-    bool, texts_option("Cut texts that are longer than the model takes.", "--truncate")
-]
-
-
 @app.command(cls=GroupedCommand, context_settings=CONTEXT_SETTINGS)
-@takes_config_options(("model",), exclude=WITHOUT)
+@takes_config_options(("model",), exclude=_WITHOUT)
 def embed(
-    files: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="FILE", help="Files of texts; - or none: standard input.", show_default=False),
-    ] = None,
+    files: _Files = None,
     config_file: ConfigFileOption = None,
-    model: ModelOption = None,
-    url: UrlOption = None,
-    attach: AttachOption = True,
-    api_key: ApiKeyOption = None,
+    model: Annotated[_Text, _model] = None,
+    url: Annotated[_Text, _url] = None,
+    attach: Annotated[bool, _attach] = True,
+    api_key: Annotated[_Text, _api_key] = None,
     output: Annotated[
-        str | None,
-        _vectors("Write to this file instead of standard output.", "--output", "-o", metavar="FILE"),
+        _Text, _vectors("Write to this file instead of standard output.", "--output", "-o", metavar="FILE")
     ] = None,
     form: Annotated[
-        str | None,
+        _Text,
         _vectors(
             "Form of the vectors  [default: by the name of FILE; a table on a terminal, else npy]",
             "--format",
-            metavar="|".join(FORMATS),
+            metavar="|".join(WRITERS),
         ),
     ] = None,
     dimensions: Annotated[
@@ -96,23 +107,20 @@ def embed(
         ),
     ] = None,
     prompt_name: Annotated[
-        str | None,
-        _vectors("The model's prompt to put before each text.", "--prompt-name", metavar="TEXT"),
+        _Text, _vectors("The model's prompt to put before each text.", "--prompt-name", metavar="TEXT")
     ] = None,
     input_type: Annotated[
-        str | None,
+        _Text,
         _vectors(
             "What the texts are, for models that have prompts for it.",
             "--input-type",
             metavar="query|document",
         ),
     ] = None,
-    truncate: TruncateOption = False,
-    null: NullOption = False,
-    skip_empty: SkipEmptyOption = False,
-    quiet: Annotated[
-        bool, _option("General", "Print nothing but vectors and errors.", "--quiet", "-q")
-    ] = False,
+    truncate: Annotated[bool, _truncate] = False,
+    null: Annotated[bool, _null] = False,
+    skip_empty: Annotated[bool, _skip_empty] = False,
+    quiet: Annotated[bool, _quiet] = False,
     *,
     settings: FlagValues,
 ) -> None:
@@ -123,44 +131,130 @@ def embed(
     Example: engine embed < lines.txt > vectors.npy
     """
     chosen = _format(form, output)
-    options = EmbedOptions(
-        dimensions=dimensions,
-        normalize=normalize,
-        prompt_name=prompt_name,
-        input_type=input_type,
-        truncate=truncate,
-    )
+    given: dict[str, Any] = {
+        "dimensions": dimensions,
+        "normalize": normalize,
+        "prompt_name": prompt_name,
+        "input_type": input_type,
+        "truncate": truncate or None,
+    }
+    options = {name: value for name, value in given.items() if value is not None}
     texts = read_texts(files or [], null=null, skip_empty=skip_empty)
-    with _opened(output) as out:  # before the model is loaded, which takes seconds
-        backend = open_backend(
-            "embed",
-            url=url,
-            api_key=api_key,
-            attach=attach,
-            settings={**settings, "model": model},
-            config_file=config_file,
-            quiet=quiet,
-        )
-        with contextlib.closing(backend):
-            _write(backend, texts, options, chosen, out, quiet=quiet)
-    if not quiet and (note := skipped_note(texts)):
-        print(f"engine: {note}; the rows are those of the other lines", file=sys.stderr)
+    with (
+        _opened(output) as out,  # before the model is loaded, which takes seconds
+        contextlib.closing(
+            open_backend(
+                "embed",
+                url=url,
+                api_key=api_key,
+                attach_first=attach,
+                settings={**settings, "model": model},
+                config_file=config_file,
+                quiet=quiet,
+            )
+        ) as backend,
+        _progress(len(texts.texts), quiet=quiet) as advance,
+    ):
+
+        def rows() -> Rows:
+            for part, vectors in in_parts(backend, texts, lambda some: backend.embed(some, **options)):
+                yield texts.texts[part.start : part.stop], vectors
+                advance(len(part))
+
+        WRITERS[chosen](out, len(texts.texts), rows())
+    if texts.num_skipped and not quiet:
+        note = f"{counted(texts.num_skipped, 'empty text')} left out; the rows are those of the other lines"
+        print(f"engine: {note}", file=sys.stderr)
 
 
-def _write(
-    backend: Backend, texts: Texts, options: EmbedOptions, form: FormatName, out: BinaryIO, *, quiet: bool
+def _ranking(text: str, *names: str, metavar: str | None = None) -> Any:
+    return _option("Ranking", text, *names, metavar=metavar)
+
+
+@rerank_app.command(cls=GroupedCommand, context_settings=CONTEXT_SETTINGS)
+@takes_config_options(("model",), exclude=_WITHOUT)
+def rerank(
+    query: Annotated[str, typer.Argument(metavar="QUERY", help="What the documents are compared with.")],
+    files: _Files = None,
+    config_file: ConfigFileOption = None,
+    model: Annotated[_Text, _model] = None,
+    url: Annotated[_Text, _url] = None,
+    attach: Annotated[bool, _attach] = True,
+    api_key: Annotated[_Text, _api_key] = None,
+    top_n: Annotated[
+        int | None,
+        _ranking("Print only so many documents, the most relevant ones.", "--top-n", "-n", metavar="INT"),
+    ] = None,
+    instruction: Annotated[
+        _Text,
+        _ranking(
+            "What makes a document relevant, for models that take an instruction.",
+            "--instruction",
+            metavar="TEXT",
+        ),
+    ] = None,
+    as_json: Annotated[bool, _ranking("Print a JSON object on each line.", "--json")] = False,
+    truncate: Annotated[bool, _truncate] = False,
+    null: Annotated[bool, _null] = False,
+    skip_empty: Annotated[bool, _skip_empty] = False,
+    quiet: Annotated[bool, _quiet] = False,
+    *,
+    settings: FlagValues,
 ) -> None:
-    writer = writer_of(form, out, len(texts.texts))
-    done = 0
-    try:
-        with progress_of(len(texts.texts), quiet=quiet) as advance:
-            for vectors in backend.embed(texts.texts, options):
-                writer.write(texts.texts[done : done + len(vectors)], vectors)
-                done += len(vectors)
-                advance(len(vectors))
-    except PartError as error:
-        raise texts.located(error, error.start) from None
-    writer.end()
+    """Sort documents by their relevance to a query, the most relevant first.
+
+    A document is a line of the input. Score, line number and document are printed, separated by tabs; on a terminal, a
+    table. A reranker computes query and document together; an embedder (such as minilm, the default) compares vectors.
+
+    Example: engine rerank "How do I reset my password?" < articles.txt
+    """
+    if not query.strip():
+        raise RequestError("QUERY is empty; say what the documents are compared with")
+    if top_n is not None and top_n < 1:
+        raise ConfigError(f"--top-n is {top_n}, but it must be at least 1")
+    texts = read_texts(files or [], null=null, skip_empty=skip_empty)
+    backend = open_backend(
+        "score",
+        url=url,
+        api_key=api_key,
+        attach_first=attach,
+        settings={**settings, "model": model},
+        config_file=config_file,
+        quiet=quiet,
+    )
+    given: dict[str, Any] = {"truncate": True} if truncate else {}
+    if instruction is not None:
+        given["instruction"] = instruction
+    ranked: list[tuple[float, int]] = []
+    with contextlib.closing(backend), _progress(len(texts.texts), quiet=quiet) as advance:
+        for part, found in in_parts(backend, texts, lambda some: backend.rerank(query, some, **given)):
+            ranked += [(each.score, part.start + each.index) for each in found]
+            advance(len(part))
+    ranked.sort(key=lambda each: (-each[0], each[1]))
+    _print(texts, ranked[:top_n], as_json=as_json)
+
+
+def _print(texts: Texts, ranked: Sequence[tuple[float, int]], *, as_json: bool) -> None:
+    if not as_json and sys.stdout.isatty():
+        from rich.markup import escape
+
+        console = output_console()
+        table = framed_table(console)
+        for column in ("score", "line", "document"):
+            table.add_column(column, justify="left" if column == "document" else "right")
+        for score, index in ranked:
+            table.add_row(f"{score:.4f}", str(texts.numbers[index]), escape(texts.texts[index]))
+        console.print(table)
+        return
+    for score, index in ranked:
+        text, number = texts.texts[index], texts.numbers[index]
+        if as_json:
+            row = {"index": index, "line": number, "score": score, "document": text}
+            sys.stdout.write(json.dumps(row, ensure_ascii=False) + "\n")
+        else:
+            flat = text.replace("\t", " ").replace("\n", " ")
+            sys.stdout.write(f"{score:.6f}\t{number}\t{flat}\n")
+    sys.stdout.flush()
 
 
 def _format(name: str | None, output: str | None) -> FormatName:
@@ -169,9 +263,9 @@ def _format(name: str | None, output: str | None) -> FormatName:
     Raises:
         ConfigError: an unknown one, or one that standard output cannot take.
     """
-    form = next((known for known in FORMATS if known == name), None)
+    form = next((known for known in WRITERS if known == name), None)
     if name is not None and form is None:
-        raise ConfigError(f"--format is {name!r}, but it must be one of {', '.join(FORMATS)}")
+        raise ConfigError(f"--format is {name!r}, but it must be one of {', '.join(WRITERS)}")
     if output is not None:
         if form == "table":
             raise ConfigError(
@@ -191,7 +285,7 @@ def _format(name: str | None, output: str | None) -> FormatName:
 
 @contextlib.contextmanager
 def _opened(output: str | None) -> Iterator[BinaryIO]:
-    """The stream that vectors are written to; a file that was not completed is removed.
+    """The stream that vectors are written to; a file that was not completed is removed, a device stays.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -208,26 +302,20 @@ def _opened(output: str | None) -> Iterator[BinaryIO]:
     try:
         with out:
             yield out
-    except OSError as error:
-        _remove(output)
-        raise RequestError(f"--output {output} cannot be written: {error.strerror}") from None
-    except BaseException:
-        _remove(output)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            if stat.S_ISREG(os.stat(output).st_mode):
+                os.unlink(output)
+        if isinstance(error, OSError):
+            raise RequestError(f"--output {output} cannot be written: {error.strerror}") from None
         raise
 
 
-def _remove(output: str) -> None:
-    """Remove a file; a device such as /dev/null stays."""
-    with contextlib.suppress(OSError):
-        if stat.S_ISREG(os.stat(output).st_mode):
-            os.unlink(output)
-
-
 @contextlib.contextmanager
-def progress_of(total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
+def _progress(total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
     """Yields what is called with the number of texts that have just been finished."""
     if quiet or not sys.stderr.isatty():
-        yield _ignore
+        yield lambda _num_texts: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -236,7 +324,3 @@ def progress_of(total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=total)
         yield lambda num_texts: progress.advance(task, num_texts)
-
-
-def _ignore(num_texts: int) -> None:
-    return

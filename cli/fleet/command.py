@@ -11,7 +11,7 @@ import typer
 from ...runtime.config.server_config import ServerConfig
 from ...runtime.errors import ConfigError
 from ..options import CONTEXT_SETTINGS, GroupedCommand
-from ..port import check_address
+from ..preflight import check_address
 
 DEFAULT_PORT: Final = 30_090
 

@@ -12,7 +12,7 @@ import msgspec
 
 from ...runtime.errors import RequestError, ServerError
 from ...runtime.scheduler_report import SchedulerReport
-from ..chat.http import base_url, connection_problem, error_of
+from ..server_client import base_url, connection_problem, error_of
 
 
 class Request(msgspec.Struct, frozen=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Iterator
 from typing import Any, Final
@@ -10,7 +9,7 @@ from typing import Any, Final
 from typer.main import get_command
 
 from engine.cli.exit_codes import MEANINGS
-from engine.cli.main import COMMANDS, app
+from engine.cli.main import COMMANDS, app, load_command
 from engine.cli.options import GROUP_TITLES, with_plain_type
 from engine.runtime.config.config_fields import config_fields, flag_of, setting_names
 
@@ -64,9 +63,8 @@ def options_of(name: str) -> set[str]:
 
 def _commands() -> Iterator[tuple[str, Any]]:
     """Each command that does something, by its full name."""
-    for name, (module, _) in COMMANDS.items():
-        loaded = importlib.import_module(module, "engine.cli")
-        yield from _leaves(f"engine {name}", get_command(loaded.app))
+    for name in COMMANDS:
+        yield from _leaves(f"engine {name}", load_command(name))
 
 
 def _leaves(name: str, command: Any) -> Iterator[tuple[str, Any]]:

@@ -18,7 +18,7 @@ import urllib.request
 import pytest
 
 from engine.cli import main as cli
-from engine.cli.port import check_port
+from engine.cli.preflight import check_port
 from engine.cli.serve import preset_line, ready_text
 from engine.models.spec.encoder_spec import PoolingSpec
 from engine.runtime.config.config_sources import from_arguments, merge

@@ -14,7 +14,7 @@ import aiohttp
 import httpx
 import pytest
 
-from engine.cli.port import why_unreachable
+from engine.cli.server_client import why_unreachable
 
 HINT = "start one"
 

@@ -52,6 +52,9 @@ class ScriptedBackend:
     def count_tokens(self, messages: Sequence[Message]) -> int | None:
         return self._count(messages) if self.counts else None
 
+    def about(self) -> str:
+        return "Q4 on paper"
+
     def close(self) -> None:
         self.is_closed = True
 
@@ -82,7 +85,7 @@ class Chat:
 @pytest.fixture(autouse=True)
 def no_running_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers of other tests are not found."""
-    monkeypatch.setattr("engine.cli.chat.http.running_servers", list)
+    monkeypatch.setattr("engine.cli.server_client.running_servers", list)
 
 
 @pytest.fixture
@@ -107,6 +110,12 @@ class ScriptedServer:
     bodies: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
     url: str = ""
+    retry_after: str | None = None
+    later: tuple[int, Callable[[], None]] | None = None
+
+    def after(self, num_questions: int, change: Callable[[], None]) -> None:
+        """Change something once so many questions more have been answered."""
+        self.later = (len(self.bodies) + num_questions, change)
 
     def say(self, path: str, document: object, status: int = 200) -> None:
         self.replies[path] = (status, json.dumps(document).encode())
@@ -131,8 +140,15 @@ def server() -> Iterator[ScriptedServer]:
             status, body = script.replies.get(self.path, (404, b"not here"))
             self.send_response(status)
             self.send_header("content-length", str(len(body)))
+            if self.path == "/":
+                self.send_header("content-type", "text/html")
+            if script.retry_after is not None:
+                self.send_header("retry-after", script.retry_after)
             self.end_headers()
             self.wfile.write(body)
+            if script.later is not None and len(script.bodies) >= script.later[0]:
+                change, script.later = script.later[1], None
+                change()
 
         do_GET = do_POST = answer  # noqa: N815
 

@@ -7,9 +7,9 @@ import json
 
 import pytest
 
-from engine.cli.chat.backend import AnswerChunk, Call
-from engine.cli.chat.http import _chunk_of
-from engine.cli.chat.screen import AnswerView, Screen
+from engine.cli.chat.answer import AnswerView
+from engine.cli.chat.backend import AnswerChunk, Call, _chunk_of
+from engine.cli.chat.screen import Screen
 from engine.cli.chat.settings import AnswerForm
 from engine.runtime.errors import ConfigError, RequestError
 
@@ -75,11 +75,11 @@ def test_the_form_of_answers_becomes_fields_of_a_request(tmp_path):
     (tmp_path / "schema.json").write_text('{"type": "object"}')
     (tmp_path / "tools.json").write_text(json.dumps([WEATHER, {"type": "function", "function": WEATHER}]))
 
-    body = AnswerForm.read(tmp_path / "schema.json", tmp_path / "tools.json").body()
+    body = AnswerForm.read(tmp_path / "schema.json", tmp_path / "tools.json").options()
 
     assert body["response_format"]["json_schema"]["schema"] == {"type": "object"}
     assert body["tools"] == [{"type": "function", "function": WEATHER}] * 2
-    assert AnswerForm.read(None, None).body() == {}
+    assert AnswerForm.read(None, None).options() == {}
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ import pytest
 
 from engine.cli import main as cli
 from engine.cli.chat import command
-from engine.cli.chat.http import attach
+from engine.cli.chat.backend import HttpBackend
 from engine.cli.chat.settings import AnswerForm
+from engine.cli.server_client import attach
 from engine.launch.child.socket_dir import ServerRecord
 from engine.runtime.config.environment import variable_of
 from engine.runtime.errors import ConfigError
@@ -24,7 +25,7 @@ def running(monkeypatch):
 
     def run(*urls):
         records = [ServerRecord(i + 1, "m", "/m", url, float(i)) for i, url in enumerate(urls)]
-        monkeypatch.setattr("engine.cli.chat.http.running_servers", lambda: records)
+        monkeypatch.setattr("engine.cli.server_client.running_servers", lambda: records)
 
     return run
 
@@ -42,7 +43,7 @@ def in_process(monkeypatch):
 
 def notes_of(api_key=None):
     notes: list[str] = []
-    backend = attach(api_key, AnswerForm(), notes.append)
+    backend = attach(lambda url: HttpBackend(url, api_key=api_key, form=AnswerForm()), notes.append)
     if backend is not None:
         backend.close()
     return backend, notes

@@ -18,7 +18,7 @@ import pytest
 
 from engine.cli import main as cli
 from engine.cli.chat import command
-from engine.cli.chat.one_shot import names_a_model, read_question
+from engine.cli.chat.command import is_name_of_model, read_question
 from engine.runtime.errors import ConfigError, EngineDeadError, RequestError, ServerError
 
 CHAT = [sys.executable, "-m", "engine.cli.main", "chat"]
@@ -159,7 +159,7 @@ def test_a_question_and_piped_text_are_put_together(tmp_path):
     ],
 )
 def test_a_question_that_names_a_model_is_noticed(tiny_model, words, is_model):
-    assert names_a_model([word.format(folder=tiny_model) for word in words]) is is_model
+    assert is_name_of_model([word.format(folder=tiny_model) for word in words]) is is_model
 
 
 def test_a_model_as_the_question_has_a_note_that_names_the_option(capsys, monkeypatch):

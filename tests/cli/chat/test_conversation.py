@@ -168,6 +168,25 @@ def test_a_terminal_gets_wrapped_lines_and_styled_markdown():
 
 
 @pytest.mark.usefixtures("colors")
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_notes_errors_and_reasoning_are_wrapped_at_words(monkeypatch, no_color):
+    monkeypatch.setenv("NO_COLOR", no_color)
+    text = "repetition_penalty must lie in a range (said at once)"
+    wrapped = ["repetition_penalty", "must lie in a range", "(said at once)"]
+    for write in (Screen.note, Screen.error, Screen.line, Screen.heading):
+        terminal = Terminal()
+        write(Screen.for_conversation(terminal), text)
+        assert re.sub(r"\x1b\[\d*m", "", terminal.getvalue()).splitlines() == wrapped
+    terminal = Terminal()
+    screen = Screen.for_conversation(terminal)
+    for piece in re.findall(r"\S+\s?", text):
+        screen.reasoning(piece)
+    screen.end_reasoning()
+    lines = re.sub(r"\x1b\[\d*m", "", shown(screen, terminal, "Yes.")).splitlines()
+    assert [line.rstrip() for line in lines] == [*wrapped, "Yes."]
+
+
+@pytest.mark.usefixtures("colors")
 def test_blocks_are_printed_once_and_apart_and_a_tall_one_fits_while_it_grows():
     terminal = Terminal()
     code = "".join(f"line {number}\n" for number in range(30))

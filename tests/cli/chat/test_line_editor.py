@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pty
 import stat
+import termios
 
 import pytest
 from prompt_toolkit.completion import CompleteEvent
@@ -11,7 +14,7 @@ from prompt_toolkit.document import Document
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
-from engine.cli.chat.line_editor import LineEditor, SlashCompleter, is_complete, unwrap
+from engine.cli.chat.line_editor import LineEditor, SlashCompleter, is_complete, typed_text, unwrap
 
 ENTER, CTRL_C, CTRL_D, ALT_ENTER = "\r", "\x03", "\x04", "\x1b\r"
 
@@ -68,6 +71,39 @@ def test_keys_make_messages():
     assert typed(['"""one' + ENTER + 'two"""' + ENTER]) == ["one\ntwo"]
     assert typed(["one" + ALT_ENTER + "two" + ENTER]) == ["one\ntwo"]
     assert typed(["\x1b[200~one\ntwo\x1b[201~" + ENTER]) == ["one\ntwo"]  # a bracketed paste
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        (b"next\r", "next"),
+        (b"one\rtwo", "one\ntwo"),
+        (b"ab\x7fc\x1b[A\x1bOP\x1b[200~d\x1b[201~", "acd"),
+        ("grün\x00".encode(), "grün"),
+        (b"\x7f\r", ""),
+    ],
+)
+def test_keys_during_an_answer_become_text(keys, text):
+    assert typed_text(keys) == text
+
+
+def test_what_is_typed_during_an_answer_begins_the_next_message():
+    controller, terminal = pty.openpty()
+    with os.fdopen(terminal, encoding="utf-8") as stdin:
+        with create_pipe_input() as keys:
+            editor = LineEditor(None, terminal_output=DummyOutput(), terminal_input=keys, held_terminal=stdin)
+            with editor.held():
+                os.write(controller, b"and then?\r")
+            keys.send_text("!" + ENTER)
+            assert editor.read() == "and then?!"
+            with editor.held():
+                pass
+            keys.send_text("ok" + ENTER)
+            assert editor.read() == "ok"
+        assert termios.tcgetattr(stdin)[3] & termios.ECHO
+    with contextlib.suppress(OSError):
+        assert b"then" not in os.read(controller, 4096), "nothing was echoed"
+    os.close(controller)
 
 
 def test_ctrl_c_and_ctrl_d():

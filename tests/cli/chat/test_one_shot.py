@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from engine.cli.chat.one_shot import ask_once
+from engine.cli.chat.conversation import ask_once
 from engine.cli.chat.screen import Screen
 from engine.runtime.errors import ServerError
 

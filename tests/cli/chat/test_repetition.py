@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.cli.chat.receiving import MIN_CHARS, MIN_TIMES, Repetition, find_loop
+from engine.cli.chat.answer import MIN_CHARS, MIN_TIMES, find_loop
 
 
 @pytest.mark.parametrize("unit", ["\n", "a", "The answer is no. ", "x" * 120 + "y"])
 def test_a_loop_is_noticed(unit):
-    repetition, text = Repetition(), "An answer that begins well. "
-    found = repetition.add(text)
+    text, found = "An answer that begins well. ", None
     for _ in range(2 * MIN_CHARS // len(unit) + 2 * MIN_TIMES):
-        found = found or repetition.add(unit)
+        text += unit
+        found = found or find_loop(text)
     assert found is not None and len(found.unit) == len(unit) and found.times >= MIN_TIMES
     assert sorted(found.unit) == sorted(unit)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from engine.cli.chat.slash_commands import (
@@ -76,6 +78,8 @@ def test_set_shows_changes_and_resets(run, chat):
     assert (chat.session.settings.temperature, chat.session.settings.max_tokens) == (0.9, 7)
     assert run("/set max_tokens none") == "max_tokens = default\n"
     assert "top_p is 3.0" in run("/set top_p 3")
+    assert "temperature is 9.0, but it must lie in [0, 2]" in run("/set temperature 9")
+    assert "stop has 65 strings" in run(f"/set stop {json.dumps([str(n) for n in range(65)])}")
     assert "temperature         0.9  (set)" in run("/show")
     assert run("/set") == run("/show")
 
@@ -147,6 +151,9 @@ def test_save_and_export_replace_only_files_of_this_chat(run, chat, tmp_path):
     assert theirs.read_text() == "kept"
     assert run(f"/save {ours}") == run(f"/save {ours}") == f"Saved 2 exchanges to {ours}.\n"
     run(f"/load {ours}")
+    markdown = tmp_path / "ours.md"
+    assert "Wrote 2 exchanges" in run(f"/export {markdown}")
+    assert "exists already; `/export -f" in run(f"/export {markdown}")
     assert "Wrote 2 exchanges" in run(f"/export -f {theirs}")
     assert theirs.read_text() == (
         "# Chat with scripted\n\n## You\n\none?\n\n## scripted\n\n1\n\n## You\n\ntwo?\n\n## scripted\n\n2\n"

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from engine.cli import main as cli
-from engine.cli.embed import server as opening
-from engine.cli.embed.backend import EmbedOptions, InProcessBackend, PartError
-from engine.cli.embed.server import ServerBackend
+from engine.cli import server_client
+from engine.cli.embed import backend as backends
+from engine.cli.embed.backend import ServerBackend, in_parts
+from engine.cli.embed.files import Texts
 from engine.launch.child.socket_dir import ServerRecord
 from engine.runtime.errors import ConfigError, RequestError, ServerError
 
@@ -77,10 +78,14 @@ def connect(server: ScriptedServer, wanted: Any = "embed", **more: Any) -> Serve
     return ServerBackend(f"{server.url}/v1", **{"api_key": None, "model": None, "wanted": wanted} | more)
 
 
+def texts_of(texts: list[str]) -> Texts:
+    return Texts(texts, [f"line {n}" for n in range(len(texts))], list(range(len(texts))))
+
+
 def test_vectors_keep_the_order_of_the_texts(server):
     texts = ["x" * (n % 50 + 1) for n in range(200)]
-    parts = list(connect(server).embed(texts, EmbedOptions()))
-    vectors = np.concatenate(parts)
+    parts = list(in_parts(backend := connect(server), texts_of(texts), backend.embed))
+    vectors = np.concatenate([vectors for _part, vectors in parts])
     assert vectors[:, 0].tolist() == [len(text) for text in texts]
     assert sum(len(body["input"]) for body in server.bodies) == 200
     assert server.bodies[0].keys() == {"model", "input", "encoding_format"}, (
@@ -89,8 +94,9 @@ def test_vectors_keep_the_order_of_the_texts(server):
 
 
 def test_options_are_sent_if_they_are_given(server):
-    options = EmbedOptions(dimensions=8, normalize=False, prompt_name="q", input_type="query", truncate=True)
-    list(connect(server).embed(["a"], options))
+    connect(server).embed(
+        ["a"], dimensions=8, normalize=False, prompt_name="q", input_type="query", truncate=True
+    )
     body = server.bodies[0]
     assert (body["dimensions"], body["normalize"], body["truncate_prompt_tokens"]) == (8, False, -1)
     assert (body["prompt_name"], body["input_type"]) == ("q", "query")
@@ -98,14 +104,15 @@ def test_options_are_sent_if_they_are_given(server):
 
 def test_vectors_as_numbers_are_taken_too(server):
     server.answer = lambda _path, body: (200, {"data": [{"index": 0, "embedding": [0.5, 1]}]})
-    (vectors,) = connect(server).embed(["a"], EmbedOptions())
+    vectors = connect(server).embed(["a"])
     assert vectors.tolist() == [[0.5, 1.0]] and vectors.dtype == np.float32
 
 
 def test_scores_have_the_numbers_of_all_documents(server):
     documents = ["x" * n for n in range(1, 71)]
-    parts = list(connect(server, "score").rerank("q", documents, instruction=None, truncate=False))
-    scored = {each.index: each.score for part in parts for each in part}
+    backend = connect(server, "score")
+    parts = list(in_parts(backend, texts_of(documents), lambda some: backend.rerank("q", some)))
+    scored = {part.start + each.index: each.score for part, found in parts for each in found}
     assert scored == {n: n + 1.0 for n in range(70)}
 
 
@@ -117,9 +124,8 @@ def test_a_refusal_tells_where_its_part_begins(server):
         return answer
 
     server.answer = refuse
-    with pytest.raises(PartError, match=r"input\[3\]") as caught:
-        list(connect(server).embed(["a"] * 67 + ["bad"], EmbedOptions()))
-    assert caught.value.start == 64
+    with pytest.raises(RequestError, match=r"^line 67 has 9 tokens$"):
+        list(in_parts(backend := connect(server), texts_of(["a"] * 67 + ["bad"]), backend.embed))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +143,7 @@ def test_a_refusal_tells_where_its_part_begins(server):
 def test_an_answer_of_another_form_is_an_error_of_the_server(server, document):
     server.answer = lambda _path, _body: (200, document)
     with pytest.raises(ServerError, match="check --url"):
-        list(connect(server).embed(["a"], EmbedOptions()))
+        connect(server).embed(["a"])
 
 
 def test_a_full_queue_is_asked_again(server):
@@ -147,17 +153,17 @@ def test_a_full_queue_is_asked_again(server):
         return answer
 
     server.answer = full_at_first
-    (vectors,) = connect(server).embed(["a"], EmbedOptions())
+    vectors = connect(server).embed(["a"])
     assert vectors.tolist() == [[1.0, 1.0]] and len(server.bodies) == 4
     server.answer = lambda _path, _body: (429, {"error": {"message": "5 wait"}})
     with pytest.raises(RequestError, match="5 wait"):
-        list(connect(server).embed(["a"], EmbedOptions()))
+        connect(server).embed(["a"])
 
 
 def test_a_failure_of_the_server_is_told(server):
     server.answer = lambda _path, _body: (500, {"error": {"message": "it burns"}})
     with pytest.raises(ServerError, match="the server failed: it burns"):
-        list(connect(server).embed(["a"], EmbedOptions()))
+        connect(server).embed(["a"])
 
 
 def test_a_model_that_cannot_do_it_is_refused_before_anything_is_sent(server):
@@ -182,14 +188,14 @@ def in_process(monkeypatch):
     def start(*_args: object) -> None:
         raise ConfigError("a model is loaded here")
 
-    monkeypatch.setattr(InProcessBackend, "start", start)
+    monkeypatch.setattr(backends, "_load", start)
 
 
 @pytest.fixture
 def running(monkeypatch):
     def run(*urls: str) -> None:
         records = [ServerRecord(i + 1, "m", "/m", url, float(i)) for i, url in enumerate(urls)]
-        monkeypatch.setattr(opening, "running_servers", lambda: records)
+        monkeypatch.setattr(server_client, "running_servers", lambda: records)
 
     run()
     return run
@@ -204,7 +210,7 @@ def test_a_server_that_runs_is_asked(server, running, in_process, tmp_path, caps
     running("http://127.0.0.1:9", server.url, "")
     assert embed(tmp_path) == 0
     assert np.load(tmp_path / "out.npy").tolist() == [[1.0, 1.0], [2.0, 1.0]]
-    assert f"asking tiny at {server.url}; --no-attach" in capsys.readouterr().err
+    assert f"asking tiny at {server.url}, the newest of 2 servers" in capsys.readouterr().err
 
 
 def test_a_server_that_generates_is_passed_over_in_silence(server, running, in_process, tmp_path, capsys):

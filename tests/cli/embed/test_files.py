@@ -8,9 +8,8 @@ import json
 import numpy as np
 import pytest
 
-from engine.cli.embed.backend import PartError, in_options
-from engine.cli.embed.texts import read_texts, skipped_note
-from engine.cli.embed.writing import writer_of
+from engine.cli.embed.backend import in_options
+from engine.cli.embed.files import WRITERS, read_texts
 from engine.runtime.errors import ConfigError, RequestError
 
 VECTORS = np.array([[0.1, -2.5e-8, 3.0], [1 / 3, 0.0, -1.0]], dtype=np.float32)
@@ -59,7 +58,7 @@ def test_an_empty_line_is_an_error_unless_it_is_left_out(file_of):
     with pytest.raises(RequestError, match=f"^line 2 of {path} is empty.*--skip-empty"):
         read_texts([path], null=False, skip_empty=False)
     found = read_texts([path], null=False, skip_empty=True)
-    assert (found.texts, found.numbers, skipped_note(found)) == (["a", "b"], [1, 3], "1 empty text left out")
+    assert (found.texts, found.numbers, found.num_skipped) == (["a", "b"], [1, 3], 1)
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\n"])
@@ -95,8 +94,7 @@ def test_what_cannot_be_read_is_named(file_of, tmp_path):
 )
 def test_errors_name_the_line_instead_of_the_number(file_of, message, start, told):
     texts = read_texts([file_of(b"a\nb\nc\nd\n")], null=False, skip_empty=False)
-    error = PartError(RequestError(message), start)
-    located = texts.located(error, error.start)
+    located = texts.located(RequestError(message), in_options(message), start)
     assert str(located).startswith(told)
     assert "truncate_prompt_tokens" not in str(located)
 
@@ -111,10 +109,7 @@ def test_fixes_are_options():
 def written(form, *parts):
     out = io.BytesIO()
     texts = ["a", 'b "q" ü']
-    writer = writer_of(form, out, 2)
-    for part in parts or (slice(0, 2),):
-        writer.write(texts[part], VECTORS[part])
-    writer.end()
+    WRITERS[form](out, 2, ((texts[part], VECTORS[part]) for part in parts or (slice(0, 2),)))
     return out.getvalue()
 
 
@@ -128,7 +123,7 @@ def test_npy_is_read_by_numpy_whatever_the_parts():
 
 def test_an_npy_that_was_cut_short_is_no_file():
     out = io.BytesIO()
-    writer_of("npy", out, 2).write(["a"], VECTORS[:1])
+    WRITERS["npy"](out, 2, [(["a"], VECTORS[:1])])
     with pytest.raises(ValueError, match=r"cannot reshape|EOF"):
         np.load(io.BytesIO(out.getvalue()))
 
@@ -153,9 +148,6 @@ def test_a_table_shows_beginnings_and_similarities(capsys):
 
 
 def test_a_table_of_many_texts_is_cut(capsys):
-    writer = writer_of("table", io.BytesIO(), 100)
-    for _ in range(10):
-        writer.write(["[bold]x"] * 10, np.ones((10, 2), np.float32))
-    writer.end()
+    WRITERS["table"](io.BytesIO(), 100, [(["[bold]x"] * 10, np.ones((10, 2), np.float32))] * 10)
     out = capsys.readouterr().out
     assert "and 80 more" in out and "similarity" not in out and "[bold]x" in out

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from engine.cli import main as cli
-from engine.cli.models.ps import uptime_text
+from engine.cli.models import uptime_text
 from engine.launch.child import socket_dir as server_record
 from engine.launch.child.socket_dir import ServerRecord, SocketDir, write_record
 from tests.fake_hub import TOKEN, FakeHub, commit_of
