@@ -118,7 +118,8 @@ ANSWERS: Final[Mapping[str, str]] = {
     # scheduling
     "scheduling_policy": "use --schedule-policy; with `priority` larger numbers go first, in vLLM smaller ones",
     # server and answers
-    "enable_auto_tool_choice": f"{_ALWAYS}: tools work with every model; see --tool-call-parser",
+    "enable_auto_tool_choice": f"{_ALWAYS}: tools work with every model; demanded calls follow their schemas, and with "
+    f"auto those of tools with strict: true; see --tool-call-parser",
     "jinja": f"{_ALWAYS}: chat templates are always used",
     "reasoning_format": "use --reasoning-parser and --reasoning-field",
     "predict": f"{_IN_REQUESTS}: max_tokens",

@@ -21,7 +21,7 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name: unique among the tools of a request.
         parameters: JSON Schema of the arguments, an object; None for a tool without parameters.
-        strict: the arguments must match the schema; otherwise they are any JSON object.
+        strict: the arguments must match the schema; otherwise they are any JSON object, unless a call is demanded.
         custom: the tool takes text instead of JSON.
         custom_grammar: of that text; None: any text.
         namespace: the client's group of tools, which is the beginning of `name`; "" for none.

@@ -22,6 +22,7 @@ from ...runtime.errors import RequestError
 from ...runtime.grammar_use import GrammarKind, GrammarSpec, GrammarUse, ReasoningBlock
 from .conversation import ChoiceMode, Conversation, Tool
 from .detection import AnswerFormats
+from .parameters import Unenforceable
 from .parsing.emitter import MakeId
 from .parsing.families import Form, ReasoningFamily, ToolFamily
 from .parsing.output_parser import OutputParser
@@ -32,8 +33,8 @@ from .tools import checked_tools, generic_messages, history_warnings, messages_f
 _ANSWER_SHARE: Final = 10  # percent of max_tokens that the reasoning leaves for a constrained answer
 
 
-CheckSchema = Callable[[dict[str, Any], str], tuple[dict[str, Any], list[str]]]
-"""(schema, field of the request) -> (schema that can be compiled, warnings); raises RequestError."""
+CheckSchema = Callable[[dict[str, Any], str, bool], tuple[dict[str, Any], list[str]]]
+"""(schema, field of the request, strict) -> (schema that can be compiled, warnings); raises RequestError."""
 
 
 class RenderInput(NamedTuple):
@@ -57,6 +58,7 @@ class AnswerPlan:
         keep_special_ids: special tokens that the parser needs in the text.
         warnings: for the client.
         reasoning: None: the answer has no block.
+        tools: that may be called; `strict`: the grammar enforces their schemas.
     """
 
     prompt: str
@@ -64,6 +66,7 @@ class AnswerPlan:
     keep_special_ids: tuple[int, ...]
     warnings: list[str]
     reasoning: ReasoningBlock | None
+    tools: tuple[Tool, ...]
     conversation: Conversation
     family: ToolFamily | None
     reasoning_family: ReasoningFamily | None
@@ -73,7 +76,7 @@ class AnswerPlan:
         """A parser for one choice."""
         return OutputParser(
             self.family,
-            callable_tools(self.conversation),
+            self.tools,
             reasoning=self.reasoning_family,
             opened=self.reasoning is not None and self.reasoning.opened,
             options=self.conversation.reasoning,
@@ -107,7 +110,7 @@ class Planner:
             tokenizer: of the model.
             config: whitespace in JSON.
             max_tools, max_schema_kb: limits of a request.
-            check_schema: of strict tools; None: the grammars have their schemas as they are.
+            check_schema: of tools with arguments that follow it; None: the grammars have the schemas as they are.
         """
         self.formats = formats
         self._tokenizer = tokenizer
@@ -172,9 +175,9 @@ class Planner:
             for index, tool in enumerate(_offered(conversation))
             if tool.custom_grammar is not None and tool.custom_grammar.kind is not GrammarKind.REGEX
         ]
-        tools, found = self._compilable(conversation)
-        warnings += found
         family = self.formats.tools if _offered(conversation) else None
+        tools, found = self._compilable(conversation, family)
+        warnings += found
         prompt, block = reasoning_block(self.formats, conversation, prompt)
         reasoning = self.formats.reasoning
         grammar = self._grammar(conversation, family, tools, block, max_tokens)
@@ -184,6 +187,7 @@ class Planner:
             keep_special_ids=self._kept(family, reasoning),
             warnings=warnings,
             reasoning=block,
+            tools=tuple(tools),
             conversation=conversation,
             family=family,
             reasoning_family=reasoning,
@@ -219,7 +223,7 @@ class Planner:
     ) -> GrammarUse | None:
         """The grammar of the answer after its reasoning."""
         choice, answer = conversation.tool_choice, conversation.spec
-        must_call = choice.mode in (ChoiceMode.REQUIRED, ChoiceMode.NAMED)
+        must_call = _must_call(conversation)
         parallel = choice.parallel and choice.mode is not ChoiceMode.NAMED
         if family is None or not tools:
             if answer is None:
@@ -237,14 +241,18 @@ class Planner:
                 leading_space=block is not None,
             )
             return GrammarUse(spec=spec)
-        grammars = ToolGrammars(
-            family, tools, parallel=parallel, whitespace=self._config.whitespace, marker_id=self._special_id
-        )
+        grammars = self._tool_grammars(family, tools, parallel)
         if must_call or answer is not None:
             return GrammarUse(
                 spec=grammars.required(leading_space=block is not None, answer=None if must_call else answer)
             )
         return GrammarUse(triggered=grammars.triggered(), ends_after_first=not parallel)
+
+    def _tool_grammars(self, family: ToolFamily, tools: Sequence[Tool], parallel: bool) -> ToolGrammars:
+        whitespace = self._config.whitespace
+        return ToolGrammars(
+            family, tools, parallel=parallel, whitespace=whitespace, marker_id=self._special_id
+        )
 
     @property
     def _is_harmony(self) -> bool:
@@ -272,7 +280,7 @@ class Planner:
             max_schema_kb=self._max_schema_kb,
         )
         mode = conversation.tool_choice.mode
-        if mode in (ChoiceMode.REQUIRED, ChoiceMode.NAMED):
+        if _must_call(conversation):
             _check_custom_grammars(conversation)
             if self.formats.tools is None:
                 raise RequestError(
@@ -289,19 +297,50 @@ class Planner:
                 )
         return warnings
 
-    def _compilable(self, conversation: Conversation) -> tuple[list[Tool], list[str]]:
-        """The tools that may be called, with schemas that can be compiled; and warnings about the schemas."""
+    def _compilable(
+        self, conversation: Conversation, family: ToolFamily | None
+    ) -> tuple[list[Tool], list[str]]:
+        """The tools that may be called, with schemas that can be compiled; and warnings about the schemas.
+
+        The arguments follow the schema of a strict tool, and of every tool if a call is demanded.
+        """
         tools, warnings = list(callable_tools(conversation)), []
-        if self._check_schema is None:
-            return tools, []
         places = {tool.name: index for index, tool in enumerate(conversation.tools)}
         for number, tool in enumerate(tools):
-            if tool.strict and tool.parameters is not None:
-                place = conversation.tool_path.format(places[tool.name])
-                schema, found = self._check_schema(tool.parameters, f"{place}.{conversation.schema_field}")
-                tools[number] = replace(tool, parameters=schema)
-                warnings += found
+            if tool.custom or tool.parameters is None or not (tool.strict or _must_call(conversation)):
+                continue
+            place = f"{conversation.tool_path.format(places[tool.name])}.{conversation.schema_field}"
+            try:
+                tools[number], found = self._enforced(tool, place, family)
+            except RequestError as error:
+                if tool.strict:
+                    raise
+                found = [f"{error.message}; the arguments of {tool.name} do not follow this schema"]
+            warnings += found
         return tools, warnings
+
+    def _enforced(self, tool: Tool, place: str, family: ToolFamily | None) -> tuple[Tool, list[str]]:
+        """A tool as a strict one, and warnings.
+
+        Raises:
+            RequestError: its schema cannot be enforced.
+        """
+        schema, is_strict = tool.parameters or {}, tool.strict
+        warnings: list[str] = []
+        if self._check_schema is not None:
+            schema, warnings = self._check_schema(schema, place, is_strict)
+        tool = replace(tool, parameters=schema, strict=True)
+        if family is not None:
+            try:
+                self._tool_grammars(family, [tool], parallel=False).check(tool)
+            except Unenforceable as error:
+                advice = "; send strict: false and check the arguments yourself" if is_strict else ""
+                raise RequestError(
+                    f"{place}: the format of calls {family.name} cannot enforce {error}{advice}",
+                    param=place,
+                    code="unsupported_schema",
+                ) from None
+        return tool, warnings
 
     def _special_id(self, text: str) -> int | None:
         token_id = self._tokenizer.token_to_id(text) if text else None
@@ -328,6 +367,10 @@ _HARMONY_TOKENS: Final = (
     "<|call|>",
     "<|return|>",
 )
+
+
+def _must_call(conversation: Conversation) -> bool:
+    return conversation.tool_choice.mode in (ChoiceMode.REQUIRED, ChoiceMode.NAMED)
 
 
 def callable_tools(conversation: Conversation) -> tuple[Tool, ...]:

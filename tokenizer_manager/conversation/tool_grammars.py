@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
-from ...grammar.lowering.lark import LarkBuilder, embedded, json_rule, one_of, quoted, regex
+from ...grammar.lowering.lark import NOTHING, LarkBuilder, embedded, json_rule, one_of, quoted
 from ...runtime.grammar_use import GrammarKind, GrammarSpec, Triggered, Whitespace
 from .conversation import Tool
-from .parsing.emitter import CUSTOM_INPUT
+from .parameters import CUSTOM_INPUT, NO_PARAMETERS, Parameters, Shape, Unenforceable, parameters_of
 from .parsing.families import Form, Pieces, ToolFamily
-from .tools import NO_PARAMETERS, parameters_of
+from .value_grammars import ValueGrammars
 
 MarkerId = Callable[[str], int | None]
 """The id of the special token that a literal is; None if it is text."""
@@ -22,6 +22,9 @@ _KEY: Final = r"[A-Za-z0-9_.\-]{1,64}"
 _PYTHON_VALUE: Final = (
     r"\"([^\"\\\n]|\\.)*\"|'([^'\\\n]|\\.)*'|-?[0-9]+(\.[0-9]+)?|True|False|None|\[[^\[\]\n]*\]|\{[^{}\n]*\}"
 )
+
+
+_PYTHON_NAME: Final = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
 
 
 class ToolGrammars:
@@ -56,6 +59,16 @@ class ToolGrammars:
             if specials
             else None
         )
+        self._values = ValueGrammars(family, whitespace, self._literal, self._specials)
+
+    def check(self, tool: Tool) -> None:
+        """Check that the format can follow the schema of a strict tool.
+
+        Raises:
+            Unenforceable: it cannot.
+        """
+        if self._family.form in (Form.TAGGED, Form.PYTHONIC):
+            self._body(LarkBuilder(), tool)
 
     def triggered(self) -> tuple[Triggered, ...]:
         """Grammars that begin with the marker of a call in free text."""
@@ -155,86 +168,92 @@ class ToolGrammars:
             Triggered(f'{{"name": "{tool.name}", "{key}": '.encode(), spec) for key in family.arguments_keys
         ]
 
-    # ------------------------------------------------------------ tagged
+    # ------------------------------------------------------------ tagged and pythonic
 
     def _parameters(self, builder: LarkBuilder, tool: Tool) -> str:
         """The parameters: of a strict tool in the order of its schema, otherwise any."""
         family = self._family
-        schema = parameters_of(tool)
-        properties = schema.get("properties") or {}
         if not tool.strict and not tool.custom:
-            end = "".join(family.parameter_end)
+            names = Parameters(parameters_of(tool)).names
             if tool.parameters is None:
                 return ""
-            key = f"/{_KEY}/" if not properties else one_of(map(quoted, properties))
+            key = f"/{_KEY}/" if not names else one_of(map(quoted, names))
             flag = (
                 one_of((quoted(' string="true">'), quoted(' string="false">'))) if family.string_flag else ""
             )
-            value = self._text_until(builder, end)
-            parameter = _joined(
-                (
-                    self._literal(family.parameter_begin),
-                    key,
-                    self._literal(family.parameter_middle),
-                    flag,
-                    value,
-                )
-            )
-            return f"({builder.add_rule('parameter', parameter)})*"
-        required = schema.get("required") or ()
-        parts = []
-        for key, property_schema in properties.items():
-            begin = (
-                self._literal(family.parameter_begin),
-                quoted(key),
-                self._literal(family.parameter_middle),
-            )
-            rule = builder.add_rule(
-                "parameter", _joined((*begin, self._typed_value(builder, property_schema, schema)))
-            )
-            parts.append(rule if key in required else f"{rule}?")
-        return _joined(parts)
+            return f"({self._parameter(builder, key, _joined((flag, self._values.text(builder))))})*"
+        alternatives = []
+        for parameters, shape in self._shapes(tool):
+            if not shape.properties and not shape.required and shape.others is not False:
+                value = self._values.tagged(builder, parameters, shape.others)
+                alternatives.append(f"({self._parameter(builder, f'/{_KEY}/', value)})*")
+                continue
+            parts = []
+            for key, schema in self._properties(shape, family.parameter_middle[0].strip()):
+                value = self._values.tagged(builder, parameters, schema)
+                if value:
+                    rule = self._parameter(builder, quoted(key), value)
+                    parts.append(rule if key in shape.required else f"{rule}?")
+            alternatives.append(_joined(parts) or NOTHING)
+        return one_of(alternatives)
 
-    def _typed_value(self, builder: LarkBuilder, schema: Any, whole: dict[str, Any]) -> str:
-        family = self._family
-        end = "".join(family.parameter_end)
-        is_string = isinstance(schema, dict) and schema.get("type") == "string"
-        flag = quoted(f' string="{str(is_string).lower()}">') if family.string_flag else ""
-        values = schema.get("enum") if isinstance(schema, dict) else None
-        if is_string and isinstance(values, list) and all(isinstance(value, str) for value in values):
-            return _joined((flag, one_of(map(quoted, values)), self._literal((end,))))
-        if is_string:
-            return _joined((flag, self._text_until(builder, end)))
-        definitions = {key: whole[key] for key in ("$defs", "definitions") if key in whole}
-        if isinstance(schema, dict):
-            schema = {**definitions, **schema}
-        value = builder.add_rule("value", json_rule(schema, self._whitespace))
-        return _joined((flag, value, self._literal((end,))))
+    def _parameter(self, builder: LarkBuilder, key: str, value: str) -> str:
+        begin = self._literal(self._family.parameter_begin)
+        middle = self._literal(self._family.parameter_middle)
+        return builder.add_rule("parameter", _joined((begin, key, middle, value)))
 
-    def _text_until(self, builder: LarkBuilder, end: str) -> str:
-        """Any text up to `end`, the whitespace in front of which belongs to the text."""
-        marker = end.strip()
-        after = end.partition(marker)[2]
-        special = self._specials.search(marker) if self._specials else None
-        if special is not None:  # never a part of the text
-            before = re.escape(marker[: special.start()])
-            text = builder.add_rule("text", regex(f"(.|\\n)*{before}"))
-            return _joined((text, self._literal((marker[special.start() :], after))))
-        text = builder.add_rule("text", f"%lark {{\nstart[suffix={quoted(marker)}]: /(.|\\n)*/\n}}")
-        return _joined((text, quoted(after) if after else ""))
+    def _shapes(self, tool: Tool) -> Iterator[tuple[Parameters, Shape]]:
+        parameters = Parameters(arguments_schema(tool))
+        if parameters.unenforceable:
+            raise Unenforceable(parameters.unenforceable)
+        for shape in parameters.shapes:
+            yield parameters, shape
 
-    # ------------------------------------------------------------ pythonic
+    @staticmethod
+    def _properties(shape: Shape, forbidden: str) -> Iterator[tuple[str, Any]]:
+        """Names and schemas of the parameters, in order; optional ones that cannot be written are left out."""
+        for key in dict.fromkeys((*shape.properties, *sorted(shape.required))):
+            schema = shape.properties.get(key, shape.others)
+            if key and forbidden not in key and key.isprintable():
+                yield key, schema
+            elif key in shape.required:
+                raise Unenforceable(f"the name {key[:60]!r} of a required parameter")
 
     def _python_call(self, builder: LarkBuilder, tool: Tool) -> str:
         return f"{quoted(tool.name + '(')} {self._python_arguments(builder, tool)}"
 
     def _python_arguments(self, builder: LarkBuilder, tool: Tool) -> str:
-        properties = parameters_of(tool).get("properties") or {}
-        if not properties:
+        """The arguments and the bracket after them: of a strict tool in the order of its schema, otherwise any."""
+        if tool.strict or tool.custom:
+            shapes = [
+                self._python_shape(builder, parameters, shape) for parameters, shape in self._shapes(tool)
+            ]
+            return _joined((one_of(shapes), quoted(")")))
+        names = Parameters(parameters_of(tool)).names
+        if not names:
             return quoted(")")
         value = builder.add_terminal("python_value", f"/{_PYTHON_VALUE}/")
-        argument = builder.add_rule("argument", f'{one_of(map(quoted, properties))} "=" {value}')
+        argument = builder.add_rule("argument", f'{one_of(map(quoted, names))} "=" {value}')
         return f'({argument} (", " {argument})*)? ")"'
+
+    def _python_shape(self, builder: LarkBuilder, parameters: Parameters, shape: Shape) -> str:
+        """Arguments in order. From the last one on: what may come after a first argument, and what may come at all."""
+        rest, whole = NOTHING, NOTHING
+        for key, schema in reversed(list(self._properties(shape, "="))):
+            value = self._values.pythonic(parameters, schema)
+            if not _PYTHON_NAME.fullmatch(key):
+                if key in shape.required:
+                    raise Unenforceable(f"the name {key[:60]!r} of a required parameter")
+                continue
+            if not value:
+                continue
+            argument = builder.add_rule("argument", f"{quoted(key + '=')} {value}")
+            more = f'", " {argument}'
+            is_required = key in shape.required
+            first = f"{argument} {rest}"
+            whole = builder.add_rule("arguments", first if is_required else one_of((first, whole)))
+            rest = builder.add_rule("arguments", f"{more if is_required else f'({more})?'} {rest}")
+        return whole
 
     # ------------------------------------------------------------ harmony
 

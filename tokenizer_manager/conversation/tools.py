@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from ...runtime.errors import RequestError
 from .conversation import ChoiceMode, Tool, ToolChoice
-from .parsing.emitter import CUSTOM_INPUT
+from .parameters import parameters_of
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_.:\-]{1,128}")
 
@@ -115,21 +115,6 @@ def _check_choice(names: dict[str, int], choice: ToolChoice, at: str, choice_at:
 
 def _refused(message: str, param: str) -> RequestError:
     return RequestError(message, param=param, code="invalid_tools")
-
-
-NO_PARAMETERS: Final[dict[str, Any]] = {"type": "object", "properties": {}}
-_CUSTOM_PARAMETERS: Final[dict[str, Any]] = {
-    "type": "object",
-    "properties": {CUSTOM_INPUT: {"type": "string"}},
-    "required": [CUSTOM_INPUT],
-}
-
-
-def parameters_of(tool: Tool) -> dict[str, Any]:
-    """The schema of the arguments; of a custom tool: an object with one text."""
-    if tool.custom:
-        return _CUSTOM_PARAMETERS
-    return tool.parameters or NO_PARAMETERS
 
 
 def tool_for_template(tool: Tool) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -292,10 +293,11 @@ def test_limits_of_tools_are_checked_and_errors_have_the_path_of_the_client():
 
 
 def test_schemas_of_strict_tools_are_checked_and_replaced():
-    asked: list[str] = []
+    """Of strict tools, and of all tools that a demanded call may be of."""
+    asked: list[tuple[str, bool]] = []
 
-    def check(schema: dict[str, Any], at: str) -> tuple[dict[str, Any], list[str]]:
-        asked.append(at)
+    def check(schema: dict[str, Any], at: str, strict: bool) -> tuple[dict[str, Any], list[str]]:
+        asked.append((at, strict))
         return {**schema, "properties": {"checked": {"type": "integer"}}, "required": ["checked"]}, [
             f"{at}: note"
         ]
@@ -303,14 +305,72 @@ def test_schemas_of_strict_tools_are_checked_and_replaced():
     formats = AnswerFormats(tools=FAMILIES["hermes"], template_tools=True)
     planner = Planner(formats, TOKENIZER, AnswerConfig(), check_schema=check)
     choice = ToolChoice(mode=ChoiceMode.REQUIRED)
+    first, second = "tools[0].function.parameters", "tools[1].function.parameters"
+    planner.plan(Conversation(messages=[USER], tools=(LOOSE, WEATHER)), "prompt")
+    assert asked == [(second, True)]
     plan = planner.plan(Conversation(messages=[USER], tools=(LOOSE, WEATHER), tool_choice=choice), "prompt")
 
-    assert asked == ["tools[1].function.parameters"]
-    assert plan.warnings == ["tools[1].function.parameters: note"]
+    assert asked[1:] == [(first, False), (second, True)]
+    assert plan.warnings == [f"{first}: note", f"{second}: note"]
     assert plan.grammar is not None
     call = '<tool_call>\n{{"name": "get_weather", "arguments": {}}}\n</tool_call>'
     assert matches(plan.grammar.spec, call.format('{"checked": 1}'))
     assert not matches(plan.grammar.spec, call.format('{"city": "x"}'))
+
+
+PAINT = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}, "color": {"enum": ["red", "blue"]}},
+    "required": ["ok", "color"],
+}
+
+
+@pytest.mark.parametrize("mode", [ChoiceMode.REQUIRED, ChoiceMode.NAMED])
+@pytest.mark.parametrize("source", ["QWEN3", "QWEN3_CODER", "LLAMA31", "GLM45", "GPT_OSS", "SMOLLM2"])
+def test_a_demanded_call_follows_the_schema_without_strict(source: str, mode: ChoiceMode):
+    tool = Tool(name="paint", parameters=PAINT)
+    plan = planned(
+        getattr(chat_templates, source), tools=(tool,), tool_choice=ToolChoice(mode=mode, name="paint")
+    )
+
+    assert plan.tools[0].strict and plan.warnings == []
+    calls = {
+        "QWEN3": ("<tool_call>\n", "\n</tool_call>"),
+        "SMOLLM2": ('{"tool_calls": [', "]}"),
+        "LLAMA31": ("", ""),
+    }
+    assert plan.grammar is not None
+    if source in calls:
+        key = "parameters" if source == "LLAMA31" else "arguments"
+        begin, end = calls[source]
+        call = begin + '{"name": "paint", "' + key + '": %s}' + end
+        assert matches(plan.grammar.spec, call % '{"ok": true, "color": "red"}')
+        assert not matches(plan.grammar.spec, call % '{"ok": 1, "color": "red"}')
+        assert not matches(plan.grammar.spec, call % "{}")
+
+
+UNTYPED = {"type": "object", "properties": {"a": {}}, "patternProperties": {"^x": {"type": "integer"}}}
+
+
+def test_what_a_format_cannot_enforce_is_an_error_of_strict_tools_and_a_warning_of_others():
+    choice = ToolChoice(mode=ChoiceMode.REQUIRED)
+    place = "tools[0].function.parameters"
+    tool = Tool(name="f", parameters=UNTYPED)
+
+    for parser in ("qwen3_coder", "pythonic"):
+        config = AnswerConfig(tool_call_parser=parser)
+        text = (
+            f"{place}: the format of calls {parser} cannot enforce patternProperties at the top of its schema"
+        )
+        strict = Tool(name="f", parameters=UNTYPED, strict=True)
+        with pytest.raises(RequestError, match=re.escape(text)) as caught:
+            planned(chat_templates.QWEN3_CODER, tools=(strict,), config=config)
+        assert (caught.value.param, caught.value.code) == (place, "unsupported_schema")
+
+        plan = planned(chat_templates.QWEN3_CODER, tools=(tool,), config=config, tool_choice=choice)
+        assert plan.warnings == [f"{text}; the arguments of f do not follow this schema"]
+        assert not plan.tools[0].strict
+    assert planned(chat_templates.QWEN3, tools=(tool,), tool_choice=choice).warnings == []
 
 
 # ---------------------------------------------------------------- reasoning

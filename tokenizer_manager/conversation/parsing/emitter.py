@@ -9,13 +9,11 @@ from typing import Final
 
 from ..conversation import ReasoningOptions, Tool
 from ..deltas import CallArguments, CallBegin, CallEnd, Content, Delta, Reasoning
+from ..parameters import CUSTOM_INPUT
 from .json_text import StringDecoder
 
 MakeId = Callable[[str, int], str]
 """(name of the tool, index of the call) -> id of the call."""
-
-CUSTOM_INPUT: Final = "input"
-"""The argument of custom tools, which the model sees as functions with one text argument."""
 
 _CUSTOM_BEGIN: Final = re.compile(rf'\s*\{{\s*"{CUSTOM_INPUT}"\s*:\s*"')
 _CUSTOM_MAX_BEGIN_CHARS: Final = 256

@@ -1,25 +1,27 @@
 """The readers of calls that write each argument by itself, whose values become JSON one by one.
 
-Tagged: an element for each argument, `<parameter=city>Paris</parameter>`; the schema of the tool says which values are
-strings. Pythonic: as Python writes them, `get_weather(city="Paris", days=3)`.
+Tagged: an element for each argument, `<parameter=city>Paris</parameter>`. Pythonic: as Python writes them,
+`get_weather(city="Paris", days=3)`. `Parameters` says of which kinds the values are. Of two values of one name, the
+first is taken.
 """
 
 from __future__ import annotations
 
-import ast
 import json
 import re
-from collections.abc import Generator, Mapping
-from typing import Any, Final
+from collections.abc import Generator, Sequence
+from typing import Final
 
-from ..conversation import Tool
-from .emitter import CUSTOM_INPUT, Emitter
+from ..parameters import Parameters, json_of, parameters_of
+from .emitter import Emitter
 from .families import ToolFamily
-from .json_calls import begin_known, begin_named
+from .json_calls import begin_known, begin_named, collect_value
 from .source import Markers, Source, Trouble, Waits
 
 _MAX_KEY_CHARS: Final = 256
-_WORDS: Final = {"True": "true", "False": "false", "None": "null"}
+_MAX_VALUE_CHARS: Final = 1 << 30
+_NESTED: Final = {"object": "{", "array": "["}
+"""First characters of values that are JSON for sure if the tool is strict."""
 
 
 def read_tagged_call(source: Source, emitter: Emitter, family: ToolFamily) -> Waits:
@@ -29,55 +31,57 @@ def read_tagged_call(source: Source, emitter: Emitter, family: ToolFamily) -> Wa
         Trouble: the text is none, the name is of no tool, or the text ends before the call.
     """
     yield from begin_named(source, emitter, family)
-    properties = _properties(emitter.tools[emitter.current_name])
+    tool = emitter.tools[emitter.current_name]
+    parameters = Parameters(parameters_of(tool))
     first, *middle = (piece.strip() for piece in family.parameter_middle if not piece.isspace())
     ends = Markers(_ends(family))
-    opening = "{"
+    members = _Members(emitter)
     while (yield from source.pieces(family.parameter_begin)):
         try:
             key = yield from source.until(first, _MAX_KEY_CHARS)
-            is_string: bool | None = _is_string(properties.get(key))
+            kinds = parameters.kinds(key)
+            is_string = kinds == {"string"}
             if family.string_flag:
                 is_string = yield from _read_string_flag(source)
             if not (yield from source.pieces(middle)):
                 raise Trouble
         except Trouble:
             break
-        emitter.arguments(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
-        opening = ", "
         if family.newlines:
             yield from source.literal("\n")
-        if is_string:
+        is_new = members.begin(key)
+        if is_string and is_new:
             yield from _stream_string(source, emitter, ends)
         else:
-            emitter.arguments(_value((yield from _collect(source, ends))))
+            begins = [begin for kind, begin in _NESTED.items() if tool.strict and kind in kinds]
+            text = yield from _collect(source, ends, begins)
+            value = json_of(text, kinds, quoted=family.string_flag)
+            emitter.arguments(value if is_new else "")
     ended = yield from source.pieces(family.call_end[:1])
     if not ended and source.at_end:
         raise Trouble  # the answer is cut inside the call
-    emitter.arguments("{}" if opening == "{" else "}")
-    emitter.end_call()
+    members.end()
 
 
-def _properties(tool: Tool) -> Mapping[str, Any]:
-    if tool.custom:
-        return {CUSTOM_INPUT: {"type": "string"}}
-    properties = (tool.parameters or {}).get("properties")
-    return properties if isinstance(properties, dict) else {}
+class _Members:
+    """The object of the arguments, member by member."""
 
+    def __init__(self, emitter: Emitter) -> None:
+        self._emitter = emitter
+        self._names: set[str] = set()
 
-def _is_string(schema: object) -> bool | None:
-    """Whether values of a schema are strings; None: the schema does not say."""
-    if not isinstance(schema, dict):
-        return None
-    kind = schema.get("type")
-    if isinstance(kind, str):
-        return kind == "string"
-    if isinstance(kind, list):
-        return True if kind == ["string"] else None if "string" in kind else False
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if isinstance(values, list) and values:
-        return True if all(isinstance(value, str) for value in values) else None
-    return None
+    def begin(self, name: str) -> bool:
+        """Write the name of a member; False: it has been there before, and its value is not to be written."""
+        if name in self._names:
+            return False
+        self._emitter.arguments(f"{', ' if self._names else '{'}{json.dumps(name, ensure_ascii=False)}: ")
+        self._names.add(name)
+        return True
+
+    def end(self) -> None:
+        """End the object and the call."""
+        self._emitter.arguments("}" if self._names else "{}")
+        self._emitter.end_call()
 
 
 def _ends(family: ToolFamily) -> list[str]:
@@ -104,8 +108,11 @@ def _stream_string(source: Source, emitter: Emitter, ends: Markers) -> Waits:
     emitter.arguments('"')
 
 
-def _collect(source: Source, ends: Markers) -> Generator[None, None, str]:
+def _collect(source: Source, ends: Markers, begins: Sequence[str]) -> Generator[None, None, str]:
+    """The text of a value. One that begins with any of `begins` is JSON and may have the marker in its strings."""
     parts: list[str] = []
+    if begins and (yield from source.peek()) in begins:
+        parts.append((yield from collect_value(source, _MAX_VALUE_CHARS)))
     while True:
         text, end = source.before(ends, drop_begun=True)
         parts.append(text)
@@ -114,17 +121,6 @@ def _collect(source: Source, ends: Markers) -> Generator[None, None, str]:
         if source.final:
             raise Trouble
         yield
-
-
-def _value(text: str) -> str:
-    """The JSON of a value that is no string, or may be none."""
-    stripped = text.strip()
-    stripped = _WORDS.get(stripped, stripped)
-    try:
-        json.loads(stripped)
-    except (ValueError, RecursionError):
-        return json.dumps(text, ensure_ascii=False)
-    return stripped
 
 
 _MAX_NAME_CHARS: Final = 160
@@ -142,7 +138,8 @@ def read_pythonic_call(source: Source, emitter: Emitter, family: ToolFamily) -> 
     if name not in emitter.tools or not (yield from source.literal("(")):
         raise Trouble
     begin_known(source, emitter, name)
-    opening = "{"
+    parameters = Parameters(parameters_of(emitter.tools[name]))
+    members = _Members(emitter)
     while True:
         yield from source.skip_space()
         if (yield from source.literal(")")):
@@ -155,12 +152,11 @@ def read_pythonic_call(source: Source, emitter: Emitter, family: ToolFamily) -> 
             if source.at_end:
                 raise
             break
-        value = yield from _read_value(source)
-        emitter.arguments(f"{opening}{json.dumps(key)}: {_json_of(value)}")
-        opening = ", "
+        value = json_of((yield from _read_value(source)).strip(), parameters.kinds(key), quoted=True)
+        if members.begin(key):
+            emitter.arguments(value)
         yield from source.literal(",")
-    emitter.arguments("{}" if opening == "{" else "}")
-    emitter.end_call()
+    members.end()
 
 
 def _read_value(source: Source) -> Generator[None, None, str]:
@@ -198,17 +194,3 @@ def _read_value(source: Source) -> Generator[None, None, str]:
         if source.final:
             raise Trouble
         yield
-
-
-def _json_of(text: str) -> str:
-    """JSON of a Python or JSON literal; a text that is neither becomes a string."""
-    text = text.strip()
-    try:
-        return json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        pass
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return json.dumps(text, ensure_ascii=False)
-    return text

@@ -188,23 +188,24 @@ def _refused(message: str, param: str, code: str = "invalid_value") -> RequestEr
 
 
 class ToolSchemas:
-    """Checks the schemas of strict tools under one server's limits."""
+    """Checks the schemas of tools under one server's limits."""
 
     def __init__(self, limits: RequestLimits) -> None:
         self._limits = limits
 
-    def __call__(self, schema: dict[str, Any], at: str) -> tuple[dict[str, Any], list[str]]:
+    def __call__(self, schema: dict[str, Any], at: str, strict: bool) -> tuple[dict[str, Any], list[str]]:
         """The schema to compile, and warnings.
 
         Args:
             schema: of the arguments.
             at: the client's path of it.
+            strict: a keyword that cannot be enforced is an error, not a warning.
 
         Raises:
             RequestError: it is no schema, or a keyword cannot be enforced.
         """
         try:
-            report = check_schema(schema, strict=True, at=at, limits=self._limits)
+            report = check_schema(schema, strict=strict, at=at, limits=self._limits)
         except GrammarError as error:
             raise RequestError(error.message, param=error.at or at, code=error.code) from None
         return (report.schema if isinstance(report.schema, dict) else {}), report.warnings

@@ -21,7 +21,7 @@ from ....runtime.errors import RequestError
 from ....runtime.sampling_defaults import SamplingDefaults
 from ...conversation.conversation import Conversation, History, ReasoningOptions, Tool
 from ...conversation.deltas import CallArguments, CallBegin, CallEnd, Content, Delta, Reasoning
-from ...conversation.parsing.emitter import CUSTOM_INPUT
+from ...conversation.parameters import CUSTOM_INPUT
 from ...generation import Constraint, GenerationRequest
 from ..openai.messages import checked_template_variables
 from ..openai.tools import choice_of, tool_of
