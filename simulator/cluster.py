@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,6 +17,7 @@ from typing import Final, NamedTuple
 
 from ..runtime.config.device_config import DispatchPolicyName
 from ..runtime.errors import ConfigError
+from ..runtime.messages import Call
 from .cost_model import CostModel
 from .dispatch import SimulatedDispatcher
 from .report import Measurements, Report, make_report
@@ -24,7 +25,7 @@ from .sim_request import ActiveRequest, SimRequest, Workload
 from .simulated_engine import ReplicaSettings, SimulatedEngine
 
 _NO_LIMIT: Final = 1 << 30
-_Event = tuple[float, int, SimulatedEngine, ActiveRequest | None]
+_Event = tuple[float, int, SimulatedEngine, ActiveRequest | Call | None]
 
 
 class ClusterSettings(NamedTuple):
@@ -99,8 +100,11 @@ class Cluster:
         """All replicas, the prefill replicas first."""
         return self._entry + self._decoders
 
-    def run(self, workload: Workload) -> None:
-        """Simulate until every request is finished."""
+    def run(self, workload: Workload, calls: Iterable[tuple[float, Call]] = ()) -> None:
+        """Simulate until every request is finished; `calls`: to every replica, with their times."""
+        for at_s, call in calls:
+            for engine in self.replicas:
+                self._push(at_s, engine, call)
         with _no_garbage_collection():
             self._run(workload)
 
@@ -119,10 +123,10 @@ class Cluster:
             if not events:
                 assert upcoming is None, "requests wait although the replicas are idle"
                 return
-            at_s, number, engine, live = heapq.heappop(events)
-            if live is not None:
+            at_s, number, engine, what = heapq.heappop(events)
+            if what is not None:
                 now_s = at_s
-                self._deliver(engine, live, now_s)
+                self._deliver(engine, what, now_s)
                 continue
             if self._due.get(id(engine)) != (at_s, number):
                 continue
@@ -146,10 +150,23 @@ class Cluster:
     def _dispatch(self, request: SimRequest, now_s: float) -> None:
         self._measurements.first_arrival_s = min(self._measurements.first_arrival_s, request.arrival_s)
         live = ActiveRequest(request)
-        self._deliver(self._entry[self._dispatcher.send(live, self._accepting())], live, now_s)
+        if request.is_prefilled and request.output_len == 1:
+            self._measurements.answered(
+                arrival_s=request.arrival_s,
+                start_s=live.start_s,
+                first_s=live.first_s,
+                end_s=live.last_s,
+                output_len=1,
+            )
+            return
+        engine = self._entry[self._dispatcher.send(live, self._accepting())]
+        if request.ready_s is None or request.ready_s <= now_s:
+            self._deliver(engine, live, now_s)
+        else:
+            self._push(request.ready_s, engine, live)
 
-    def _deliver(self, engine: SimulatedEngine, live: ActiveRequest, now_s: float) -> None:
-        engine.submit(live)
+    def _deliver(self, engine: SimulatedEngine, what: ActiveRequest | Call, now_s: float) -> None:
+        engine.submit(what)
         if not engine.is_busy:
             self._wake(engine, now_s)
 
@@ -169,9 +186,9 @@ class Cluster:
         if due is None or at_s < due[0]:
             self._due[id(engine)] = (at_s, self._push(at_s, engine, None))
 
-    def _push(self, at_s: float, engine: SimulatedEngine, live: ActiveRequest | None) -> int:
+    def _push(self, at_s: float, engine: SimulatedEngine, what: ActiveRequest | Call | None) -> int:
         self._num_events += 1
-        heapq.heappush(self._events, (at_s, self._num_events, engine, live))
+        heapq.heappush(self._events, (at_s, self._num_events, engine, what))
         return self._num_events
 
 

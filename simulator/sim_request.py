@@ -41,6 +41,9 @@ class SimRequest(NamedTuple):
         tenant, priority: as in `GenerateRequest`.
         output_ids: [output_len] int32 bytes, if they are known (a recorded run); b"": filler, then EOS.
         template: the recorded message, sent with this request's limit and arrival; None: a new message is made.
+        ready_s: when it could be scheduled at the earliest (its grammar was compiled, the KV of its prompt had come);
+            None: at its arrival.
+        is_prefilled: the KV of its prompt comes from outside the simulation, with the first token.
     """
 
     rid: str
@@ -52,6 +55,8 @@ class SimRequest(NamedTuple):
     priority: int = 0
     output_ids: bytes = b""
     template: GenerateRequest | None = None
+    ready_s: float | None = None
+    is_prefilled: bool = False
 
     @property
     def prompt_len(self) -> int:
@@ -115,7 +120,9 @@ class ActiveRequest:
         self.message = _message_of(request)
         self.start_s = self.first_s = self.last_s = math.nan
         self.row = self.replica = -1
-        self.prefilled = False
+        self.prefilled = request.is_prefilled
+        if request.is_prefilled and request.ready_s is not None:
+            self.start_s = self.first_s = self.last_s = request.ready_s
 
     def first_token_only(self) -> GenerateRequest:
         """The message for a prefill replica."""

@@ -15,13 +15,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from ..runtime.config.engine_config import CacheConfig, SchedulerConfig
 from ..runtime.errors import EngineError
 from ..runtime.feasibility import Capacity
-from ..runtime.messages import BatchTokenOutput, GenerateRequest
+from ..runtime.messages import AdapterRead, BatchTokenOutput, Call, GenerateRequest, LoadAdapter
 from ..runtime.step_plan import ForwardMode, StepResult
 from ..scheduler.batch import ScheduleBatch, work_of
 from ..scheduler.records.decision_log import DecisionLog
@@ -52,6 +53,7 @@ class ReplicaSettings(NamedTuple):
         eos_token_ids: tokens that end an output.
         kept_records: of the decision log; few, since a simulated server is not asked for explanations.
         hop_token_s: seconds to send the activations of a token from a pipeline stage to the next one.
+        adapters: adapters that requests name; they are loaded at the start.
     """
 
     scheduler: SchedulerConfig
@@ -60,6 +62,7 @@ class ReplicaSettings(NamedTuple):
     eos_token_ids: frozenset[int] = frozenset({EOS_TOKEN})
     kept_records: int = 64
     hop_token_s: float = 0.0
+    adapters: tuple[LoadAdapter, ...] = ()
 
 
 class _InFlight(NamedTuple):
@@ -109,12 +112,15 @@ class SimulatedEngine:
             DecisionLog(settings.kept_records),
             streams=False,
         )
+        for number, load in enumerate(settings.adapters, 1):
+            self.scheduler.handle(Call(0, msgspec.structs.replace(load, store_id=number)), 0.0)
+            self.scheduler.handle(AdapterRead(number), 0.0)
         num_rows = settings.capacity.max_running_requests
         self._live: dict[str, ActiveRequest] = {}
         self._owners: list[ActiveRequest | None] = [None] * num_rows
         self._remaining: npt.NDArray[np.int32] = np.zeros(num_rows, dtype=np.int32)
         self._last_s = np.zeros(num_rows)
-        self._inbox: list[GenerateRequest] = []
+        self._inbox: list[GenerateRequest | Call] = []
         self._num_stages = settings.capacity.num_stages
         self._stages = StageTimes(self._num_stages, settings.hop_token_s)
         self._in_flight: deque[_InFlight] = deque()
@@ -125,8 +131,11 @@ class SimulatedEngine:
 
     # ------------------------------------------------------------ input
 
-    def submit(self, live: ActiveRequest) -> None:
-        """Add a request; the scheduler receives it at the next `advance`."""
+    def submit(self, live: ActiveRequest | Call) -> None:
+        """Add a request, or a call of another kind; the scheduler receives it at the next `advance`."""
+        if isinstance(live, Call):
+            self._inbox.append(live)
+            return
         request = live.request
         self._live[request.rid] = live
         self._knows_outputs = self._knows_outputs or bool(request.output_ids)
@@ -251,15 +260,30 @@ class SimulatedEngine:
         elif ended.any():
             token_ids[here] = np.where(ended, np.int32(self._eos_token), np.int32(FILLER_TOKEN))
         leaving = [batch.reqs[idx] for idx in sampled[ended].tolist()]
+        pooled = self._pooled(batch)
+        leaving += [batch.reqs[idx] for idx in pooled]
         owners = [self._owners[req.row] for req in leaving]
-        result = StepResult(batch.plan.step_id, token_ids.tobytes(), forward_s=step.step_s)
+        vectors = dict.fromkeys(pooled, b"")
+        result = StepResult(batch.plan.step_id, token_ids.tobytes(), forward_s=step.step_s, vectors=vectors)
         self.scheduler.settle(batch, result, now_s)
         self.scheduler.take_outputs()  # their contents are already known here
         self._note_gaps(batch, sampled, now_s)
+        for idx in pooled:
+            owner = self._live[batch.reqs[idx].rid]
+            self._dispatcher.started(owner, batch.reqs[idx].cached_tokens)
+            owner.first_s = now_s
         for req, owner in zip(leaving, owners, strict=True):
             assert owner is not None
             self._leave(req, owner, now_s)
-        assert self.scheduler.num_unfinished + len(self._inbox) == self.num_outstanding, "a request was lost"
+        num_inbox = sum(isinstance(message, GenerateRequest) for message in self._inbox)
+        assert self.scheduler.num_unfinished + num_inbox == self.num_outstanding, "a request was lost"
+
+    def _pooled(self, batch: ScheduleBatch) -> list[int]:
+        """Batch indices of the requests that get their vector from this step."""
+        if not batch.plan.pools:
+            return []
+        pools = np.frombuffer(batch.plan.pools, dtype=np.uint8).astype(np.bool_)
+        return [int(idx) for idx in np.flatnonzero(pools & self.scheduler.rows_still_here(batch))]
 
     def _known_tokens(self, rows: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """The tokens of requests with recorded answers, filler for the others."""

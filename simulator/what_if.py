@@ -32,8 +32,15 @@ if TYPE_CHECKING:
 
 GIB: Final = 1 << 30
 _ALL_RECORDS: Final = 1 << 22
-_NO_DEADLINES: Final[dict[str, Any]] = {"queue_timeout": None, "request_timeout": None}
-"""Answers end where they ended in the log, perhaps at a deadline; only a deadline among the changes ends more."""
+_SIMULATED: Final[dict[str, Any]] = {
+    "queue_timeout": None,
+    "request_timeout": None,
+    "disaggregation_mode": "null",
+}
+"""Answers end where they ended in the log, perhaps at a deadline; only a deadline among the changes ends more. There is
+no other engine: what it has sent, and when, is a part of the workload."""
+_NO_EFFECT: Final = frozenset({"overlap", "multi_step_ms"})
+_NO_EFFECT_PREFIXES: Final = ("speculative", "disaggregation_")
 _SHOWN_RIDS: Final = 4
 
 
@@ -185,14 +192,15 @@ def what_if(
     cost = run.cost_model()
     header = run.header
     before = ReplicaSettings(
-        header.scheduler_config(**_NO_DEADLINES),
+        header.scheduler_config(**_SIMULATED),
         header.cache_config(),
         header.capacity,
         frozenset(header.eos_token_ids),
         _ALL_RECORDS,
+        adapters=tuple(run.adapters),
     )
     after = before._replace(
-        scheduler=header.scheduler_config(**(_NO_DEADLINES | _of_group(changes, "scheduler"))),
+        scheduler=header.scheduler_config(**(_of_group(changes, "scheduler") | _fixed(changes))),
         cache=header.cache_config(**_of_group(changes, "cache")),
         capacity=_capacity(header, changes),
     )
@@ -206,7 +214,7 @@ def what_if(
         has_slo=bool(slo_ms),
         quality=cost.quality,
         difference=_first_difference(passes, changed_passes),
-        notes=_notes(run),
+        notes=_notes(run, changes),
     )
 
 
@@ -229,7 +237,7 @@ def _simulate(
 ) -> tuple[Report, list[PassRecord]]:
     measurements = Measurements()
     cluster = Cluster(ClusterSettings(), settings, cost, measurements)
-    cluster.run(iter(run.requests))
+    cluster.run(iter(run.requests), run.calls)
     report = make_report(measurements, name=name, num_replicas=1, slo_ms=slo_ms)
     return report, cluster.replicas[0].scheduler.decisions.passes
 
@@ -272,11 +280,30 @@ def _capacity(header: Header, changes: Mapping[str, Any]) -> Capacity:
     )
 
 
-def _notes(run: RecordedRun) -> tuple[str, ...]:
+def _fixed(changes: Mapping[str, object]) -> dict[str, Any]:
+    """The settings of a simulation; only a deadline can be among the changes."""
+    return {name: value for name, value in _SIMULATED.items() if name not in changes or _has_no_effect(name)}
+
+
+def _has_no_effect(name: str) -> bool:
+    return name in _NO_EFFECT or name.startswith(_NO_EFFECT_PREFIXES)
+
+
+def _notes(run: RecordedRun, changes: Mapping[str, object]) -> tuple[str, ...]:
     notes = []
+    if ignored := sorted(filter(_has_no_effect, changes)):
+        notes.append(
+            f"{', '.join(ignored)} changed nothing: a simulation has no drafts, no time between steps and no other "
+            "engine"
+        )
+    if run.num_transferred:
+        notes.append(
+            f"{counted(run.num_transferred, 'prompt', commas=True)} came from another engine; in the simulations each "
+            "comes when it came in the log"
+        )
     if run.num_left_out:
         notes.append(
-            f"left out: {counted(run.num_left_out, 'request', commas=True)} without a token (refused, aborted, late)"
+            f"left out: {counted(run.num_left_out, 'request', commas=True)} without a result (refused, aborted, late)"
         )
     if run.num_cut_short:
         notes.append(

@@ -86,11 +86,10 @@ def replay(run: LoggedRun) -> Replay:
         LogFileError: the run was recorded with settings that this engine does not have.
         ConfigError: its settings are invalid.
     """
-    matchers = LoggedMatchers()
-    calls = _Calls(new_scheduler(run.header, matchers), matchers)
+    calls = ReplayedCalls(run.header)
     tally = _Tally()
     difference: Difference | None = None
-    for record, effects in _with_effects(run.records):
+    for record, effects in with_effects(run.records):
         if difference is None:
             difference = calls.take(record, effects, tally.num_passes)
             if difference is not None:
@@ -143,19 +142,23 @@ class _Tally:
             self.num_requests += 1
 
 
-class _Calls:
-    """Makes the calls on a scheduler, and compares each of its decisions with the logged one.
+class ReplayedCalls:
+    """Repeats the calls of a run on a new scheduler; `take` compares each of its decisions with the logged one.
+
+    All that a request needs comes from the log: its grammar, for example, ends it where it ended.
 
     Attributes:
+        scheduler: in the state after the last call.
+        in_flight: planned steps that are not settled, the oldest first.
         raised: the error of the last call; "" if it returned.
     """
 
-    def __init__(self, scheduler: Scheduler, matchers: LoggedMatchers) -> None:
-        self._scheduler = scheduler
-        self._matchers = matchers
-        self._num_seen = scheduler.decisions.num_records
+    def __init__(self, header: Header) -> None:
+        self._matchers = LoggedMatchers()
+        self.scheduler = new_scheduler(header, self._matchers)
+        self._num_seen = self.scheduler.decisions.num_records
         self._replayed: deque[DecisionRecord] = deque()  # decisions that are not yet compared
-        self._in_flight: deque[ScheduleBatch] = deque()
+        self.in_flight: deque[ScheduleBatch] = deque()
         self.raised = ""
 
     def take(
@@ -165,25 +168,26 @@ class _Calls:
 
         Args:
             record: the next one of the log.
-            effects: the decisions of the call that `record` is; see `_with_effects`.
+            effects: the decisions of the call that `record` is; see `with_effects`.
             num_passes: passes of the log before it.
         """
         if self.raised:
             return _difference(record, num_passes, f"the replay ended here: {self.raised}")
         if isinstance(record, Settled) and record.step_id and not self._replayed:
-            if not self._in_flight:
+            if not self.in_flight:
                 return _difference(record, num_passes, "the log settles a step that the replay did not plan")
-            self._call(record, effects)
+            self.call(record, effects)
         if isinstance(record, Arrived | PassRecord | Settled | Handover):
             return self._compare(record, num_passes)
         if self._replayed:
             extra = self._replayed[0]
             return _difference(extra, num_passes, f"only the replay has this record: {_words(extra)}")
-        self._call(record, effects)
+        self.call(record, effects)
         return None
 
-    def _call(self, record: LogRecord, effects: Sequence[DecisionRecord]) -> None:
-        scheduler, matchers = self._scheduler, self._matchers
+    def call(self, record: LogRecord, effects: Sequence[DecisionRecord]) -> None:
+        """Make the call that `record` is; `effects`: see `with_effects`. An error is kept in `raised`."""
+        scheduler, matchers = self.scheduler, self._matchers
         matchers.ends, matchers.drafts = _grammar_ends(effects), _grammar_drafts(effects)
         try:
             match record:
@@ -192,9 +196,9 @@ class _Calls:
                 case Planning():
                     batch = scheduler.next_batch(record.now_s)
                     if batch is not None:
-                        self._in_flight.append(batch)
+                        self.in_flight.append(batch)
                 case Settled():
-                    scheduler.settle(self._in_flight.popleft(), _result(record), record.now_s, record.refused)
+                    scheduler.settle(self.in_flight.popleft(), _result(record), record.now_s, record.refused)
                 case Idle():
                     scheduler.on_idle()
         except Exception as error:  # a bug that ended the run; the replay reproduces it
@@ -221,7 +225,7 @@ class _Calls:
         return _difference(logged, num_passes, f"{_words(logged)} differs in {names}", fields)
 
 
-def _with_effects(records: Iterable[LogRecord]) -> Iterator[tuple[LogRecord, Sequence[DecisionRecord]]]:
+def with_effects(records: Iterable[LogRecord]) -> Iterator[tuple[LogRecord, Sequence[DecisionRecord]]]:
     """Pair each recorded call with its decisions; other records have none.
 
     The log has the decisions of a call after it; the result of a step is a call and its decision at once.

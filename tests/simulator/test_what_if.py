@@ -19,11 +19,11 @@ from engine.runtime.messages import GenerateRequest, SchedulerInput
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import StepResult
 from engine.scheduler.batch import ScheduleBatch, StepWork
+from engine.scheduler.journal import replay
 from engine.scheduler.journal.log_file import LogFileError
 from engine.scheduler.journal.recorder import Recorder, make_recorder
 from engine.scheduler.journal.replay import new_scheduler
 from engine.scheduler.scheduler import Scheduler
-from engine.simulator import recorded_run
 from engine.simulator.cluster import Cluster, ClusterSettings
 from engine.simulator.generated_workloads import Arrival, Chat, Lengths, Rag, given_lengths
 from engine.simulator.recorded_run import read_recorded_run
@@ -177,7 +177,7 @@ def test_each_round_of_a_burst_is_a_step(path, num_rounds):
 def test_a_log_of_an_engine_that_decides_otherwise_is_refused(path, make_replica, monkeypatch, changes):
     """Also where its steps are as many, with as many tokens, of other requests."""
     serve(path, RAG.requests(Arrival(num_requests=20, rate=100.0)), make_replica())
-    monkeypatch.setattr(recorded_run, "new_scheduler", lambda header: new_scheduler(header, **changes))
+    monkeypatch.setattr(replay, "new_scheduler", lambda *args: new_scheduler(*args, **changes))
     with pytest.raises(ConfigError, match=r"is not one that this engine plans; `engine replay` shows where"):
         read_recorded_run(path)
 
@@ -350,7 +350,9 @@ def test_settings_that_a_log_has_no_answer_for(path, make_replica, overrides, me
 
 def test_a_log_without_traffic_says_so(path, make_replica):
     serve(path, iter([]), make_replica())
-    with pytest.raises(ConfigError, match="has no request that got a token; record a run with traffic"):
+    with pytest.raises(
+        ConfigError, match="has no request that got a token or a vector; record a run with traffic"
+    ):
         what_if(path, {"schedule_policy": "lpm"})
     with pytest.raises(LogFileError, match="No such file"):
         what_if(path.with_name("nowhere"), {"schedule_policy": "lpm"})
