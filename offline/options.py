@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypedDict
 
@@ -21,6 +22,8 @@ from ..tokenizer_manager.http.schema.constraints import constraint_of
 from ..tokenizer_manager.http.schema.errors import renamed_fields
 from ..tokenizer_manager.http.schema.values import convert
 from ..tokenizer_manager.scheduling_options import Scheduling, checked_priority, checked_salt, checked_timeout
+
+logger = logging.getLogger(__name__)
 
 
 class SchedulingOptions(TypedDict, total=False):
@@ -107,8 +110,11 @@ def conversation_of(
         name: _as_data(value) for name, value in options.items() if name in _CHAT_ONLY and value is not None
     }
     request = convert({**given, "messages": [_as_data(message) for message in messages]}, ChatRequest)
-    checked, _ = template_messages(request.messages, strict=False, limits=limits)
-    return chat_conversation(request, checked, spec)
+    checked, warnings = template_messages(request.messages, strict=False, limits=limits)
+    conversation = chat_conversation(request, checked, spec, warnings)
+    for warning in warnings:
+        logger.warning("%s", warning)
+    return conversation
 
 
 def _as_data(value: object) -> object:

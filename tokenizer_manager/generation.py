@@ -68,6 +68,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         scheduling: of all choices.
         add_special_tokens: whether tokenization adds BOS; False for a rendered chat template.
         prompt_param, length_param: the fields that errors name.
+        cut_length: `sampling.max_new_tokens` beyond the room of the context is cut to the room; else it is an error.
         probe: a health check, admitted even if the queue is full.
         arrival_s: by the manager's clock, if the request has waited before it is started; None: it arrives now.
         received_s: when its body had arrived, by the manager's clock, and the time limit of its grammars began; None:
@@ -97,6 +98,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     add_special_tokens: bool = True
     prompt_param: str = "prompt"
     length_param: str = "max_tokens"
+    cut_length: bool = False
     probe: bool = False
     arrival_s: float | None = None
     received_s: float | None = None

@@ -99,6 +99,7 @@ class Preparation:
                     self._engine.capacity,
                     prompt_param=name,
                     length_param=request.length_param,
+                    cut_length=request.cut_length,
                 )
                 for name, ids in zip(names, encoded, strict=True)
             ]
@@ -138,7 +139,13 @@ def check_may_fit(
 
 
 def resolve_length(
-    sampling: SamplingParams, prompt_len: int, capacity: Capacity, *, prompt_param: str, length_param: str
+    sampling: SamplingParams,
+    prompt_len: int,
+    capacity: Capacity,
+    *,
+    prompt_param: str,
+    length_param: str,
+    cut_length: bool = False,
 ) -> SamplingParams:
     """`sampling` with `max_new_tokens` set, if prompt and answer fit.
 
@@ -147,6 +154,7 @@ def resolve_length(
         prompt_len: tokens of the prompt.
         capacity: of the scheduler.
         prompt_param, length_param: the fields that errors name.
+        cut_length: a longer answer than fits is cut to what fits.
 
     Raises:
         RequestError: the request cannot run.
@@ -156,6 +164,8 @@ def resolve_length(
         raise RequestError(message, param=prompt_param, code="empty_prompt")
     asked = sampling.max_new_tokens
     longest = max_new_tokens_for(prompt_len, capacity)
+    if cut_length and asked is not None and asked > longest:
+        asked = None
     wanted = asked if asked is not None else max(1, longest)
     reason = reason_against(prompt_len, wanted, capacity)
     if reason is not None:

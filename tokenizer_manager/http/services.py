@@ -38,6 +38,7 @@ from .body_reader import BodyReader
 from .exchange import Exchange
 from .guards.auth import Authorizer
 from .guards.body_budget import BodyBudget
+from .responses.items import RecentItems
 from .schema.constraints import chat_grammar, check_constraint_with_tools, check_room
 from .schema.errors import POSITION_HEADER, renamed_fields
 from .schema.field_policy import first_warnings
@@ -108,6 +109,7 @@ class Engine(ServerFacts):
         planner: plans their answers.
         body_budget: bounds the bodies that are being received.
         body_reader: parses them.
+        recent_items: of answers of `/v1/responses`.
     """
 
     manager: TokenizerManager
@@ -117,6 +119,7 @@ class Engine(ServerFacts):
     planner: Planner
     body_budget: BodyBudget = field(default_factory=BodyBudget)
     body_reader: BodyReader = field(default_factory=BodyReader)
+    recent_items: RecentItems = field(default_factory=RecentItems)
 
     @property
     def tokenizer(self) -> Tokenizer:

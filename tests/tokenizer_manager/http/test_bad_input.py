@@ -141,7 +141,7 @@ CHAT_ONLY = [
         "messages[0].content[0].type",
         'is "image_url", but the engine serves only the text of this model; leave it out, or describe',
     ),
-    ({"messages": [{"role": "user", "content": [{"text": "a"}]}]}, "messages[0].content[0].type", "null"),
+    ({"messages": [{"role": "user", "content": [{"txt": "a"}]}]}, "messages[0].content[0].type", "null"),
     (
         {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
         "messages[0].content[0].text",
@@ -168,7 +168,7 @@ CHAT_ONLY = [
         "tools[0].function.name",
         "must be a string",
     ),
-    ({"tools": [{"type": "web_search"}]}, "tools[0].type", "must be"),
+    ({"tools": [{"type": 5}]}, "tools[0].type", "must be"),
     ({"tool_choice": "sometimes"}, "tool_choice", "none, auto, required"),
     ({"tool_choice": "required"}, "tool_choice", "tools"),
     ({"reasoning_effort": "huge"}, "reasoning_effort", "one of none"),

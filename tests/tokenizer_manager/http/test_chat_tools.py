@@ -393,7 +393,7 @@ TAGS = {"structures": [{"begin": "<a>", "schema": {"type": "object"}, "end": "</
         ({"functions": [NOW["function"]]}, "functions", "invalid_value", "one form"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice", "invalid_tools", "empty"),
         ({"tool_choice": named({"name": "zzz"})}, "tool_choice", "invalid_tools", "not in tools"),
-        ({"tool_choice": "any"}, "tool_choice", "invalid_value", "required"),
+        ({"tool_choice": "sometimes"}, "tool_choice", "invalid_value", "required"),
         ({"tool_choice": {"type": "x"}}, "tool_choice.type", "invalid_value", "allowed_tools"),
         (
             {"tool_choice": "required", "regex": "a+"},

@@ -16,7 +16,6 @@ import msgspec
 from msgspec.structs import replace
 
 from ....runtime.config.engine_config import EngineConfig
-from ....runtime.errors import RequestError
 from ....runtime.sampling_defaults import SamplingDefaults
 from ...conversation.conversation import (
     TEXT_SEPARATOR,
@@ -34,9 +33,17 @@ from ..schema.constraints import json_schema
 from ..schema.errors import renamed_fields
 from ..schema.field_policy import Notes, policy_of
 from ..schema.generation_fields import SamplingFields, at_least_one
+from ..schema.parts import (
+    MEDIA_PARTS,
+    left_out,
+    part_text,
+    reasoning_text,
+    refuse_or_note,
+    result_text,
+    text_of,
+)
 from ..schema.values import (
     Body,
-    check_is_no_media,
     check_limit,
     convert,
     effort_options,
@@ -44,7 +51,6 @@ from ..schema.values import (
     one_of,
     refused,
     show,
-    text_of,
 )
 from .wire import (
     COUNT_POLICY,
@@ -69,21 +75,6 @@ from .wire import (
 LENGTH_PARAM: Final = "max_tokens"
 FORMAT_PARAM: Final = "output_config.format"
 NAMES: Final = {"max_new_tokens": LENGTH_PARAM, "stop": "stop_sequences"}
-_TEXT: Final = frozenset({"text"})
-_RUN_BY_SERVERS: Final = frozenset(
-    {
-        "bash_code_execution_tool_result",
-        "code_execution_tool_result",
-        "mcp_tool_result",
-        "mcp_tool_use",
-        "server_tool_use",
-        "text_editor_code_execution_tool_result",
-        "tool_search_tool_result",
-        "web_fetch_tool_result",
-        "web_search_tool_result",
-    }
-)
-"""Blocks of tools that the server of an earlier answer ran."""
 _BLOCKS: Final = {
     "text": policy_of(("text",), ("cache_control", "citations")),
     "thinking": policy_of(("thinking",), ("cache_control", "signature")),
@@ -129,6 +120,7 @@ def read_messages(
         id_prefix="msg",
         prompt_param="messages",
         length_param=LENGTH_PARAM,
+        cut_length=True,
         names=NAMES,
         warnings=notes.warnings,
     )
@@ -208,7 +200,7 @@ def _system(value: str | list[dict[str, Any]]) -> str:
     return TEXT_SEPARATOR.join(
         text
         for at, block in objects(value, "system")
-        if not (text := text_of([block], at, _TEXT)).startswith(_BILLING_HEADER)
+        if not (text := text_of([block], at)).startswith(_BILLING_HEADER)
     )
 
 
@@ -232,35 +224,36 @@ def _read_block(block: Body, role: str, at: str, history: History, notes: Notes)
     kind = block.get("type")
     if isinstance(kind, str) and kind in _BLOCKS:
         notes.check(_BLOCKS[kind], block, at)
+    if (text := part_text(block, at)) is not None:
+        {"user": history.user, "assistant": history.assistant, "system": history.system}[role](text)
+        return
     match role, kind:
-        case _, "text":
-            text = _text(block, "text", at)
-            add = {"user": history.user, "assistant": history.assistant, "system": history.system}[role]
-            add(text)
-        case "assistant", "thinking":
-            if text := _text(block, "thinking", at):
+        case "assistant", "thinking" | "reasoning":
+            if text := reasoning_text(block, at):
                 history.reasoning(text)
-        case "assistant", "redacted_thinking":
-            notes.warn(f"{at} (redacted_thinking) was left out: this server cannot read it")
         case "assistant", "tool_use":
             arguments = convert(block.get("input") or {}, dict[str, Any], f"{at}.input")
             history.call(
                 _text(block, "id", at), _text(block, "name", at), json.dumps(arguments, ensure_ascii=False)
             )
         case "user", "tool_result":
-            text = "" if block.get("content") is None else text_of(block["content"], f"{at}.content", _TEXT)
+            call_id = _text(block, "tool_use_id", at)
+            text = result_text(block.get("content"), f"{at}.content", notes)
             if block.get("is_error") is True:
                 text = f"Error: {text}"
-            history.result(_text(block, "tool_use_id", at), text)
-        case _, str() if kind in _RUN_BY_SERVERS:
-            notes.warn(f"{at} ({kind}) was left out: it belongs to a tool that this server does not run")
+            if history.name_of(call_id) is None:
+                raise refused(
+                    f"{at}.tool_use_id",
+                    f"is {show(call_id)}, but no tool_use block before it has this id; send the assistant's message "
+                    "with the call, too",
+                )
+            history.result(call_id, text)
+        case "user", "tool_use" | "thinking":
+            refuse_or_note(block, at, None)
+        case "user", str() if kind not in MEDIA_PARTS:
+            left_out(kind, at, notes)
         case _:
-            check_is_no_media(kind, at)
-            raise RequestError(
-                f"{at}.type is {show(kind)}, which is not supported in a message of the {role}; this model takes text",
-                param=f"{at}.type",
-                code="unsupported_value",
-            )
+            refuse_or_note(block, at, notes if role == "assistant" else None)
 
 
 def _continues(history: History, index: int) -> bool:

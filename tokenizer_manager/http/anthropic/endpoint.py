@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from ....models.tokenizer.tokenizer import Tokenizer
 from ....runtime.errors import RequestError
+from ....runtime.feasibility import max_new_tokens_for
 from ...conversation.deltas import Delta
 from ...generation import Generation, GenerationRequest, Row
 from ..delivery import collect_deltas, stream
@@ -71,6 +72,8 @@ class _Writer:
         self._tokenizer = engine.tokenizer
         self._generation = generation
         self._stops = request.stop_sequences or []
+        room = max_new_tokens_for(len(generation.choices[0].prompt_ids), engine.manager.capacity)
+        self._is_cut = room < request.max_tokens
         self._begun = False
         self.stream = MessageStream(
             MessageBody(
@@ -103,7 +106,7 @@ class _Writer:
             case "abort":
                 raise RequestError("the request was aborted", code="aborted", status=500)
             case "length":
-                return "max_tokens", None
+                return "model_context_window_exceeded" if self._is_cut else "max_tokens", None
             case "tool_calls":
                 return "tool_use", None
             case _ if isinstance(matched, str) and matched in self._stops:

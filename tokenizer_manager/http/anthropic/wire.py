@@ -53,7 +53,7 @@ else:
 
 
 class MessagesRequest(_Numbers, kw_only=True):
-    """Body of `POST /v1/messages`; it has the fields of `NUMBERS`, too."""
+    """Body of `POST /v1/messages`."""
 
     max_tokens: Count
     stop_sequences: list[StopString] | None = None
@@ -120,14 +120,13 @@ COUNT_POLICY: Final = FieldPolicy(
 )
 
 
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+StopReason = Literal["end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"]
 
 
 class TextBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
     """Text of the answer."""
 
     text: str = ""
-    citations: None = None
 
 
 class ThinkingBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="thinking"):

@@ -31,7 +31,7 @@ async def pin_prefix(exchange: Exchange, engine: Engine) -> None:
         if made.messages is not None:
             # Without a generation prompt by default: later requests go on with more messages.
             conversation = rendered_conversation(
-                request, made.messages, add_generation_prompt=bool(request.add_generation_prompt)
+                request, made.messages, warnings, add_generation_prompt=bool(request.add_generation_prompt)
             )
             prompt = (await engine.plan_chat(conversation)).prompt
             add_special_tokens, param = bool(request.add_special_tokens), "messages"

@@ -30,7 +30,10 @@ async def tokenize(exchange: Exchange, engine: Engine) -> None:
         if made.messages is not None:
             plan = await engine.plan_chat(
                 rendered_conversation(
-                    request, made.messages, add_generation_prompt=request.add_generation_prompt is not False
+                    request,
+                    made.messages,
+                    made.warnings,
+                    add_generation_prompt=request.add_generation_prompt is not False,
                 )
             )
             text = plan.prompt
@@ -120,16 +123,20 @@ async def detokenize(exchange: Exchange, engine: Engine) -> None:
 
 
 def rendered_conversation(
-    request: TokenizeRequest | PinRequest, messages: list[dict[str, Any]], *, add_generation_prompt: bool
+    request: TokenizeRequest | PinRequest,
+    messages: list[dict[str, Any]],
+    warnings: list[str],
+    *,
+    add_generation_prompt: bool,
 ) -> Conversation:
-    """The conversation of a request that is only rendered.
+    """The conversation of a request that is only rendered; `warnings` get those about its tools.
 
     Raises:
         RequestError: a tool is invalid.
     """
     return Conversation(
         messages=messages,
-        tools=tools_of(request.tools or (), "tools"),
+        tools=tools_of(request.tools or (), "tools", warnings),
         variables=checked_template_variables(request.chat_template_kwargs),
         add_generation_prompt=add_generation_prompt,
     )

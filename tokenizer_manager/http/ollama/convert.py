@@ -27,8 +27,8 @@ from ..schema.constraints import json_object, json_schema
 from ..schema.errors import renamed_fields
 from ..schema.field_policy import Notes, policy_of
 from ..schema.generation_fields import SamplingFields
+from ..schema.parts import ONLY_TEXT, left_out, result_text
 from ..schema.values import (
-    ONLY_TEXT,
     Body,
     check_limit,
     convert,
@@ -93,7 +93,7 @@ def read_chat(
     calls = _Calls()
     for at, message in objects(messages, "messages"):
         notes.check(_MESSAGE, message, at)
-        _read_message(message, at, history, calls)
+        _read_message(message, at, history, calls, notes)
     tools = _tools(request.tools or [])
     generation = _read(request, history, tools, "messages", config, defaults, max_model_len, notes)
     return request, generation
@@ -154,6 +154,7 @@ def _read(
         id_prefix="ollama",
         prompt_param=param,
         length_param=LENGTH_PARAM,
+        cut_length=True,
         names=NAMES,
         warnings=notes.warnings,
     )
@@ -185,11 +186,16 @@ class _Calls:
         return self.begin(name or "")
 
 
-def _read_message(message: Body, at: str, history: History, calls: _Calls) -> None:
+def _read_message(message: Body, at: str, history: History, calls: _Calls, notes: Notes) -> None:
     role = one_of(message.get("role"), ("system", "user", "assistant", "tool"), f"{at}.role")
     if message.get("images"):
-        raise refused(f"{at}.images", f"has images, {ONLY_TEXT}", "unsupported_value")
-    content = convert(message.get("content") or "", str, f"{at}.content")
+        if role in ("system", "user"):
+            raise refused(f"{at}.images", f"has images, {ONLY_TEXT}", "unsupported_value")
+        left_out("images", at, notes)
+    if role == "tool":
+        content = result_text(message.get("content"), f"{at}.content", notes)
+    else:
+        content = convert(message.get("content") or "", str, f"{at}.content")
     match role:
         case "system":
             history.system(content)

@@ -85,7 +85,7 @@ def read_chat(body: Body, engine: Engine, caller: Caller) -> tuple[ChatRequest, 
     if constraint is not None:
         warnings += constraint.warnings
     spec = None if constraint is None else constraint.use.spec
-    conversation = chat_conversation(request, messages, spec)
+    conversation = chat_conversation(request, messages, spec, warnings)
     max_new_tokens, length_param = request.max_new_tokens()
     names = OPENAI_NAMES | {"max_new_tokens": length_param}
     with renamed_fields(names):

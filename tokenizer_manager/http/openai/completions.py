@@ -20,7 +20,7 @@ from ..schema.accounting import truncated_of
 from ..schema.constraints import check_room, constraint_of
 from ..schema.errors import OPENAI_NAMES, renamed_fields
 from ..schema.field_policy import COMPLETION_NOT_YET, FieldPolicy
-from ..schema.generation_fields import StreamOptions, at_least_one, prompts_of
+from ..schema.generation_fields import StreamOptions, answer_limit, prompts_of
 from ..schema.values import Body, convert
 from ..services import Engine
 from ..token_logprobs import AnswerPlacement, TokenLogprob, prompt_offsets
@@ -67,7 +67,9 @@ def read_completion(
     prompts = prompts_of(
         request.prompt, "prompt", limits, max_prompt_len=engine.manager.capacity.max_model_len
     )
-    max_new_tokens = at_least_one(request.max_tokens, "max_tokens")
+    max_new_tokens: int | None = DEFAULT_MAX_TOKENS
+    if request.max_tokens is not None:
+        max_new_tokens = answer_limit(request.max_tokens, "max_tokens")
     n = request.num_choices(limits)
     generated = num_generated(n, request.best_of, limits, stream=options is not None)
     names = OPENAI_NAMES | ({"n": "best_of"} if generated > n else {})
@@ -75,7 +77,7 @@ def read_completion(
         sampling = request.sampling(
             limits,
             engine.sampling_defaults,
-            max_new_tokens=DEFAULT_MAX_TOKENS if max_new_tokens is None else max_new_tokens,
+            max_new_tokens=max_new_tokens,
             min_new_tokens=request.min_tokens,
             keep_stop=request.include_stop_str_in_output,
             logprobs=0 if request.logprobs is None and generated > n else request.logprobs,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import msgspec
 
@@ -13,8 +13,9 @@ from ....runtime.grammar_use import GrammarSpec
 from ....runtime.sampling_params import MAX_COUNT
 from ...conversation.chat_template import RESERVED_NAMES
 from ...conversation.conversation import ChoiceMode, Conversation, ReasoningOptions, Tool, ToolChoice
-from ..schema.field_policy import FieldPolicy, first_warnings
-from ..schema.values import EFFORTS, Body, check_is_no_media, check_limit, convert, show, without_nulls
+from ..schema.field_policy import FieldPolicy, Notes
+from ..schema.parts import part_text, reasoning_text, refuse_or_note, result_text
+from ..schema.values import EFFORTS, Body, check_limit, convert, objects, refused, show, without_nulls
 from .tools import choice_of, function_choice_of, function_of, tools_of
 from .wire import ChatRequest
 
@@ -23,10 +24,10 @@ _RENAMED: Final = {"developer": "system", "function": "tool"}
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
-    """One message."""
+    """One message; its content is a text or a list of parts, and a tool's may be any value."""
 
     role: str
-    content: str | list[dict[str, Any]] | None = None
+    content: Any = None
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # the same, in the spelling of vLLM's newest
@@ -36,10 +37,11 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 
 
 class TextPart(msgspec.Struct, kw_only=True):
-    """A text part of a message's content, the only supported kind."""
+    """A text part of a message's content."""
 
-    type: Literal["text"]
-    text: str
+    type: str | None = None
+    text: str | None = None
+    refusal: str | None = None
 
 
 class _CalledFunction(msgspec.Struct, kw_only=True):
@@ -78,7 +80,6 @@ _PART_POLICY: Final = FieldPolicy(
         "image": (),
         "image_url": (),
         "input_audio": (),
-        "refusal": (),
         "video": (),
         "video_url": (),
     },
@@ -91,8 +92,8 @@ def template_messages(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Messages for the template, and warnings for the response.
 
-    `developer` becomes `system`, the name that templates use; text parts are joined by newlines; old function calls
-    become tool calls.
+    `developer` becomes `system`, the name that templates use; text parts are joined by newlines, parts with reasoning
+    become `reasoning_content`; old function calls become tool calls.
 
     Raises:
         RequestError: a message is invalid or not supported; names its path.
@@ -103,22 +104,21 @@ def template_messages(
         )
     check_limit("messages", len(messages), "messages", limits.max_messages, "max_messages")
     rendered: list[dict[str, Any]] = []
-    warnings: list[str] = []
+    notes = Notes([], strict=strict)
+    call_ids: set[str] = set()
     for i, raw in enumerate(messages):
         at = f"messages[{i}]"
-        warnings += _MESSAGE_POLICY.check(raw, strict=strict, at=at)
+        notes.check(_MESSAGE_POLICY, raw, at)
         message = convert(raw, ChatMessage, at)
         role = _checked_role(message.role, at)
         calls = _tool_calls(message, role, at)
-        if isinstance(message.content, list):
-            text, more_warnings = _joined(message.content, f"{at}.content", strict)
-            warnings += more_warnings
-        else:
-            text = _text_of(message, role, at)
+        call_ids.update(call["id"] for call in calls)
+        if message.role == "tool":
+            _check_has_call(message.tool_call_id, call_ids, at)
+        text, reasoning = _content(message, role, at, notes)
         fields: dict[str, Any] = {"role": role, "content": text}
         if message.name is not None:
             fields["name"] = message.name
-        reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
         if reasoning is not None:
             fields["reasoning_content"] = reasoning
         if calls:
@@ -126,7 +126,17 @@ def template_messages(
         if message.tool_call_id is not None:
             fields["tool_call_id"] = message.tool_call_id
         rendered.append(fields)
-    return rendered, first_warnings(warnings)
+    return rendered, notes.warnings
+
+
+def _check_has_call(call_id: str | None, call_ids: set[str], at: str) -> None:
+    """Refuse a result whose call is not there; calls and results may leave out their ids."""
+    if call_id in call_ids or "" in call_ids or (not call_id and call_ids):
+        return
+    raise refused(
+        f"{at}.tool_call_id",
+        f"is {show(call_id)}, but no tool call before it has this id; send the assistant's message with the call, too",
+    )
 
 
 def _checked_role(role: str, at: str) -> str:
@@ -176,39 +186,39 @@ def _without_nulls_inside(call: Body) -> Body:
     return {name: without_nulls(part) if isinstance(part, dict) else part for name, part in call.items()}
 
 
-def _text_of(message: ChatMessage, role: str, at: str) -> str:
-    if isinstance(message.content, str):
-        return message.content
-    if role in ("assistant", "tool"):  # calls without text, a tool without a result
-        return ""
-    raise RequestError(
-        f"{at}.content is missing; a {message.role} message must have it",
-        param=f"{at}.content",
-        code="missing_field",
-    )
-
-
-def _joined(parts: list[dict[str, Any]], at: str, strict: bool) -> tuple[str, list[str]]:
-    """The text of a list of parts, and warnings."""
+def _content(message: ChatMessage, role: str, at: str, notes: Notes) -> tuple[str, str | None]:
+    """The text of a message, and its reasoning."""
+    reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
+    content, place = message.content, f"{at}.content"
+    if role == "tool":
+        return result_text(content, place, notes), reasoning
+    if isinstance(content, str):
+        return content, reasoning
+    if content is None and role == "assistant":  # calls without text
+        return "", reasoning
+    if content is None:
+        raise refused(place, f"is missing; a {message.role} message must have it", "missing_field")
+    if not isinstance(content, list):
+        raise refused(
+            place, f"is {show(content)}, but it must be a string or a list of parts", "invalid_type"
+        )
     texts: list[str] = []
-    warnings: list[str] = []
-    for i, part in enumerate(parts):
-        where = f"{at}[{i}]"
-        kind = part.get("type")
-        if kind != "text":
-            check_is_no_media(kind, where)
-            raise RequestError(
-                f'{where}.type is {show(kind)}, but only "text" is supported yet',
-                param=f"{where}.type",
-                code="unsupported_value",
-            )
-        warnings += _PART_POLICY.check(part, strict=strict, at=where)
-        texts.append(convert(part, TextPart, where).text)
-    return "\n".join(texts), first_warnings(warnings)
+    thoughts: list[str] = []
+    for where, part in objects(content, place):
+        if (text := part_text(part, where)) is not None:
+            notes.check(_PART_POLICY, part, where)
+            texts.append(text)
+        elif role == "assistant" and (thought := reasoning_text(part, where)) is not None:
+            thoughts.append(thought)
+        else:
+            refuse_or_note(part, where, notes if role == "assistant" else None)
+    if thoughts and reasoning is None:
+        reasoning = "\n".join(thoughts)
+    return "\n".join(texts), reasoning
 
 
 def chat_conversation(
-    request: ChatRequest, messages: list[dict[str, Any]], spec: GrammarSpec | None
+    request: ChatRequest, messages: list[dict[str, Any]], spec: GrammarSpec | None, warnings: list[str]
 ) -> Conversation:
     """The conversation of a chat completion.
 
@@ -216,11 +226,12 @@ def chat_conversation(
         request: the body.
         messages: checked, from `template_messages`.
         spec: what the answer is constrained to.
+        warnings: get those about tools.
 
     Raises:
         RequestError: tools, choice or options are invalid.
     """
-    tools, choice = tools_and_choice(request)
+    tools, choice = tools_and_choice(request, warnings)
     if request.continue_final_message and request.add_generation_prompt:
         raise RequestError(
             "continue_final_message and add_generation_prompt exclude each other; send one of them",
@@ -241,7 +252,7 @@ def chat_conversation(
     )
 
 
-def tools_and_choice(request: ChatRequest) -> tuple[tuple[Tool, ...], ToolChoice]:
+def tools_and_choice(request: ChatRequest, warnings: list[str]) -> tuple[tuple[Tool, ...], ToolChoice]:
     """The tools of a request and the choice among them; the old `functions` are tools.
 
     Raises:
@@ -258,7 +269,7 @@ def tools_and_choice(request: ChatRequest) -> tuple[tuple[Tool, ...], ToolChoice
         functions = request.functions or ()
         tools = tuple(function_of(each, f"functions[{i}]") for i, each in enumerate(functions))
         return tools, function_choice_of(request.function_call)
-    tools = tools_of(request.tools or (), "tools")
+    tools = tools_of(request.tools or (), "tools", warnings)
     choice = choice_of(request.tool_choice, request.parallel_tool_calls)
     if choice.mode is ChoiceMode.AUTO and not tools:
         choice = ToolChoice(mode=ChoiceMode.NONE)

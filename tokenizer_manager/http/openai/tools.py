@@ -15,28 +15,43 @@ from ....runtime.config.answer_config import RequestLimits
 from ....runtime.errors import RequestError
 from ....runtime.grammar_use import GrammarKind, GrammarSpec
 from ...conversation.conversation import ChoiceMode, Tool, ToolChoice
-from ..schema.values import show, without_nulls
+from ..schema.values import shortened, show, without_nulls
 
-_MODES: Final = {"none": ChoiceMode.NONE, "auto": ChoiceMode.AUTO, "required": ChoiceMode.REQUIRED}
+_MODES: Final = {
+    "none": ChoiceMode.NONE,
+    "auto": ChoiceMode.AUTO,
+    "required": ChoiceMode.REQUIRED,
+    "any": ChoiceMode.REQUIRED,  # the word of Mistral's and Anthropic's APIs
+}
+_MAX_SHOWN: Final = 60
 
 
-def tools_of(values: Sequence[object], at: str) -> tuple[Tool, ...]:
+def tools_of(values: Sequence[object], at: str, warnings: list[str]) -> tuple[Tool, ...]:
     """Tools in either form: `{"type": "function", "function": {...}}` or `{"type": "function", "name": ...}`.
+
+    Args:
+        values: the list of the request.
+        at: its path.
+        warnings: get one for each tool that the server would have to run, which is left out.
 
     Raises:
         RequestError: an entry is no tool; names its path.
     """
-    return tuple(tool_of(value, f"{at}[{i}]") for i, value in enumerate(values))
+    made = (tool_of(value, f"{at}[{i}]", warnings) for i, value in enumerate(values))
+    return tuple(tool for tool in made if tool is not None)
 
 
-def tool_of(value: object, at: str) -> Tool:
-    """One tool.
+def tool_of(value: object, at: str, warnings: list[str]) -> Tool | None:
+    """One tool; None, with a warning, for one that the server would have to run.
 
     Raises:
         RequestError: it is none.
     """
     entry = _object(value, at)
-    kind = entry.get("type")
+    kind = entry.get("type", "function" if "function" in entry else None)
+    if isinstance(kind, str) and kind not in ("function", "custom"):
+        warnings.append(f"{at} ({shortened(kind, _MAX_SHOWN)}) was left out: this server does not run tools")
+        return None
     if kind not in ("function", "custom"):
         raise _refused(f'{at}.type is {show(kind)}, but it must be "function" or "custom"', f"{at}.type")
     inner, place = (entry[kind], f"{at}.{kind}") if kind in entry else (entry, at)
@@ -90,6 +105,8 @@ def choice_of(value: object, parallel: bool | None, at: str = "tool_choice") -> 
     kind = entry.get("type")
     if kind in ("function", "custom"):
         return ToolChoice(mode=ChoiceMode.NAMED, name=_name_in(entry, str(kind), at), parallel=parallel)
+    if isinstance(kind, str) and kind in _MODES:
+        return ToolChoice(mode=_MODES[kind], parallel=parallel)
     if kind == "allowed_tools":
         inner, place = entry, at
         if "allowed_tools" in entry:

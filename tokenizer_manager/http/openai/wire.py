@@ -22,7 +22,7 @@ from ..schema.field_types import (
     Prompts,
     ToolChoiceField,
 )
-from ..schema.generation_fields import GenerationFields, at_least_one
+from ..schema.generation_fields import GenerationFields, answer_limit
 from ..schema.values import check_count
 
 
@@ -68,8 +68,8 @@ class ChatRequest(GenerationFields, kw_only=True):
             )
         if self.max_completion_tokens is not None:
             name, value = "max_completion_tokens", self.max_completion_tokens
-            return at_least_one(value, name), name
-        return at_least_one(self.max_tokens, "max_tokens"), "max_tokens"
+            return answer_limit(value, name), name
+        return answer_limit(self.max_tokens, "max_tokens"), "max_tokens"
 
     def num_top_logprobs(self, limits: RequestLimits) -> int | None:
         """k, or None if no log-probabilities are requested.

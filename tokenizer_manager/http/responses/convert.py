@@ -28,7 +28,8 @@ from ..openai.tools import choice_of, tool_of
 from ..schema.constraints import constraint_of, json_object, json_schema
 from ..schema.errors import renamed_fields
 from ..schema.field_policy import Notes, policy_of
-from ..schema.generation_fields import at_least_one
+from ..schema.generation_fields import answer_limit
+from ..schema.parts import left_out, result_text, text_of
 from ..schema.values import (
     Body,
     check_limit,
@@ -39,8 +40,8 @@ from ..schema.values import (
     refused,
     shortened,
     show,
-    text_of,
 )
+from .items import KEPT_S
 from .wire import (
     POLICY,
     CustomToolCallItem,
@@ -64,27 +65,8 @@ from .wire import (
 LENGTH_PARAM: Final = "max_output_tokens"
 FORMAT_PARAM: Final = "text.format"
 NAMES: Final = {"max_new_tokens": LENGTH_PARAM, "max_tokens": LENGTH_PARAM, "min_new_tokens": "min_tokens"}
-_MAX_SHOWN: Final = 60
 _ROLES: Final = ("user", "assistant", "system", "developer")
-_TEXT_PARTS: Final = frozenset(
-    {"input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text"}
-)
-_RUN_BY_SERVERS: Final = frozenset(
-    {
-        "code_interpreter_call",
-        "computer_call",
-        "file_search_call",
-        "image_generation_call",
-        "mcp_approval_request",
-        "mcp_approval_response",
-        "mcp_call",
-        "mcp_list_tools",
-        "tool_search_call",
-        "tool_search_output",
-        "web_search_call",
-    }
-)
-"""Items of tools that the server of an earlier answer ran."""
+_NOT_KNOWN: Final = "this server does not know such items, or does not run their tool"
 _NO_EFFECT: Final = ("async", "caller", "encrypted_content", "id", "phase", "status")
 _CALL: Final = policy_of(("call_id", "name", "namespace", "arguments"), _NO_EFFECT)
 _OUTPUT: Final = policy_of(("call_id", "output"), (*_NO_EFFECT, "name", "namespace"))
@@ -103,9 +85,18 @@ _NAMESPACE_END: Final = "__"
 
 
 def read_responses(
-    body: Body, config: EngineConfig, defaults: SamplingDefaults
+    body: Body,
+    config: EngineConfig,
+    defaults: SamplingDefaults,
+    find_item: Callable[[str], Body | None] = lambda item_id: None,
 ) -> tuple[ResponsesRequest, GenerationRequest]:
-    """Check a request; `defaults`: for the sampling fields that it leaves out.
+    """Check a request.
+
+    Args:
+        body: its JSON.
+        config: settings of the server.
+        defaults: for the sampling fields that the request leaves out.
+        find_item: an item of an earlier answer by its id, for `item_reference`.
 
     Raises:
         RequestError: a field is refused; names its path.
@@ -120,7 +111,8 @@ def read_responses(
     history = History()
     if request.instructions:
         history.system(request.instructions)
-    _read_input(request.input, history, notes, config.limits)
+    _read_input(request.input, _ItemReader(history, notes, find_item), config.limits)
+    _check_include(request.include or (), notes)
     tools = _tools(request.tools or [], notes)
     text = convert(request.text or {}, TextOptions, "text")
     if text.verbosity not in (None, "medium"):
@@ -141,7 +133,7 @@ def read_responses(
         sampling = request.sampling(
             config.limits,
             defaults,
-            max_new_tokens=at_least_one(request.max_output_tokens, LENGTH_PARAM),
+            max_new_tokens=answer_limit(request.max_output_tokens, LENGTH_PARAM),
             min_new_tokens=request.min_tokens,
             keep_stop=False,
         )
@@ -152,6 +144,7 @@ def read_responses(
         id_prefix="resp",
         prompt_param="input",
         length_param=LENGTH_PARAM,
+        cut_length=True,
         names=NAMES,
         warnings=notes.warnings,
     )
@@ -160,11 +153,11 @@ def read_responses(
 # ---------------------------------------------------------------- input
 
 
-def _read_input(value: object, history: History, notes: Notes, limits: RequestLimits) -> None:
+def _read_input(value: object, reader: _ItemReader, limits: RequestLimits) -> None:
     if isinstance(value, str):
         if not value:
             raise refused("input", "is empty; a chat has at least one message", "empty_prompt")
-        history.user(value)
+        reader.read({"role": "user", "content": value}, "input")
         return
     if not isinstance(value, list):
         raise refused(
@@ -174,51 +167,86 @@ def _read_input(value: object, history: History, notes: Notes, limits: RequestLi
         raise refused("input", "is empty; a chat has at least one message", "empty_prompt")
     check_limit("input", len(value), "items", limits.max_messages, "max_messages")
     for at, item in objects(value, "input"):
-        _read_item(item, at, history, notes)
+        reader.read(item, at)
 
 
-def _read_item(item: Body, at: str, history: History, notes: Notes) -> None:
-    kind = item.get("type", "message")
-    if isinstance(kind, str) and kind in _ITEMS:
-        notes.check(_ITEMS[kind], item, at)
-    match kind:
-        case "message":
-            _read_message(item, at, history)
-        case "function_call":
-            history.call(_text(item, "call_id", at), _tool_name(item, at), _text(item, "arguments", at))
-        case "custom_tool_call":
-            arguments = json.dumps({CUSTOM_INPUT: _text(item, "input", at)}, ensure_ascii=False)
-            history.call(_text(item, "call_id", at), _tool_name(item, at), arguments)
-        case "function_call_output" | "custom_tool_call_output":
-            history.result(
-                _text(item, "call_id", at), text_of(item.get("output"), f"{at}.output", _TEXT_PARTS)
+class _ItemReader:
+    """Reads items into a history; those that this server does not know are left out."""
+
+    def __init__(self, history: History, notes: Notes, find_item: Callable[[str], Body | None]) -> None:
+        self._history = history
+        self._notes = notes
+        self._find_item = find_item
+        self._unknown_calls: set[str] = set()  # ids of calls that were left out, and so are their results
+
+    def read(self, item: Body, at: str) -> None:
+        """Add one item.
+
+        Raises:
+            RequestError: it is refused; names the field.
+        """
+        kind = item.get("type", "message")
+        if isinstance(kind, str) and kind in _ITEMS:
+            self._notes.check(_ITEMS[kind], item, at)
+        match kind:
+            case "message":
+                self._read_message(item, at)
+            case "function_call":
+                self._read_call(item, at, _text(item, "arguments", at))
+            case "custom_tool_call":
+                arguments = json.dumps({CUSTOM_INPUT: _text(item, "input", at)}, ensure_ascii=False)
+                self._read_call(item, at, arguments)
+            case "function_call_output" | "custom_tool_call_output":
+                self._read_result(item, at, str(kind))
+            case "reasoning":
+                field = "content" if item.get("content") else "summary"
+                if text := text_of(item.get(field) or [], f"{at}.{field}", self._notes):
+                    self._history.reasoning(text)
+            case "item_reference":
+                item_id = _text(item, "id", at)
+                if (found := self._find_item(item_id)) is None:
+                    raise refused(
+                        f"{at}.id",
+                        f"is {show(item_id)}, but this server keeps the items of an answer for {KEPT_S / 60:g} minutes "
+                        "at most and has none with this id; send the item itself, as clients with store: false do",
+                    )
+                self.read(found, at)
+            case str():
+                left_out(kind, at, self._notes, _NOT_KNOWN)
+                if isinstance(call_id := item.get("call_id"), str):
+                    self._unknown_calls.add(call_id)
+            case _:
+                raise refused(f"{at}.type", f"is {show(kind)}, but it must be a string", "invalid_type")
+
+    def _read_call(self, item: Body, at: str, arguments: str) -> None:
+        self._history.call(_text(item, "call_id", at), _tool_name(item, at), arguments)
+
+    def _read_result(self, item: Body, at: str, kind: str) -> None:
+        call_id = _text(item, "call_id", at)
+        if "output" not in item:
+            raise refused(f"{at}.output", "is missing; the item must have it", "missing_field")
+        text = result_text(item["output"], f"{at}.output", self._notes)
+        if call_id in self._unknown_calls:
+            left_out(kind, at, self._notes, "its call was left out")
+        elif self._history.name_of(call_id) is None:
+            raise refused(
+                f"{at}.call_id",
+                f"is {show(call_id)}, but no call before it has this id; send the item with the call, too",
             )
-        case "reasoning":
-            parts = item.get("content") or item.get("summary") or []
-            text = text_of(parts, f"{at}.content" if item.get("content") else f"{at}.summary", _TEXT_PARTS)
-            if text:
-                history.reasoning(text)
-        case str() if kind in _RUN_BY_SERVERS:
-            notes.warn(f"{at} ({kind}) was left out: it belongs to a tool that this server does not run")
-        case _:
-            raise RequestError(
-                f"{at}.type is {show(kind)}, which is not supported; send messages, function_call, "
-                f"function_call_output, custom_tool_call, custom_tool_call_output or reasoning items",
-                param=f"{at}.type",
-                code="unsupported_value",
-            )
+        else:
+            self._history.result(call_id, text)
 
-
-def _read_message(item: Body, at: str, history: History) -> None:
-    role = one_of(item.get("role"), _ROLES, f"{at}.role")
-    text = text_of(item.get("content"), f"{at}.content", _TEXT_PARTS)
-    match role:
-        case "user":
-            history.user(text)
-        case "assistant":
-            history.assistant(text)
-        case _:
-            history.system(text)
+    def _read_message(self, item: Body, at: str) -> None:
+        role = one_of(item.get("role"), _ROLES, f"{at}.role")
+        notes = self._notes if role == "assistant" else None
+        text = text_of(item.get("content"), f"{at}.content", notes)
+        match role:
+            case "user":
+                self._history.user(text)
+            case "assistant":
+                self._history.assistant(text)
+            case _:
+                self._history.system(text)
 
 
 def _text(item: Body, key: str, at: str) -> str:
@@ -233,16 +261,19 @@ def _text(item: Body, key: str, at: str) -> str:
 def _tools(tools: list[dict[str, Any]], notes: Notes) -> tuple[Tool, ...]:
     """The tools that the client runs, those in namespaces too; others are left out with a warning."""
     kept: list[Tool] = []
+    warnings: list[str] = []
     for at, tool in objects(tools, "tools"):
         if tool.get("type") != "namespace":
-            kept += _tool(tool, at, notes)
+            made = tool_of(tool, at, warnings)
+            kept += [] if made is None else [made]
             continue
         namespace = _text(tool, "name", at)
         inner = convert(tool.get("tools") or [], list[dict[str, Any]], f"{at}.tools")
         for place, entry in objects(inner, f"{at}.tools"):
-            for made in _tool(entry, place, notes):
+            if (made := tool_of(entry, place, warnings)) is not None:
                 name = f"{namespace}{_NAMESPACE_END}{made.name}"
                 kept.append(replace(made, name=name, namespace=namespace))
+    notes.warn(*warnings)
     return tuple(kept)
 
 
@@ -255,15 +286,6 @@ def namespaces_of(conversation: Conversation) -> dict[str, tuple[str, str]]:
     }
 
 
-def _tool(tool: Body, at: str, notes: Notes) -> list[Tool]:
-    """A tool, or none with a warning."""
-    kind = tool.get("type")
-    if isinstance(kind, str) and kind not in ("function", "custom"):
-        notes.warn(f"{at} ({shortened(kind, _MAX_SHOWN)}) was left out: this server does not run tools")
-        return []
-    return [tool_of(tool, at)]
-
-
 def _tool_name(call: Body, at: str) -> str:
     """The name of the tool of an earlier call, as the model sees it."""
     name = _text(call, "name", at)
@@ -273,6 +295,20 @@ def _tool_name(call: Body, at: str) -> str:
 
 
 # ---------------------------------------------------------------- settings
+
+
+def _check_include(names: Iterable[str], notes: Notes) -> None:
+    """Refuse log-probabilities; other parts are not there to be included, which is a warning."""
+    for index, name in enumerate(names):
+        if name == "message.output_text.logprobs":
+            raise refused(
+                f"include[{index}]",
+                f"is {show(name)}, but log-probabilities are not supported here yet; leave it out, or use "
+                "/v1/chat/completions",
+                "unsupported_value",
+            )
+        if name != "reasoning.encrypted_content":  # the reasoning itself is in the answer
+            notes.warn(f"include[{index}] ({shortened(name, 60)}) has no effect: answers have no such part")
 
 
 def _constraint(request: ResponsesRequest, text: TextOptions, config: EngineConfig) -> Constraint | None:
@@ -368,7 +404,7 @@ class ResponseStream:
     def fail(self, error: ResponseError, usage: ResponsesUsage | None) -> bytes:
         """The events that end a response whose generation has failed."""
         events = self._end_item("incomplete")
-        self.body = replace(self.body, status="failed", error=error, output=self._items, usage=usage)
+        self.body = replace(self.body, status="failed", error=error, output=self._items, usage=usage or UNSET)
         return events + self._event("response.failed", response=self.body)
 
     # ------------------------------------------------------------ deltas

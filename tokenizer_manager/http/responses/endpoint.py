@@ -57,7 +57,12 @@ async def response_input_tokens(exchange: Exchange, engine: Engine) -> None:
 
 
 def _read(body: dict[str, Any], engine: Engine, caller: Caller) -> tuple[ResponsesRequest, GenerationRequest]:
-    request, generation = read_responses(body, engine.config, engine.sampling_defaults)
+    request, generation = read_responses(
+        body,
+        engine.config,
+        engine.sampling_defaults,
+        lambda item: engine.recent_items.find(item, caller.owner),
+    )
     engine.check_model(request.model)
     scheduling = engine.with_adapter(caller.scheduling(request), request.model)
     return request, replace(generation, scheduling=scheduling)
@@ -75,6 +80,7 @@ class _Writer:
         self._tokenizer = engine.tokenizer
         self._generation = generation
         self._begun = False
+        self._recent_items = None if request.store is False else engine.recent_items
         self.stream = ResponseStream(
             _body(engine, generation, request),
             lambda prefix: f"{prefix}_{uuid.uuid4().hex}",
@@ -94,7 +100,10 @@ class _Writer:
         if choice.finish_reason == "abort":
             return self.stream.fail(_ABORTED, usage)
         self.stream.body.truncated = truncated_of(choice, self._tokenizer)
-        return self.stream.complete(choice.finish_reason, usage, int(time.time()))
+        events = self.stream.complete(choice.finish_reason, usage, int(time.time()))
+        if self._recent_items is not None:
+            self._recent_items.keep(self.stream.body.output, self._generation.scheduling.owner)
+        return events
 
     def fail(self, reply: ErrorReply) -> bytes:
         """The last events of a stream that fails."""
@@ -122,7 +131,7 @@ def _body(engine: Engine, generation: Generation, request: ResponsesRequest) -> 
         tool_choice="auto" if request.tool_choice is None else request.tool_choice,
         tools=request.tools or [],
         top_p=sampling.top_p,
-        user=request.user,
+        user=request.user or UNSET,
         metadata=request.metadata or {},
         warnings=generation.request.warnings or UNSET,
     )

@@ -50,6 +50,8 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     max_output_tokens: Count | None = None
     min_tokens: CountOrNone | None = None
     stream: bool | None = None
+    store: bool | None = None
+    include: list[str] | None = None
     metadata: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     user: str | None = None
@@ -83,8 +85,9 @@ _NOT_YET: Final[NotYet] = SAMPLING_NOT_YET | {
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
-_NO_EFFECT: Final = (NO_EFFECT | {"client_metadata", "include", "max_tool_calls", "stream_options"}) - {
+_NO_EFFECT: Final = (NO_EFFECT | {"client_metadata", "max_tool_calls", "stream_options"}) - {
     "metadata",
+    "store",
     "parallel_tool_calls",
     "include_reasoning",
     "separate_reasoning",
@@ -232,8 +235,8 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     top_p: float | None = None
     top_logprobs: int = 0
     truncation: Literal["disabled"] = "disabled"
-    usage: ResponsesUsage | None = None
-    user: str | None = None
+    usage: ResponsesUsage | UnsetType = UNSET
+    user: str | UnsetType = UNSET
     metadata: dict[str, Any] = {}
     truncated: Truncated | UnsetType = UNSET
     warnings: list[str] | UnsetType = UNSET

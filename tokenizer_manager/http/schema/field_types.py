@@ -44,6 +44,8 @@ Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 """A value that fits into a message; a larger one would fail when it is sent to the scheduler."""
 
 Count = Annotated[Int, _between(1, MAX_COUNT)]
+NO_LIMIT: Final = -1
+"""The limit of an answer's tokens that llama.cpp and LM Studio have for "as many as fit"."""
 CountOrNone = Annotated[Int, _between(0, MAX_COUNT)]
 WideTemperature = Annotated[float, _between(0, MAX_TEMPERATURE)]
 LogitBias = Annotated[

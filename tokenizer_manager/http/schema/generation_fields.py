@@ -17,6 +17,7 @@ from ....runtime.sampling_params import SamplingParams
 from .constraint_fields import ConstraintFields
 from .field_types import (
     MAX_OPENAI_TEMPERATURE,
+    NO_LIMIT,
     BootstrapHost,
     BootstrapPort,
     BootstrapRoom,
@@ -171,6 +172,15 @@ class GenerationFields(SamplingFields, kw_only=True):
                 code="invalid_value",
             )
         return None
+
+
+def answer_limit(value: int | None, param: str) -> int | None:
+    """The limit of an answer's tokens; None: as many as fit.
+
+    Raises:
+        RequestError: it is neither a count nor -1.
+    """
+    return None if value == NO_LIMIT else at_least_one(value, param)
 
 
 def at_least_one(value: int | None, param: str) -> int | None:

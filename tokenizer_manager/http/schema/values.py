@@ -1,4 +1,4 @@
-"""Values of a request body, checked one by one: types by msgspec, counts under `RequestLimits`, parts that are text.
+"""Values of a request body, checked one by one: types by msgspec, counts under `RequestLimits`.
 
 Errors name the client's path, the value and the rule.
 """
@@ -8,14 +8,14 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, TypeVar
 
 import msgspec
 
 from ....runtime.config.answer_config import RequestLimits
 from ....runtime.errors import RequestError
-from ...conversation.conversation import TEXT_SEPARATOR, ReasoningOptions
+from ...conversation.conversation import ReasoningOptions
 
 DEFAULT_LIMITS: Final = RequestLimits()
 
@@ -53,41 +53,6 @@ def check_count(param: str, count: int, low: int, limit: int, setting: str) -> N
             f"{param} is {count}, but it must lie in [{low}, {limit}] (--{setting.replace('_', '-')})",
             param=param,
             code="invalid_value",
-        )
-
-
-MEDIA_PARTS: Final = frozenset(
-    {
-        "audio",
-        "audio_url",
-        "document",
-        "file",
-        "image",
-        "image_file",
-        "image_url",
-        "input_audio",
-        "input_file",
-        "input_image",
-        "input_video",
-        "video",
-        "video_url",
-    }
-)
-"""The `type` of such parts, in the APIs of OpenAI, Anthropic and vLLM."""
-ONLY_TEXT: Final = (
-    "but the engine serves only the text of this model; leave it out, or describe the contents in words"
-)
-
-
-def check_is_no_media(kind: object, at: str) -> None:
-    """Check that a part of this type is not a medium.
-
-    Raises:
-        RequestError: it is one; names the field.
-    """
-    if isinstance(kind, str) and kind in MEDIA_PARTS:
-        raise RequestError(
-            f"{at}.type is {show(kind)}, {ONLY_TEXT}", param=f"{at}.type", code="unsupported_value"
         )
 
 
@@ -277,42 +242,6 @@ def optional_object(value: object, at: str) -> Body | None:
         RequestError: it is something else.
     """
     return None if value is None else convert(value, dict[str, Any], at)
-
-
-def text_of(value: object, at: str, kinds: Collection[str]) -> str:
-    """A text, or the texts of a list of parts, joined by newlines.
-
-    Args:
-        value: a string, or a list of objects with `type` and `text`.
-        at: its path.
-        kinds: types of text parts.
-
-    Raises:
-        RequestError: it is something else; a part of another type is named.
-    """
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise refused(at, f"is {show(value)}, but it must be a string or a list of parts", "invalid_type")
-    return TEXT_SEPARATOR.join(part_text(part, place, kinds) for place, part in objects(value, at))
-
-
-def part_text(part: Body, at: str, kinds: Collection[str]) -> str:
-    """The text of one part.
-
-    Raises:
-        RequestError: it is no text part.
-    """
-    kind = part.get("type")
-    if kind not in kinds:
-        check_is_no_media(kind, at)
-        raise RequestError(
-            f"{at}.type is {show(kind)}, but only {', '.join(sorted(kinds))} can be read here; this model takes text",
-            param=f"{at}.type",
-            code="unsupported_value",
-        )
-    key = "refusal" if kind == "refusal" else "text"
-    return convert(part.get(key), str, f"{at}.{key}")
 
 
 def effort_options(effort: object, at: str) -> ReasoningOptions:

@@ -187,10 +187,8 @@ def blocks(*content: dict[str, Any], role: str = "user") -> dict[str, Any]:
         (blocks({"type": "tool_use", "id": "x", "name": "f"}), "messages[0].content[0].type"),
         (blocks({"type": "tool_result", "content": "x"}), "messages[0].content[0].tool_use_id"),
         (blocks({"type": "tool_use", "id": "x", "name": "f"}, role="assistant"), "messages[0]"),
-        (
-            blocks({"type": "tool_result", "tool_use_id": "x", "content": [{"type": "image"}]}),
-            "messages[0].content[0].content[0].type",
-        ),
+        (blocks({"type": "tool_result", "tool_use_id": "x"}), "messages[0].content[0].tool_use_id"),
+        (blocks({"type": "image"}), "messages[0].content[0].type"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),

@@ -53,7 +53,8 @@ def call(**function: Any) -> dict[str, Any]:
     ],
 )
 def test_a_message_for_the_template(message, expected):
-    assert read(message) == [expected]
+    calls = {"role": "assistant", "tool_calls": [call(name="f", arguments="{}") | {"id": "c1"}]}
+    assert read(calls, message)[-1] == expected
 
 
 @pytest.mark.parametrize(
