@@ -50,16 +50,18 @@ class GrammarReport(msgspec.Struct, frozen=True):
     first_overruled: OverruledToken | None
 
 
-class Truncated(msgspec.Struct, frozen=True):
-    """A JSON answer that is complete, but shorter than the model would have made it, because of its limit of tokens.
+class Truncated(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A JSON answer that is shorter than the model would have made it, because of its limit of tokens.
 
     Attributes:
         at: JSON pointer of the value at which it was cut.
         forced_tokens: the tokens from there on, which complete it.
+        complete: it is JSON. False where no end within the limit was found, so that it ends in the middle.
     """
 
     at: str | None
     forced_tokens: int
+    complete: bool = True
 
 
 class GuidedAnswer:
@@ -110,20 +112,37 @@ class GuidedAnswer:
         )
 
     def truncated(self, tokenizer: Tokenizer) -> Truncated | None:
-        """Position at which a finished answer was cut; None if it was not, or is not complete."""
+        """Position at which a finished answer was cut; None if it was not, or was not to be complete."""
         usage, finish = self._usage, self._finish
-        if usage is None or usage.cut_at is None or finish is None:
+        if finish is None or finish.kind is not FinishKind.LENGTH:
             return None
-        if finish.kind is not FinishKind.LENGTH or finish.matched is None:
+        if finish.matched is None:
+            if not self._use.complete or self._is_json(tokenizer):
+                return None
+            return Truncated(self._pointer(self._num_tokens, tokenizer), 0, complete=False)
+        if usage is None or usage.cut_at is None:
             return None
         return Truncated(self._pointer(usage.cut_at, tokenizer), self._num_tokens - usage.cut_at)
 
+    def _is_json(self, tokenizer: Tokenizer) -> bool:
+        text = self._answer(self._num_tokens, tokenizer)
+        try:
+            json.loads(text or "")
+        except (ValueError, RecursionError):
+            return False
+        return True
+
     def _pointer(self, position: int, tokenizer: Tokenizer) -> str | None:
         """The place of the `position`-th token in the JSON of the answer; None if there is no JSON of a schema."""
+        text = self._answer(position, tokenizer)
+        return None if text is None else pointer_at_end(text)
+
+    def _answer(self, num_tokens: int, tokenizer: Tokenizer) -> str | None:
+        """The JSON of the first tokens of the answer, without the reasoning; None if there is none."""
         use = self._use
         if use.spec is None or use.spec.kind is not GrammarKind.JSON_SCHEMA:
             return None
-        text = _text(tokenizer, self._token_ids[:position])
+        text = _text(tokenizer, self._token_ids[:num_tokens])
         if use.reasoning is not None:
             begin, end = (
                 marker.decode(errors="replace") for marker in (use.reasoning.begin, use.reasoning.end)
@@ -132,7 +151,7 @@ class GuidedAnswer:
             if not found and (use.reasoning.opened or text.lstrip().startswith(begin)):
                 return None
             text = answer if found else text
-        return pointer_at_end(text)
+        return text
 
 
 def merged(reports: Sequence[GrammarReport]) -> GrammarReport | None:

@@ -142,3 +142,19 @@ def test_the_pointer_of_the_end(text, pointer):
 @pytest.mark.parametrize("text", ["}", "]]", ",,", ":::", '{"\\x": ', "{:", "[:", '\\"', "{]}["])
 def test_what_is_no_json_has_some_pointer(text):
     assert isinstance(pointer_at_end(text), str)
+
+
+@pytest.mark.parametrize(
+    ("text", "complete", "expected"),
+    [
+        ('{"b": {"c": "x', True, Truncated("/b/c", 0, complete=False)),
+        ('{"b": {"c": "x', False, None),  # the request did not ask for a complete answer
+        ('{"b": 1}', True, None),
+        ("12", True, None),
+    ],
+)
+def test_an_answer_that_ends_in_the_middle_says_so(text, complete, expected):
+    use = GrammarUse(spec=JSON.spec, complete=complete)
+    answer = answer_of(text, overruled_at(1), use, Finish(FinishKind.LENGTH))
+
+    assert answer.truncated(TOKENIZER) == expected
