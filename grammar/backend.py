@@ -74,11 +74,13 @@ class GrammarError(Exception):
 class MatcherErrorCode(enum.StrEnum):
     """The error code for the client of an answer that a matcher cannot continue.
 
-    LIMIT: a step goes beyond a limit of the library. BUG: no token is allowed, or a token is refused.
+    LIMIT: a step goes beyond a limit of the library. BUG: no token is allowed, or a token is refused. TOO_SHORT: the
+    limit of tokens is below the shortest answer, which the client can change.
     """
 
     LIMIT = "grammar_limit"
     BUG = "grammar_bug"
+    TOO_SHORT = "max_tokens_too_small"
 
 
 class Matcher(Protocol):
@@ -113,9 +115,9 @@ class Matcher(Protocol):
         ...
 
     def limit(self, num_tokens: int) -> None:
-        """Let a JSON answer become complete within this many further tokens, where the matcher can do so.
+        """Let the answer become complete within this many further tokens, where the matcher can do so.
 
-        Called at most once, before the first token.
+        Sets `error` if the shortest answer has more. Called at most once, before the first token.
         """
         ...
 
@@ -162,10 +164,14 @@ class CompiledGrammar(Protocol):
 
     Attributes:
         num_bytes: estimated memory, for the bound of the cache.
+        short_answer: tokens of a short text of the grammar; None if the search does not find one.
     """
 
     @property
     def num_bytes(self) -> int: ...
+
+    @property
+    def short_answer(self) -> Sequence[int] | None: ...
 
     def matcher(self) -> Matcher:
         """A matcher at the beginning of the text."""

@@ -1,17 +1,20 @@
-"""`shortest_end`, `JsonState`: a short way from a position in a JSON answer to its end.
+"""`shortest_end`, `JsonState`: a short way from a position in a JSON answer to its end; `growth_of`: how ways grow.
 
 The search is greedy: forced text, else the first token of a list that the grammar allows at this kind of position, else
-the longest token that it allows. All tokens are checked by the matcher, so a way that is found is valid; it need not be
-the shortest one. The greedy search finds no end where a string has a pattern that a long token leads away from its end.
+the longest token that it allows. The text that it finds is then split by the tokenizer, which takes fewer tokens. All
+tokens are checked by the matcher, so a way that is found is valid; it need not be the shortest one. The greedy search
+finds no end where a string has a pattern that a long token leads away from its end.
 """
 
 # Shapes: V tokens of the model's vocabulary, W = ceil(V / 32) words of a mask.
 
 from __future__ import annotations
 
+import copy
 import functools
+import json
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +34,14 @@ _VALUES: Final = (b"null", b'""', b"0", b"[]", b"{}", b'"', b"[", b"{", b"true",
 _IN_ARRAY: Final = (b"]", *_VALUES)
 _IN_OBJECT: Final = (b"}", b'"')
 _AFTER: Final = (b":", b"}", b"]", b",")
-_LISTS: Final = (_STRING, _CHARACTER, _ESCAPE, _DIGIT, _VALUES, _IN_ARRAY, _IN_OBJECT, _AFTER)
+_FILLERS: Final = (b"x", b"0", b"a", b"X", b"-")
+"""Characters that make a name another one."""
+_LISTS: Final = (_STRING, _CHARACTER, _ESCAPE, _DIGIT, _VALUES, _IN_ARRAY, _IN_OBJECT, _AFTER, _FILLERS)
+_GREEDY_FACTOR: Final = 2
+_GREEDY_MORE: Final = 8
+"""The tokens of a greedy way may be so many, per token of a way and beside them: the tokenizer's split has fewer."""
+_PATTERN_BYTES: Final = 64
+"""Of a string with a pattern or a format, the shortest of which is not computed."""
 _QUOTE: Final = 0x22
 _BACKSLASH: Final = 0x5C
 _UNICODE: Final = 0x75
@@ -47,9 +57,12 @@ class JsonState:
         utf8_len: continuation bytes that the last character of a string lacks.
         is_name: the string is the name of a field.
         last: the last byte that is no whitespace, outside of strings; 0 at the beginning.
+        num_begun: values and members that were begun so far; a comma begins one, too.
     """
 
-    __slots__ = ("_is_unicode", "_open", "escape_len", "in_string", "is_name", "last", "utf8_len")
+    __slots__ = (
+        *("_is_unicode", "_open", "escape_len", "in_string", "is_name", "last", "num_begun", "utf8_len"),
+    )
 
     def __init__(self) -> None:
         self.in_string = False
@@ -57,6 +70,7 @@ class JsonState:
         self.escape_len = 0
         self.utf8_len = 0
         self.last = 0
+        self.num_begun = 0
         self._is_unicode = False
         self._open = b""  # the brackets that are not closed
 
@@ -70,13 +84,15 @@ class JsonState:
 
     def copy(self) -> JsonState:
         """An independent state at the same position."""
-        twin = JsonState.__new__(JsonState)
-        twin.in_string, twin.escape_len, twin.utf8_len = self.in_string, self.escape_len, self.utf8_len
-        twin.last, twin._is_unicode = self.last, self._is_unicode
-        twin.is_name, twin._open = self.is_name, self._open
-        return twin
+        return copy.copy(self)
+
+    @property
+    def depth(self) -> int:
+        """Objects and arrays that are open."""
+        return len(self._open)
 
     def _read_sign(self, byte: int) -> None:
+        self.num_begun += byte in b'"{[,'
         if byte == _QUOTE:
             self.in_string = True
             self.is_name = self._open.endswith(b"{") and self.last in b"{,"
@@ -103,11 +119,28 @@ class JsonState:
             self.utf8_len -= 1
 
 
-class ClosingTokens:
-    """The tokens of one vocabulary that the search prefers.
+class Skeleton(NamedTuple):
+    """The effect of a token on a document: equal for tokens after which the same ways lead to the end.
 
     Attributes:
-        plain: [W] mask of the tokens that are whole printable characters of a string, without quotes and escapes.
+        kept: its bytes, without blanks around signs and without a part of a character at its end.
+        escape_len, utf8_len: what it leaves open, as in `JsonState`.
+        num_begun: values and members that it begins.
+    """
+
+    kept: bytes
+    escape_len: int
+    utf8_len: int
+    num_begun: int
+
+
+class ClosingTokens:
+    """The tokens of one vocabulary, as the search and `CompletingMatcher` need them.
+
+    Attributes:
+        num_chars: [V] uint8, characters of a token that is whole printable characters of a string, without quotes and
+            escapes; 0 of any other token, and of one with more than 255.
+        num_up_to: [256] number of tokens with 1 to n characters by `num_chars`.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -117,19 +150,23 @@ class ClosingTokens:
         id_of: dict[bytes, int] = {}
         num_tokens = min(len(vocabulary.tokens), vocabulary.size)
         self._ranks: npt.NDArray[np.uint8] = np.zeros(-(-vocabulary.size // 32) * 32, np.uint8)
-        plain = np.zeros_like(self._ranks)
+        self.num_chars: npt.NDArray[np.uint8] = np.zeros_like(self._ranks)
         for token_id, token in enumerate(vocabulary.tokens[:num_tokens]):
             if not token or token_id in special:
                 continue
             if token in wanted:
                 id_of.setdefault(token, token_id)
             self._ranks[token_id] = 1 if token.isspace() else 1 + min(len(token), _MAX_RANK)
-            plain[token_id] = _is_plain(token)
-        self.plain: MaskRow = np.packbits(plain, bitorder="little").view(np.int32)
-        self.plain.setflags(write=False)
+            self.num_chars[token_id] = _num_plain_chars(token)
+        counts = np.bincount(self.num_chars, minlength=256)
+        counts[0] = 0
+        self.num_up_to = counts.cumsum()
+        self._tokens = vocabulary.tokens
+        self._skeletons: dict[tuple[int, bool, bool, int, int], Skeleton] = {}
         self._ids: dict[tuple[bytes, ...], tuple[int, ...]] = {
             texts: tuple(id_of[t] for t in texts if t in id_of) for texts in _LISTS
         }
+        self.fillers = self._ids[_FILLERS]
 
     def candidates(self, state: JsonState) -> Sequence[int]:
         """The tokens to try at a position, the best first."""
@@ -144,6 +181,40 @@ class ClosingTokens:
         else:
             texts = {0x5B: _IN_ARRAY, 0x7B: _IN_OBJECT}.get(state.last, _AFTER)
         return self._ids[texts]
+
+    def skeleton(self, token_id: int, state: JsonState, *, is_free: bool) -> Skeleton:
+        """The effect of a token on a document.
+
+        Args:
+            token_id: of the token.
+            state: before it.
+            is_free: characters of the string that `state` is in count, and do not differ.
+        """
+        key = token_id, is_free, state.in_string, state.escape_len, state.utf8_len
+        found = self._skeletons.get(key)
+        if found is None:
+            end, kept, char_start = state.copy(), bytearray(), 0
+            for byte in self._tokens[token_id]:
+                is_plain = is_free and end.in_string and not end.escape_len and byte not in b'"\\'
+                is_free = is_free and end.in_string
+                if byte >= 0xC0:
+                    char_start = len(kept)
+                if is_plain:
+                    kept += b"" if 0x80 <= byte < 0xC0 else b"x"
+                elif end.in_string or byte not in _BLANKS:
+                    kept.append(byte)
+                end.read(bytes((byte,)))
+            if end.utf8_len:
+                del kept[char_start:]
+            num_begun = end.num_begun - state.num_begun
+            found = self._skeletons[key] = Skeleton(bytes(kept), end.escape_len, end.utf8_len, num_begun)
+        return found
+
+    @functools.lru_cache(maxsize=1 << 18)  # noqa: B019  (as many tables as vocabularies, which a process keeps)
+    def kinds(self, token_id: int) -> str:
+        """The kinds of the characters of a token, repeated ones once: letters, digits, each other sign."""
+        kinds = [_kind(char) for char in self._tokens[token_id].decode(errors="replace")]
+        return "".join(kind for kind, before in zip(kinds, ["", *kinds], strict=False) if kind != before)
 
     def longest(self, mask: MaskRow) -> int:
         """The longest token that a mask allows; -1 if there is none but special ones."""
@@ -173,6 +244,29 @@ def shortest_end(
         The tokens, after which the answer is complete: it has ended, or an EOS token is allowed. None if the search
         does not find such a way.
     """
+    way = _greedy_end(matcher, vocabulary, state, _GREEDY_FACTOR * max_tokens + _GREEDY_MORE)
+    if way is None and state.in_string and state.is_name and not (state.escape_len or state.utf8_len):
+        way = _end_of_other_name(matcher, vocabulary, state, max_tokens)
+    if way is None:
+        return None
+    split = vocabulary.encode(b"".join(vocabulary.tokens[i] for i in way))
+    if len(split) < len(way) and leads_to_end(matcher, vocabulary, split):
+        way = split
+    return way if len(way) <= max_tokens else None
+
+
+def leads_to_end(matcher: Matcher, vocabulary: Vocabulary, way: Sequence[int]) -> bool:
+    """Whether an answer is complete after these tokens."""
+    eos = vocabulary.eos_token_ids[:1]
+    if eos:
+        return matcher.validate([*way, *eos]) > len(way)
+    ahead = matcher.copy()
+    return ahead.accept(way) == len(way) and is_complete(ahead, vocabulary)
+
+
+def _greedy_end(
+    matcher: Matcher, vocabulary: Vocabulary, state: JsonState, max_tokens: int
+) -> list[int] | None:
     tokens, texts = closing_tokens(vocabulary), vocabulary.tokens
     ahead, position = matcher.copy(), state.copy()
     way: list[int] = []
@@ -185,6 +279,67 @@ def shortest_end(
             position.read(texts[token_id])
         way += step
     return way
+
+
+def _end_of_other_name(
+    matcher: Matcher, vocabulary: Vocabulary, state: JsonState, max_tokens: int
+) -> list[int] | None:
+    """The way through a name with one more character: the name as it is may require a long value."""
+    for token_id in closing_tokens(vocabulary).fillers:
+        ahead, position = matcher.copy(), state.copy()
+        if ahead.accept((token_id,)) and not ahead.error:
+            position.read(vocabulary.tokens[token_id])
+            if (rest := _greedy_end(ahead, vocabulary, position, max_tokens)) is not None:
+                return [token_id, *rest]
+    return None
+
+
+@functools.lru_cache(maxsize=64)
+def growth_of(schema: str) -> int:
+    """Bound the tokens that a way grows by where one more value is begun: those of the largest shortest document of a
+    part of the schema. A token has at least one byte.
+
+    Args:
+        schema: JSON text, as `check_schema` writes it.
+    """
+    root: Any = json.loads(schema)
+    known: dict[int, int] = {}
+    largest = 0
+
+    def size(node: Any) -> int:
+        """Bytes of the shortest document of a schema, or more. Visits all schemas inside it, too."""
+        nonlocal largest
+        if not isinstance(node, dict):
+            return len("null")
+        if id(node) in known:
+            return known[id(node)]
+        known[id(node)] = 0  # on the way around a cycle
+        inner = {key: size(node[key]) for key in ("items", "additionalProperties") if key in node}
+        fields = {name: size(part) for name, part in node.get("properties", {}).items()}
+        others = [size(part) for part in node.get("patternProperties", {}).values()]
+        prefix = [size(part) for part in node.get("prefixItems", ())]
+        required, least = node.get("required", ()), node.get("minItems", 0)
+        other = max([inner.get("additionalProperties", 4), *others])
+        container = 4 + sum(prefix) + least * (1 + inner.get("items", 4))
+        container += sum(len(json.dumps(name)) + 2 + fields.get(name, other) for name in required)
+        container += node.get("minProperties", 0) * (8 + other)
+        values = [node["const"]] if "const" in node else node.get("enum", ())
+        string = max((len(json.dumps(value)) for value in values), default=2 + node.get("minLength", 0))
+        string += _PATTERN_BYTES if "pattern" in node or "format" in node else 0
+        total: int = max(container, string)
+        if "$ref" in node:
+            total += size(root.get("$defs", {}).get(str(node["$ref"]).rpartition("/")[2]))
+        total += sum([size(part) for part in node.get("allOf", ())])
+        for keyword in ("anyOf", "oneOf"):
+            total += max([size(part) for part in node.get(keyword, ())], default=0)
+        known[id(node)] = total
+        largest = max(largest, total)
+        return total
+
+    size(root)
+    for definition in root.get("$defs", {}).values() if isinstance(root, dict) else ():
+        size(definition)
+    return largest
 
 
 def forced_share(matcher: Matcher, vocabulary: Vocabulary) -> float | None:
@@ -229,9 +384,16 @@ def _next_tokens(
     return [] if best < 0 else [best]
 
 
-def _is_plain(token: bytes) -> bool:
+def _num_plain_chars(token: bytes) -> int:
     try:
         text = token.decode()
     except UnicodeDecodeError:
-        return False
-    return text.isprintable() and '"' not in text and "\\" not in text
+        return 0
+    is_plain = text.isprintable() and '"' not in text and "\\" not in text
+    return len(text) if is_plain and len(text) < 256 else 0
+
+
+def _kind(char: str) -> str:
+    if not char.isascii():
+        return "é"
+    return "a" if char.islower() else "A" if char.isupper() else "0" if char.isdigit() else char

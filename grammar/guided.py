@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 from numpy import int32
 
-from ..runtime.grammar_use import GrammarUse
+from ..runtime.grammar_use import GrammarKind, GrammarUse, ReasoningBlock
 from .backend import CompiledGrammar, MaskRow, Matcher, MatcherErrorCode, Vocabulary
-from .closing import closing_tokens
+from .closing import closing_tokens, growth_of, leads_to_end
 from .completing import CompletingMatcher
 from .markers import BlockOpening, OpenBlock, TriggerSearch, feed_bytes, marker_table, single_bytes
 
@@ -72,6 +72,7 @@ class GuidedMatcher:
             None  # in GRAMMAR, TRIGGERED, and in START while the grammar takes the text
         )
         self._num_left: int | None = None  # of the limit, if there is one; up to the beginning of the grammar
+        self._shortest: Sequence[int] | None = None  # a short answer of the grammar, if there is a limit
         self._tail = b""  # in FREE: the last bytes, which may be the beginning of a trigger
         self._num_forced_before = 0  # in triggered grammars that have ended
         self.ended = False
@@ -109,10 +110,58 @@ class GuidedMatcher:
         return self._num_forced_before + (0 if self._inner is None else self._inner.num_forced)
 
     def limit(self, num_tokens: int) -> None:
-        """Let the answer become complete within this many further tokens; see `Matcher.limit`."""
+        """Let the answer become complete within this many further tokens; see `Matcher.limit`.
+
+        The reasoning leaves the tokens of a short answer, whatever its budget is.
+        """
+        if self._grammar is None:
+            return
+        self._shortest = self._short_answer(self._grammar)
+        need = 0 if self._shortest is None else len(self._shortest)
+        num_marker = 0 if self._block is None else self._block.num_end_tokens
+        if need + num_marker > num_tokens:
+            self._refuse_limit(num_tokens, need, num_marker)
+            return
         self._num_left = num_tokens
-        if self._grammar is not None and self._inner is not None:
-            self._inner = CompletingMatcher(self._inner, self._vocabulary, num_tokens)
+        if self._block is not None:
+            self._bound_block(self._block)
+        elif self._inner is not None:
+            self._inner = self._completing(self._inner, b"")
+
+    def _short_answer(self, grammar: CompiledGrammar) -> Sequence[int] | None:
+        """The tokens of a short answer of the grammar: one measure for all uses of the limit."""
+        if self._use.shortest:
+            split = self._vocabulary.encode(self._use.shortest.encode())
+            if leads_to_end(grammar.matcher(), self._vocabulary, split):
+                return split
+        return grammar.short_answer
+
+    def _completing(self, inner: Matcher, data: bytes) -> Matcher:
+        """The matcher of the answer, which has accepted `data`, as it is near the limit."""
+        if not self._use.complete or self._num_left is None or self._use.spec is None:
+            return inner
+        growth = growth_of(self._use.spec.text)
+        path = None if data else self._shortest
+        return CompletingMatcher(inner, self._vocabulary, self._num_left, growth, data, path)
+
+    def _bound_block(self, block: OpenBlock) -> None:
+        """Let the reasoning block end where the tokens for a short answer begin."""
+        if self._num_left is not None and self._shortest is not None:
+            block.bound(self._num_left - len(self._shortest))
+
+    def _may_reason(self, reasoning: ReasoningBlock) -> bool:
+        """Whether a reasoning block that is not open yet leaves room for a short answer."""
+        if self._num_left is None or self._shortest is None:
+            return True
+        markers = (reasoning.begin, reasoning.end)
+        num_tokens = sum([marker_table(self._vocabulary, marker).most_tokens for marker in markers])
+        return num_tokens + len(self._shortest) <= self._num_left
+
+    def _refuse_limit(self, num_tokens: int, need: int, num_marker: int) -> None:
+        marker = f", and the end of the reasoning has {num_marker}" if num_marker else ""
+        rule = f"the shortest answer has {need} tokens{marker}, but the answer may have {num_tokens}"
+        self.error = f"{rule}; raise its limit"
+        self.error_code = MatcherErrorCode.TOO_SHORT
 
     # ------------------------------------------------------------ masks
 
@@ -157,7 +206,8 @@ class GuidedMatcher:
             self._inner.fill(mask)
             if self._inner.error:
                 mask.fill(0)
-        opening.allow_marker(mask)
+        if self._use.reasoning is not None and (opening.text or self._may_reason(self._use.reasoning)):
+            opening.allow_marker(mask)
         if not mask.any():
             self._fail("no token is allowed")
             mask.fill(-1)
@@ -268,6 +318,7 @@ class GuidedMatcher:
         self.phase = Phase.BLOCK
         self._opening = self._inner = None
         self._block = OpenBlock(self._use.reasoning, self._vocabulary)
+        self._bound_block(self._block)
         self._read_block(data, self._block, num_tokens=0)
 
     def _read_block(self, data: bytes, block: OpenBlock, num_tokens: int = 1) -> None:
@@ -288,8 +339,8 @@ class GuidedMatcher:
         self._inner = self._grammar.matcher()
         if feed_bytes(self._inner, data, self._vocabulary) < len(data):
             self._fail(f"the text {data!r} after the reasoning block is refused")
-        elif self._num_left is not None:
-            self._inner = CompletingMatcher(self._inner, self._vocabulary, self._num_left, data)
+        else:
+            self._inner = self._completing(self._inner, data)
         self.ended = self._inner.ended
 
     def _read_free_text(self, data: bytes) -> None:
@@ -340,4 +391,6 @@ def prepare(use: GrammarUse, vocabulary: Vocabulary) -> None:
             _ = marker_table(vocabulary, use.reasoning.begin).continuations
     if use.complete:
         closing_tokens(vocabulary)
+        if use.spec is not None and use.spec.kind is GrammarKind.JSON_SCHEMA:
+            growth_of(use.spec.text)
     single_bytes(vocabulary)

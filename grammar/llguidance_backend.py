@@ -17,6 +17,7 @@ import numpy as np
 from ..runtime.errors import ConfigError
 from ..runtime.grammar_use import GrammarKind, GrammarSpec, Whitespace
 from .backend import GrammarError, Vocabulary
+from .closing import JsonState, shortest_end
 from .llguidance_matcher import LLGuidanceMatcher, translate_error
 from .lowering.lark import ALLOWED_ESCAPES
 from .markers import allows
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 MAX_LEXER_STATES: Final = 50_000
 """Per grammar; a state has 1 to 2 kB. The library's default, 250,000, is more than the whole cache may hold."""
+MAX_SHORT_TOKENS: Final = 256
+"""Tokens of a short answer that is searched when a grammar is compiled; the search takes 1 ms, and 50 ms in vain."""
 _BASE_BYTES: Final = 64 << 10
 _PATTERN_BYTES: Final = 2 << 20
 """Memory of a regex or a grammar: states of its lexer are added while texts are matched, 2.3 MB for `.*a.{200}b`."""
@@ -94,6 +97,7 @@ class LLGuidanceBackend:
         first.fill(np.zeros(-(-self.vocabulary.size // 32), np.int32))
         if first.library_error:
             raise translate_error(spec.kind, first.library_error, spec.text)
+        compiled.short_answer = shortest_end(first, self.vocabulary, JsonState(), MAX_SHORT_TOKENS)
         return compiled
 
     def _library_grammar(self, spec: GrammarSpec) -> str:
@@ -151,6 +155,7 @@ class LLGuidanceGrammar:
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._num_tokens = num_tokens
+        self.short_answer: list[int] | None = None
         self.num_bytes = _BASE_BYTES + _BYTES_PER_TEXT_BYTE * num_text_chars
         self._lock = threading.Lock()  # the library forbids two calls of one object at a time
 

@@ -100,6 +100,11 @@ class MarkerTable:
             self._rows[state] = row
         return row
 
+    @functools.cached_property
+    def most_tokens(self) -> int:
+        """The most tokens of the rest of the marker, whatever bytes of it are there."""
+        return max(len(self.next_tokens(state)) for state in range(len(self.search.marker)))
+
     def next_tokens(self, state: int) -> tuple[int, ...]:
         """The tokens that spell the marker from its byte `state` on, special tokens included; () if none do."""
         rest = self.search.marker[state:]
@@ -303,6 +308,18 @@ class OpenBlock:
         else:
             row = self._table.open_row(self._marker_state)
             mask[: row.size] = row
+
+    @property
+    def num_end_tokens(self) -> int:
+        """Tokens of the end marker, if it begins now."""
+        return len(self._table.next_tokens(self._marker_state))
+
+    def bound(self, num_tokens: int) -> None:
+        """Lower the budget so that the block ends within this many further tokens, those of the end marker included."""
+        most = self._num_tokens + max(0, num_tokens - self._table.most_tokens)
+        self._budget = most if self._budget is None else min(self._budget, most)
+        if self._num_tokens >= self._budget and not self.end_tokens:
+            self.end_tokens = self._table.next_tokens(self._marker_state)
 
     def takes(self, token_id: int) -> bool:
         """Whether a token other than EOS may come next."""

@@ -92,6 +92,7 @@ class GrammarUse(msgspec.Struct, frozen=True, array_like=True, gc=False):
         compiles: the grammars have been compiled in the sandbox, or the caller trusts them; if not, the scheduler
             waits for `GrammarReady`.
         complete: `spec` is a JSON schema, and the answer must be complete when it ends by its limit of tokens.
+        shortest: a short text of `spec`; "" if none is known. A limit of tokens below its tokens is refused.
     """
 
     spec: GrammarSpec | None = None
@@ -100,6 +101,7 @@ class GrammarUse(msgspec.Struct, frozen=True, array_like=True, gc=False):
     ends_after_first: bool = False
     compiles: bool = False
     complete: bool = False
+    shortest: str = ""
 
     @property
     def specs(self) -> tuple[GrammarSpec, ...]:

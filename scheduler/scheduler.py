@@ -288,7 +288,7 @@ class Scheduler:
         except Exception:  # the failure of one request must not end the others
             logger.error("a request has no matcher rid=%s", req.rid, exc_info=True)
             req.matcher = FailedMatcher()
-        if req.grammar is not None and req.grammar.complete:
+        if req.grammar is not None:
             assert req.sampling.max_new_tokens is not None
             req.matcher.limit(req.sampling.max_new_tokens)  # also if another engine decodes
         finish = resume(req)

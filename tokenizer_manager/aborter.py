@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
+from ..grammar.backend import MatcherErrorCode
 from ..runtime.errors import RequestError
 from ..runtime.messages import AbortRequest, Finish, FinishKind, SchedulerInput, TextOutput, Usage
 from .generation import Choice, Generation, GenerationRequest
@@ -139,7 +140,7 @@ def error_of(finish: Finish, request: GenerationRequest, choice: Choice, rid: st
     """The error for the client of a request that the engine ended with this finish; logs it."""
     message = finish.message or f"the engine ended the request ({finish.kind.value})"
     logger.warning("request failed rid=%s status=%d error=%s", rid, finish.status, message)
-    param = None
+    param = request.length_param if finish.code == MatcherErrorCode.TOO_SHORT else None
     if request.poolings:
         param = prompt_name(request.prompts, choice.index, request.prompt_param)
         message = f"{param}: {message}"

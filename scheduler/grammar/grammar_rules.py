@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from ...grammar.backend import Matcher
+from ...grammar.backend import Matcher, MatcherErrorCode
 from ...runtime.messages import Finish, FinishKind, TokenOutput
 from ..arrays import IntArray
 from ..batch import ScheduleBatch
@@ -91,17 +91,15 @@ def _accept(req: Req, matcher: Matcher, token_id: int) -> None:
 def _end_of(req: Req) -> Finish | None:
     assert req.matcher is not None
     if req.matcher.error:
-        code = "" if req.matcher.error_code is None else req.matcher.error_code.value
-        return Finish(FinishKind.ERROR, message=_error_text(req), status=500, code=code)
+        code = req.matcher.error_code
+        if code is MatcherErrorCode.TOO_SHORT:
+            return Finish(FinishKind.ERROR, message=req.matcher.error, status=400, code=code.value)
+        text = f"{req.matcher.error}; change the schema or grammar, or send the request again"
+        return Finish(FinishKind.ERROR, message=text, code="" if code is None else code.value)
     if not req.matcher.ended:
         return None
     kind = FinishKind.LENGTH if req.matcher.is_cut else FinishKind.STOP
     return Finish(kind, matched=MATCHED_GRAMMAR)
-
-
-def _error_text(req: Req) -> str:
-    assert req.matcher is not None
-    return f"{req.matcher.error}; change the schema or grammar, or send the request again"
 
 
 class GrammarDrafts:

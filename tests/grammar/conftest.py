@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as CoreTokenizer
 
+from engine.grammar.backend import Vocabulary
 from engine.grammar.llguidance_backend import LLGuidanceBackend
 from engine.grammar.vocabulary import TokenizerVocabulary
 from engine.models.tokenizer.tokenizer import Tokenizer
@@ -16,6 +18,7 @@ MERGES = [
     *(("t", "r"), ("u", "e"), ("tr", "ue"), ('"', ":"), ('"', ","), ("{", '"'), ("a", "b"), ("ab", "c")),
     *(("Ġ", '"'), (",", "Ġ"), ('":', "Ġ"), ("Ċ", "Ġ"), ("Ġ", "Ġ"), ("[", "]"), ('"', "}"), ("1", "2")),
 ]
+DOCS = Path(__file__).parents[2] / "docs"
 SPECIALS = ("<|end|>", "<|stop|>", "<think>")
 
 
@@ -27,6 +30,22 @@ def byte_level_tokenizer() -> Tokenizer:
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens([AddedToken(text, special=True) for text in SPECIALS])
+    return Tokenizer(core, special_tokens={}, eos_token_ids=(), chat_templates={})
+
+
+def word_tokenizer() -> Tokenizer:
+    """1,500 pieces, trained on the documents of the project: words, JSON signs in one piece, parts of characters."""
+    core = CoreTokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1500,
+        special_tokens=list(SPECIALS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = [path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))]
+    core.train_from_iterator([*texts, '{"name": "é", "age": 1}, [{"a": "", "b": []}]' * 50], trainer)
     return Tokenizer(core, special_tokens={}, eos_token_ids=(), chat_templates={})
 
 
@@ -53,15 +72,28 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture(scope="session")
-def vocabulary(tokenizer: Tokenizer) -> TokenizerVocabulary:
-    """Of 300 logits, with two EOS tokens."""
+def byte_backend(tokenizer: Tokenizer) -> LLGuidanceBackend:
+    """With 300 logits and two EOS tokens."""
     eos = [tokenizer.token_to_id(text) for text in SPECIALS[:2]]
-    return TokenizerVocabulary(tokenizer, 300, [i for i in eos if i is not None])
+    return LLGuidanceBackend(TokenizerVocabulary(tokenizer, 300, [i for i in eos if i is not None]))
 
 
 @pytest.fixture(scope="session")
-def backend(vocabulary: TokenizerVocabulary) -> LLGuidanceBackend:
-    return LLGuidanceBackend(vocabulary)
+def word_backend() -> LLGuidanceBackend:
+    """With the pieces of `word_tokenizer`, in 1,504 logits."""
+    tokenizer = word_tokenizer()
+    return LLGuidanceBackend(TokenizerVocabulary(tokenizer, 1504, [tokenizer.token_to_id(SPECIALS[0]) or 0]))
+
+
+@pytest.fixture(scope="session")
+def backend(byte_backend: LLGuidanceBackend) -> LLGuidanceBackend:
+    return byte_backend
+
+
+@pytest.fixture(scope="session")
+def vocabulary(byte_backend: LLGuidanceBackend) -> Vocabulary:
+    """Of 300 logits, with two EOS tokens."""
+    return byte_backend.vocabulary
 
 
 def compact(value: object) -> bytes:

@@ -104,6 +104,7 @@ class FakeGrammar:
         self.alternatives = [part.removesuffix("*").encode() for part in text.split("|")]
         self.repeats = [part.endswith("*") for part in text.split("|")]
         self.num_bytes = 100 + len(text)
+        self.short_answer: list[int] | None = None
 
     def matcher(self) -> FakeMatcher:
         return FakeMatcher(self)

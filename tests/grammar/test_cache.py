@@ -11,6 +11,7 @@ from engine.runtime.grammar_use import GrammarKind, GrammarSpec, GrammarUse, Rea
 
 class Grammar:
     num_bytes = 100
+    short_answer = None
 
     def __init__(self, spec: GrammarSpec) -> None:
         self.spec = spec

@@ -9,10 +9,10 @@ from typing import Any
 import jsonschema_rs
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.grammar.backend import CompiledGrammar, Matcher
+from engine.grammar.backend import CompiledGrammar, Matcher, MatcherErrorCode
 from engine.grammar.closing import JsonState, shortest_end
 from engine.grammar.guided import GuidedMatcher
 from engine.grammar.llguidance_backend import LLGuidanceBackend
@@ -25,6 +25,12 @@ PERSON = {
     "type": "object",
     "properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 18}},
     "required": ["name", "age"],
+}
+TEXT = {
+    "type": "object",
+    "properties": {"text": {"type": "string", "minLength": 40}},
+    "required": ["text"],
+    "additionalProperties": False,
 }
 PEOPLE = {
     "type": "object",
@@ -123,19 +129,38 @@ def answer(
     return text
 
 
-@given(
+@pytest.fixture(params=["bytes", "words"])
+def backend(
+    request: Any, byte_backend: LLGuidanceBackend, word_backend: LLGuidanceBackend
+) -> LLGuidanceBackend:
+    """A vocabulary of bytes with a few merges, and one of 1,500 pieces of English and JSON."""
+    return byte_backend if request.param == "bytes" else word_backend
+
+
+@pytest.fixture
+def vocabulary(backend) -> Any:
+    return backend.vocabulary
+
+
+any_case = given(
     schema=schemas,
     seed=st.integers(0, 1 << 30),
-    slack=st.integers(0, MOST_TOKENS),
-    late=st.sampled_from([0.0, 0.8]),
+    slack=st.integers(0, MOST_TOKENS) | st.integers(0, 8),
+    whitespace=st.sampled_from(Whitespace),
 )
-@settings(max_examples=examples(60), deadline=None)
-def test_every_cut_answer_validates(backend, vocabulary, schema, seed, slack, late):
-    use = use_of(schema)
+quick = settings(
+    max_examples=examples(50), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@any_case
+@quick
+@pytest.mark.parametrize("late", [0.0, 0.8])
+def test_every_cut_answer_validates(backend, vocabulary, schema, seed, slack, whitespace, late):
+    use = use_of(schema, whitespace)
     grammar = compiled(backend, use)
-    shortest = shortest_end(grammar.matcher(), vocabulary, JsonState(), 400)
-    assert shortest is not None
-    num_tokens = len(shortest) + slack
+    assert grammar.short_answer is not None
+    num_tokens = len(grammar.short_answer) + slack
 
     matcher = limited(backend, grammar, use, num_tokens)
     text = answer(matcher, vocabulary, num_tokens, random.Random(seed), late)
@@ -143,8 +168,141 @@ def test_every_cut_answer_validates(backend, vocabulary, schema, seed, slack, la
     check(schema, text)
 
 
+@any_case
+@quick
+def test_a_mask_has_the_tokens_that_a_check_allows(backend, vocabulary, schema, seed, slack, whitespace):
+    use = use_of(schema, whitespace)
+    grammar = compiled(backend, use)
+    assert grammar.short_answer is not None
+    num_tokens = len(grammar.short_answer) + slack
+    choose, masked = random.Random(seed), limited(backend, grammar, use, num_tokens)
+    for _ in range(num_tokens):
+        checked = masked.copy()  # before the mask is filled: it must not depend on that
+        mask = np.zeros(-(-vocabulary.size // 32), np.int32)
+        masked.fill(mask)
+        token_ids = choose.sample(range(len(vocabulary.tokens)), 40)
+        allowed = [i for i in range(len(vocabulary.tokens)) if allows(mask, i)]
+        token_ids += choose.sample(allowed, min(10, len(allowed)))
+        assert [checked.copy().allows(i) for i in token_ids] == [allows(mask, i) for i in token_ids]
+        masked.accept((choose.choice(allowed),))
+        if masked.ended:
+            return
+
+
+@any_case
+@quick
+def test_a_greedy_text_does_not_depend_on_where_the_mask_comes(
+    backend, vocabulary, schema, seed, slack, whitespace
+):
+    use = use_of(schema, whitespace)
+    grammar = compiled(backend, use)
+    assert grammar.short_answer is not None
+    num_tokens = len(grammar.short_answer) + slack
+    first, late, drafted = (limited(backend, grammar, use, num_tokens) for _ in range(3))
+    rng, mask = np.random.default_rng(seed), np.zeros(-(-vocabulary.size // 32), np.int32)
+
+    def best(matcher: Matcher, logits: Any) -> int:
+        matcher.fill(mask)
+        bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[: vocabulary.size]
+        return int(np.where(bits, logits, -np.inf).argmax())
+
+    for _ in range(num_tokens):
+        logits = rng.normal(size=vocabulary.size)
+        likeliest = int(logits[: len(vocabulary.tokens)].argmax())
+        token_id = best(first, logits)
+        assert late.allows(likeliest) == (token_id == likeliest)
+        assert best(late, logits) == token_id == best(drafted, logits)
+        first.validate((likeliest,))  # as for the figures
+        drafted.validate((likeliest, token_id))
+        assert first.accept((token_id,)) == late.accept((token_id,)) == drafted.accept((token_id,)) == 1
+        if first.ended:
+            break
+    assert first.ended == late.ended and first.is_cut == late.is_cut
+
+
+@any_case
+@quick
+def test_a_limit_below_the_short_answer_is_an_error(backend, vocabulary, schema, seed, slack, whitespace):
+    use = use_of(schema, whitespace)
+    grammar = compiled(backend, use)
+    assert grammar.short_answer is not None
+    least = len(grammar.short_answer)
+
+    matcher = limited(backend, grammar, use, max(0, least - 1 - slack))
+
+    assert matcher.error_code is MatcherErrorCode.TOO_SHORT
+    assert f"the shortest answer has {least} tokens" in matcher.error
+
+
+@given(
+    schema=schemas,
+    seed=st.integers(0, 1 << 30),
+    slack=st.integers(0, 40),
+    opened=st.booleans(),
+    budget=st.none() | st.integers(0, 60),
+)
+@quick
+def test_reasoning_leaves_the_tokens_of_the_short_answer(
+    backend, vocabulary, schema, seed, slack, opened, budget
+):
+    block = ReasoningBlock(b"<think>", b"</think>", opened=opened, budget=budget)
+    use = GrammarUse(spec=use_of(schema).spec, reasoning=block, complete=True)
+    grammar = compiled(backend, use)
+    assert grammar.short_answer is not None
+    num_tokens = len(grammar.short_answer) + slack
+    matcher = limited(backend, grammar, use, num_tokens)
+    if matcher.error:
+        assert opened and matcher.error_code is MatcherErrorCode.TOO_SHORT
+        assert slack < len(vocabulary.encode(b"</think>"))
+        return
+
+    text = answer(matcher, vocabulary, num_tokens, random.Random(seed))
+
+    check(schema, text.rpartition(b"</think>")[2])
+
+
+RECORD = {
+    "type": "object",
+    "properties": {f"field_{i}": {"type": "string"} for i in range(12)},
+    "required": [f"field_{i}" for i in range(12)],
+    "additionalProperties": False,
+}
+OPTIONAL = {
+    "type": "object",
+    "properties": {"small": {"type": "null"}, "large": {"type": "string", "minLength": 90}, "record": RECORD},
+}
+
+
+@pytest.mark.parametrize(
+    "schema", [{"type": "array", "items": RECORD}, OPTIONAL, {"type": "array", "items": OPTIONAL}]
+)
+@pytest.mark.parametrize("seed", range(6))
+def test_a_large_value_is_not_begun_without_room(backend, vocabulary, schema, seed):
+    use = use_of(schema, Whitespace.COMPACT)
+    choose = random.Random(seed)
+    num_tokens = choose.randint(20, 400)
+
+    text = answer(limited(backend, compiled(backend, use), use, num_tokens), vocabulary, num_tokens, choose)
+
+    check(schema, text)
+
+
+@pytest.mark.parametrize("schema", [TEXT, {"type": "object"}])
+def test_a_text_near_its_limit_keeps_the_tokens_of_the_vocabulary(backend, vocabulary, schema):
+    use = use_of(schema)
+    begin = vocabulary.encode(b'{"text":"I am ')
+    matcher = limited(backend, compiled(backend, use), use, len(begin) + 50)
+    assert matcher.accept(begin) == len(begin)
+    mask = np.zeros(-(-vocabulary.size // 32), np.int32)
+    for _ in range(40):
+        matcher.fill(mask)
+        plain = [i for i, text in enumerate(vocabulary.tokens) if text.isalpha()]
+        assert all(allows(mask, i) for i in plain)
+        assert matcher.accept(vocabulary.encode(b"a")[:1]) == 1
+
+
 @given(schema=schemas, seed=st.integers(0, 1 << 30), num_tokens=st.integers(0, 40))
-@settings(max_examples=examples(100), deadline=None)
+@quick
 def test_a_way_leads_from_any_state_to_the_end(backend, vocabulary, schema, seed, num_tokens):
     grammar = compiled(backend, use_of(schema))
     matcher = grammar.matcher()
@@ -220,7 +378,7 @@ def test_with_enough_tokens_nothing_is_cut(backend, vocabulary):
 
 
 def test_the_last_tokens_are_those_of_the_way(backend, vocabulary):
-    use = use_of(PERSON)
+    use = use_of({"type": "array", "items": {"type": "integer"}, "minItems": 3})
     grammar = compiled(backend, use)
     way = shortest_end(grammar.matcher(), vocabulary, JsonState(), 100)
     assert way is not None
@@ -228,16 +386,17 @@ def test_the_last_tokens_are_those_of_the_way(backend, vocabulary):
     masks = np.zeros((2, -(-vocabulary.size // 32)), np.int32)
     matcher.fill(masks[0])
     assert allows(masks[0], way[0])
-    blank = vocabulary.encode(b" ")[0]
-    assert matcher.accept(way[:1]) == 1
+    blank, begin = vocabulary.encode(b" ")[0], way[:1]
+    assert matcher.accept(begin) == len(begin)
     matcher.fill(masks[0])
     grammar_only = GuidedMatcher(use, [grammar], vocabulary)
-    grammar_only.accept(way[:1])
+    grammar_only.accept(begin)
     grammar_only.fill(masks[1])
     assert allows(masks[1], blank) and not allows(masks[0], blank)
     assert matcher.validate((blank,)) == 0
-    assert matcher.validate(way[1:]) == len(way) - 1
-    assert matcher.accept(way[1:]) == len(way) - 1
+    rest = way[len(begin) :]
+    assert matcher.validate(rest) == len(rest)
+    assert matcher.accept(rest) == len(rest)
     assert matcher.ended and matcher.is_cut
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine.grammar.backend import MatcherErrorCode
 from engine.runtime.messages import Finish, FinishKind, GenerateRequest
 from engine.runtime.sampling_params import SamplingParams
 from engine.scheduler.grammar.grammar_rules import MATCHED_GRAMMAR, GrammarDrafts, advance, may_go_on, resume
@@ -47,6 +48,22 @@ def test_it_ends_with_its_last_token():
     req, tokens = req_of(grammar), next_of(grammar, 3)
     assert take(req, tokens[0]) is None and take(req, tokens[1]) is None
     assert take(req, tokens[2]) == Finish(FinishKind.STOP, matched=MATCHED_GRAMMAR)
+
+
+def test_a_limit_below_the_shortest_answer_is_an_error_of_the_request():
+    req = req_of(ToyGrammar(length=3))
+
+    class Refusing(ToyMatcher):
+        error_code = MatcherErrorCode.TOO_SHORT
+
+    req.matcher = matcher = Refusing(ToyGrammar(length=3))
+    matcher.error = "the shortest answer has 3 tokens"
+    assert resume(req) == Finish(
+        FinishKind.ERROR,
+        message="the shortest answer has 3 tokens",
+        status=400,
+        code="max_tokens_too_small",
+    )
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,8 @@ def constraint_of(
             raise GrammarError(f"{made.warnings[0]} (the server runs with --strict)", "unsupported_schema")
     is_complete = fields.complete_json is not False and _is_json(made.use)
     return made._replace(
-        use=replace(made.use, complete=is_complete), warnings=first_warnings(warnings + made.warnings)
+        use=replace(made.use, complete=is_complete, shortest=made.shortest or ""),
+        warnings=first_warnings(warnings + made.warnings),
     )
 
 
@@ -235,8 +236,9 @@ def chat_grammar(plan: AnswerPlan, constraint: Constraint | None) -> GrammarUse 
         return use
     if constraint.use.spec is None:
         return replace(constraint.use, reasoning=plan.reasoning)
-    is_json = use is not None and use.spec is not None and use.spec.kind is GrammarKind.JSON_SCHEMA
-    return replace(use, complete=constraint.use.complete) if use is not None and is_json else use
+    if use is None or use.spec != constraint.use.spec:
+        return use
+    return replace(use, complete=constraint.use.complete, shortest=constraint.use.shortest)
 
 
 _SCHEMA_PATH: Final = "response_format.json_schema.schema"
