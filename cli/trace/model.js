@@ -351,7 +351,7 @@ function partsInView() {
 // A band with torn edges, through rows and strips, and how long it was idle.
 function drawCuts() {
   if (view.axis !== "time" || !view.cut) return;
-  const bottom = box.height - AXIS_HEIGHT;
+  const bottom = box.height - AXIS_HEIGHT, labels = [];
   for (const cut of cuts) {
     const x0 = Math.max(place(cut.at), box.left), x1 = Math.min(place(cut.at + cut.width), box.right);
     if (x1 <= x0) continue;
@@ -366,7 +366,13 @@ function drawCuts() {
     pen.textAlign = "center";
     pen.textBaseline = "top";
     const text = `idle ${seconds(cut.to - cut.from)}`;
-    if (pen.measureText(text).width < Math.max(x1 - x0, 60) + 40) pen.fillText(text, (x0 + x1) / 2, TOP - 24);
-    pen.fillText("//", (x0 + x1) / 2, bottom + 7);
+    const half = pen.measureText(text).width / 2, middle = (x0 + x1) / 2;
+    // Of neighbors whose labels would overlap, the later one has none until one zooms in.
+    if (middle - half > (labels.at(-1)?.[1] ?? 0) + 6) {
+      pen.fillText(text, middle, TOP - 24);
+      labels.push([middle - half, middle + half]);
+    }
+    pen.fillText("//", middle, bottom + 7);
   }
+  root.dataset.idleLabels = JSON.stringify(labels);
 }

@@ -8,6 +8,7 @@ import re
 import struct
 import zlib
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -361,3 +362,18 @@ def test_every_lane_has_a_name(browse, two_bursts, rows):
     else:
         names = [text for text in texts if re.match(r"\d+ requests|gen-", text)]
         assert len(names) >= int(found["rows"])
+
+
+def test_labels_of_neighboring_gaps_do_not_overlap(browse, sample_engine):
+    bursts = [
+        msgspec.structs.replace(record, now_s=record.now_s + IDLE_S * burst)
+        for burst in range(12)
+        for record in sample_engine(num_requests=2, num_pages=160, seed=burst).records()
+    ]
+    dom, _shot = browse(read_timeline(bursts))
+
+    found = root_attributes(dom)
+    labels = json.loads(found["idle-labels"])
+    assert found["cuts"] == "11"
+    assert 2 <= len(labels) < 11
+    assert all(left[1] < right[0] for left, right in pairwise(labels))
