@@ -93,7 +93,10 @@ class ModelConfig:
     len_is_estimate: bool = field(default=False, metadata=DERIVED)
     """Whether `max_model_len` was computed for "auto", so that a measured device may choose a smaller value."""
     dtype: Annotated[DType, "Data type of weights and activations."] = "auto"
-    load_format: Annotated[LoadFormat, "Format of the weight files; 'dummy' makes random weights."] = "auto"
+    load_format: Annotated[
+        LoadFormat,
+        "Format of the weight files; 'dummy' makes random weights, plain ones in place of GGUF and mxfp4 blocks.",
+    ] = "auto"
     model_impl: Annotated[
         ModelImpl,
         "Model implementation: the engine's own, or that of transformers (slower, more architectures).",
