@@ -1,14 +1,16 @@
 """`swap_modules`: puts the engine's kernels into a loaded model of transformers.
 
-Linear layers and embeddings are known by type, norms by the name of their class and the shape of their weight. All else
-stays transformers' code. If a model then computes something else, or reads weights that are gone, `transformers_load`
-loads it again unchanged.
+Modules of torch are recognized by type; RMS norms and embeddings with a factor by their parameters, their attributes
+and what they compute from a small input, because transformers' classes of one name differ in their arithmetic. All else
+stays transformers' code. If a model reads weights that are gone, `transformers_load` loads it again unchanged.
 """
 
 # Shapes: K inputs, N outputs.
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -42,10 +44,12 @@ def swap_modules(causal_lm: Any, ops: Ops) -> Counter[str]:
     counts: Counter[str] = Counter()
     dtype: torch.dtype = causal_lm.dtype
     head, embedding = causal_lm.get_output_embeddings(), causal_lm.get_input_embeddings()
-    if type(head) is nn.Linear and head.weight.dtype == dtype:
+    if type(head) is nn.Linear and head.weight.dtype == dtype and _is_plain(head):
         packed = ops.pack_linear(head.weight.detach())
-        is_tied = _is_table(embedding) and embedding.weight.data_ptr() == head.weight.data_ptr()
-        replacements: Any = {head: _linear("head", packed, head)}
+        is_tied = (
+            isinstance(embedding, nn.Embedding) and embedding.weight.data_ptr() == head.weight.data_ptr()
+        )
+        replacements: dict[Any, KernelModule | None] = {head: _linear("head", packed, head)}
         if is_tied and isinstance(packed, LinearWithRows):
             replacements[embedding] = _embedding(ops, embedding, packed)
         counts += _replace(causal_lm, replacements.get)
@@ -70,16 +74,27 @@ def _replacement(module: Any, ops: Ops, dtype: torch.dtype) -> KernelModule | No
     """The new module; None: the old one stays, as a linear layer does that its model keeps in float32."""
     from transformers.pytorch_utils import Conv1D
 
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, nn.Parameter):
+    parameter = getattr(module, "weight", None)
+    if not isinstance(parameter, nn.Parameter) or not _is_plain(module):
         return None
-    if type(module) is Conv1D and weight.dtype == dtype:  # a linear layer that is stored transposed
-        return _linear("linear", ops.pack_linear(weight.detach().t().contiguous()), module)
-    if type(module) is nn.Linear and weight.dtype == dtype:
-        return _linear("linear", ops.pack_linear(weight.detach()), module)
-    if _is_table(module) and weight.dtype == dtype:
-        return _embedding(ops, module, weight.detach())
-    return _norm(ops, module, weight.detach(), dtype)
+    weight = parameter.detach()
+    if weight.dtype == dtype:
+        if type(module) is Conv1D:  # a linear layer that is stored transposed
+            return _linear("linear", ops.pack_linear(weight.t().contiguous()), module)
+        if type(module) is nn.Linear:
+            return _linear("linear", ops.pack_linear(weight), module)
+        if isinstance(module, nn.Embedding):
+            return _embedding(ops, module, weight)
+        if type(module) is nn.LayerNorm and weight.ndim == 1:
+            bias, eps = module.bias, module.eps
+            return KernelModule("norm", lambda x: ops.layer_norm(x, weight, bias, eps))
+    return _rms_norm(ops, module, weight)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a call of the module is the `forward` of its class, with one argument."""
+    is_own = not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+    return is_own and len(inspect.signature(module.forward).parameters) == 1
 
 
 def _linear(kind: str, packed: LinearWeight, module: Any) -> KernelModule:
@@ -91,16 +106,21 @@ def _linear(kind: str, packed: LinearWeight, module: Any) -> KernelModule:
     return KernelModule(kind, lambda x: multiply(x.reshape(-1, x.shape[-1]), bias).view(*x.shape[:-1], -1))
 
 
-def _is_table(module: Any) -> bool:
-    is_known = type(module) is nn.Embedding or type(module).__name__.endswith("ScaledWordEmbedding")
-    return is_known and isinstance(module, nn.Embedding) and module.max_norm is None
+def _embedding(ops: Ops, module: nn.Embedding, table: Tensor | LinearWithRows) -> KernelModule | None:
+    """Rows of a table, or of the weight of a head that is tied to it, times the factor `embed_scale` if there is one.
 
-
-def _embedding(ops: Ops, module: Any, table: Tensor | LinearWithRows) -> KernelModule:
-    """Rows of a table, or of the weight of a head that is tied to it, times the module's factor if it has one."""
+    None: the module computes something else.
+    """
     scale = getattr(module, "embed_scale", None)
     if isinstance(scale, Tensor):
         scale = scale.to(module.weight.dtype).item()
+    ids = torch.tensor([[0, module.num_embeddings - 1]], device=module.weight.device)
+    expected = module.weight[ids] * (1.0 if scale is None else scale)
+    attributes = {"embed_scale", "scalar_embed_scale", *nn.Embedding.__constants__}
+    if not {*_attributes(module)} <= attributes or module.max_norm is not None:
+        return None
+    if not _computes(module, ids, expected, rtol=1e-2):  # the factor may be rounded to bfloat16
+        return None
 
     def rows(ids: Tensor) -> Tensor:
         flat = ids.reshape(-1)
@@ -110,18 +130,46 @@ def _embedding(ops: Ops, module: Any, table: Tensor | LinearWithRows) -> KernelM
     return KernelModule("embedding", rows)
 
 
-def _norm(ops: Ops, module: Any, weight: Tensor, dtype: torch.dtype) -> KernelModule | None:
-    """A `LayerNorm` of torch or a `...RMSNorm` of transformers; None: the module is no such norm."""
-    eps = next((value for key, value in vars(module).items() if "eps" in key), None)
-    if weight.ndim != 1 or [*module.children(), *module.buffers()] or not isinstance(eps, float):
+def _rms_norm(ops: Ops, module: nn.Module, weight: Tensor) -> KernelModule | None:
+    """An RMS norm that multiplies by its only parameter, or by 1 + it; None: the module computes something else.
+
+    It is computed in float32, at three scales of the input, of which one is that of eps, and for inputs of 3 and of 4
+    dimensions. Attributes besides eps, such as the size of a group, may have an effect on other inputs only.
+    """
+    attributes = _attributes(module)
+    eps = next((value for key, value in attributes.items() if "eps" in key), None)
+    others = [value for key, value in attributes.items() if "eps" not in key]
+    names = [
+        name for name, _ in (*module.named_parameters(), *module.named_buffers(), *module.named_children())
+    ]
+    if names != ["weight"] or weight.ndim != 1 or not isinstance(eps, float):
         return None
-    if type(module) is nn.LayerNorm and weight.dtype == dtype:
-        bias: Tensor | None = getattr(module, "bias", None)
-        return KernelModule("norm", lambda x: ops.layer_norm(x, weight, bias, eps))
-    if not type(module).__name__.endswith("RMSNorm") or len(list(module.parameters())) != 1:
+    if not all(value is None or isinstance(value, bool) for value in others):
         return None
-    try:  # norms that multiply by 1 + weight begin with weights of 0
-        factor = weight if float(type(module)(1).weight) else 1.0 + weight.float()
-    except (TypeError, ValueError):
-        return None
-    return KernelModule("norm", lambda x: ops.rms_norm(x, factor, eps))
+    exact = copy.deepcopy(module).float()
+    x = torch.randn(1, 3, 2, len(weight), generator=torch.Generator().manual_seed(0))
+    x = (x * torch.tensor([1.0, eps**0.5, 1e3]).view(3, 1, 1)).to(weight.device)
+    normalized = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    for factor in (weight, 1.0 + weight.float()):
+        expected = normalized * factor
+        if _computes(exact, x, expected) and _computes(exact, x[:, :, 0], expected[:, :, 0]):
+            return KernelModule("norm", _normalize(ops, factor, eps))
+    return None
+
+
+def _normalize(ops: Ops, weight: Tensor, eps: float) -> Callable[[Tensor], Tensor]:
+    return lambda x: ops.rms_norm(x, weight, eps)
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """What a module has besides parameters, buffers and children."""
+    known = vars(nn.Module())
+    return {name: value for name, value in vars(module).items() if name not in known and name[0] != "_"}
+
+
+def _computes(module: nn.Module, x: Tensor, expected: Tensor, rtol: float = 1e-4) -> bool:
+    try:
+        found = module(x)
+        return found.shape == expected.shape and torch.allclose(found, expected, rtol, 0.0)
+    except Exception:  # any type: it is the code of some model
+        return False

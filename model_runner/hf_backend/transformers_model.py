@@ -1,10 +1,9 @@
 """`TransformersModel`: any decoder of transformers with our KV pool and attention, for `--model-impl transformers`.
 
-This is the fallback for architectures without a structure of ours. Transformers' code computes everything except
-attention, which is replaced through its `AttentionInterface`. `attend` gets the rotated q, k and v of each layer,
-stores k and v in the pool, and calls the batch's attention backend. A step is one sequence of all its tokens with
-their positions, so chunks, prefixes and mixed steps work as with our own models. On CPUs linear layers, embeddings and
-norms are our kernels (`swap`). Steps are not recorded.
+The fallback for architectures without a structure of ours: transformers' code computes everything except attention,
+which is replaced through its `AttentionInterface` by `attend`. A step is one sequence of all its tokens with their
+positions, so chunks, prefixes and mixed steps work as with our own models. On CPUs linear layers, embeddings and norms
+are our kernels (`swap`). Steps are not recorded.
 """
 
 # Shapes: T new tokens in the batch, Hq query heads, H KV heads, D head dim, n rows that need logits.
@@ -22,15 +21,13 @@ if TYPE_CHECKING:
     from ..adapter_runs import AdapterRuns
     from ..forward_batch import ForwardBatch
 
-ATTENTION_NAME: Final = "engine"
-"""The name under which our attention is registered in transformers."""
+ATTENTION_NAME: Final = "engine"  # the name of `attend` in transformers
 
 
 class TransformersModel:
-    """The `CausalLM` around a model of transformers."""
+    """The `CausalLM` around a model of transformers, of which it splits decoder and head."""
 
     def __init__(self, causal_lm: Any) -> None:
-        """Take over `causal_lm`, a model of transformers with a language-model head, and split decoder and head."""
         self._causal_lm = causal_lm
         self._decoder = causal_lm.base_model
         # The head with all that the architecture does around it (scaling, caps): the model's forward runs with a
@@ -41,7 +38,7 @@ class TransformersModel:
         self._decoder.warn_if_padding_and_no_attention_mask = lambda *_: None
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """The decoder, with the final norm; all tokens pass through all layers."""
+        """The decoder, with the final norm."""
         out = self._decoder(
             input_ids=batch.input_ids.unsqueeze(0),
             position_ids=batch.positions.unsqueeze(0),
@@ -52,8 +49,7 @@ class TransformersModel:
         return hidden if batch.logits_indices is None else hidden.index_select(0, batch.logits_indices)
 
     def final_states(self, hidden: Tensor) -> Tensor:
-        """`forward` has applied the final norm."""
-        return hidden
+        return hidden  # after the final norm
 
     def logits(self, hidden: Tensor, adapters: AdapterRuns | None = None) -> Tensor:
         assert adapters is None, "`load_model_runner` makes no slots for this model"
@@ -69,14 +65,13 @@ class TransformersModel:
 
 
 class _GivenHidden(nn.Module):
-    """Replaces the decoder: returns its input embeddings as hidden states."""
+    """Replaces the decoder, and the one in it that models such as OPT call: returns its input as hidden states."""
 
     def forward(self, *_: object, inputs_embeds: Tensor, **__: object) -> _DecoderOutput:
         return _DecoderOutput((inputs_embeds,))
 
     @property
     def decoder(self) -> _GivenHidden:
-        """This object: models such as OPT call the decoder inside their base model."""
         return self
 
 
@@ -102,11 +97,10 @@ def attend(
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """The attention function for transformers: store the new keys and values, and call the step's backend.
+    """Store the new keys and values, [1, H, T, D], and call the step's backend.
 
     Args:
-        query: [1, Hq, T, D], rotated.
-        key, value: [1, H, T, D].
+        query: [1, Hq, T, D], rotated as the keys are.
         s_aux: [Hq], the sinks.
 
     Returns:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
+from msgspec.structs import replace
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from engine.launch.resolve import model_resolution
@@ -21,8 +23,27 @@ from engine.launch.resolve.transformers_support import (
     why_not_transformers,
 )
 from engine.models.source import ModelSource
+from engine.models.spec.model_spec import ModelSpec
+from engine.models.spec.quantization import QuantizationSpec
 from engine.runtime.config.engine_config import ModelConfig
 from engine.runtime.errors import ConfigError
+
+SPEC = ModelSpec(
+    model_type="olmo2",
+    vocab_size=96,
+    hidden_size=48,
+    intermediate_size=64,
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=8,
+    rms_norm_eps=1e-5,
+    rope_theta=1e4,
+    max_position_embeddings=512,
+    tie_word_embeddings=False,
+    torch_dtype="float32",
+    eos_token_ids=(),
+)
 
 
 def test_the_installed_package_is_found_as_it_is() -> None:
@@ -100,3 +121,39 @@ def test_a_missing_package_is_the_last_reason(
 
     with pytest.raises(ConfigError, match=message):
         model_resolution.read_model(ModelConfig(model=str(tmp_path)), ModelSource("hf", str(tmp_path), ""))
+
+
+@pytest.mark.parametrize(
+    ("fields", "settings", "reason"),
+    [
+        (
+            {"model_type": "novel"},
+            {},
+            "no built-in language model for model_type 'novel', and code from a model's",
+        ),
+        (
+            {"quantization": QuantizationSpec(method="awq")},
+            {},
+            r"weights are quantized .awq., but transformers computes with plain",
+        ),
+        (
+            {},
+            {"quantization": "fp8"},
+            "quantization is fp8, but .*transformers computes with plain weights only",
+        ),
+    ],
+)
+def test_what_transformers_does_not_compute_is_refused(
+    fields: dict[str, Any], settings: dict[str, Any], reason: str
+) -> None:
+    config = ModelConfig(model_impl="transformers", **settings)
+    with pytest.raises(ConfigError, match=reason):
+        model_resolution.check_implementation(
+            config, ModelSource("hf", "folder", "test"), replace(SPEC, **fields)
+        )
+
+
+def test_gguf_files_are_not_read_by_transformers() -> None:
+    config = ModelConfig(model_impl="transformers")
+    with pytest.raises(ConfigError, match="not GGUF files; use --model-impl engine"):
+        model_resolution.check_implementation(config, ModelSource("gguf", "file.gguf", "test"), SPEC)

@@ -18,8 +18,10 @@ from torch import nn
 
 from engine.model_runner import op_selection
 from engine.model_runner.hf_backend import transformers_check
-from engine.model_runner.hf_backend.swap import KernelModule
+from engine.model_runner.hf_backend.swap import KernelModule, swap_modules
 from engine.model_runner.kernels.cpu.library import reasons_against_library
+from engine.model_runner.ops.ops import Ops
+from engine.models.spec.model_spec import ModelSpec
 from engine.runtime.sampling_params import SamplingParams
 
 SHAPE = {"hidden_size": 96, "intermediate_size": 160}  # heads of 16
@@ -87,6 +89,107 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
 families = pytest.mark.parametrize(
     ("model_type", "options", "expected"), FAMILIES.values(), ids=[name.split(":")[0] for name in FAMILIES]
 )
+
+
+def scaled_first(norm, x):
+    return norm.normalized(x * norm.weight)
+
+
+def in_groups(norm, x):
+    return norm.normalized(x.unflatten(-1, (2, -1))).flatten(-2) * norm.weight
+
+
+def over_tokens(norm, x):
+    return x * torch.rsqrt(x.square().mean((-2, -1), keepdim=True) + norm.eps) * norm.weight
+
+
+NORMS: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], bool]] = {
+    "weight": (lambda norm, x: norm.normalized(x) * norm.weight, True),
+    "one and weight": (lambda norm, x: norm.normalized(x) * (1.0 + norm.weight), True),
+    "scaled before it is normalized": (scaled_first, False),
+    "normalized in groups": (in_groups, False),
+    "of all heads together": (over_tokens, False),
+    "eps outside of the root": (
+        lambda norm, x: x / (x.square().mean(-1, keepdim=True).sqrt() + norm.eps) * norm.weight,
+        False,
+    ),
+    "centered": (lambda norm, x: norm.normalized(x - x.mean(-1, keepdim=True)) * norm.weight, False),
+    "absolute weights": (lambda norm, x: norm.normalized(x) * norm.weight.abs(), False),
+    "clamped": (lambda norm, x: norm.normalized(x.clamp(-100.0, 100.0)) * norm.weight, False),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("compute", "is_known"), NORMS.values(), ids=NORMS)
+def test_a_norm_is_replaced_if_it_computes_the_known_arithmetic(compute, is_known, dtype):
+    class SomeRMSNorm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.eps = nn.Parameter(torch.randn(16)), 1e-5
+
+        def normalized(self, x: torch.Tensor) -> torch.Tensor:
+            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = compute(self, x.float()).to(x.dtype)
+            return found
+
+    model, x = Model(SomeRMSNorm(), dtype), torch.randn(1, 5, 3, 16).to(dtype)
+    expected = model.norm(x)
+
+    swap_modules(model, ops_of(dtype))
+
+    assert isinstance(model.norm, KernelModule) == is_known
+    torch.testing.assert_close(model.norm(x), expected)
+
+
+def test_norms_of_transformers_with_another_arithmetic_stay():
+    spark = pytest.importorskip("transformers.models.muse_spark.modeling_muse_spark")
+    qwen = pytest.importorskip("transformers.models.qwen4_exp.modeling_qwen4_exp")
+    hooked = nn.Linear(16, 16)
+    hooked.register_forward_hook(lambda *_: None)
+    for stays in (
+        spark.MuseSparkTextInputScaledRMSNorm(16),
+        qwen.Qwen4ExpTextRMSNorm(16, group_size=8),
+        qwen.Qwen4ExpTextRMSNormGated(16),
+        hooked,
+    ):
+        nn.init.normal_(stays.weight)
+        model = Model(stays, torch.float32)
+        swap_modules(model, ops_of(torch.float32))
+        assert model.norm is stays
+
+
+def ops_of(dtype: torch.dtype) -> Ops:
+    spec = ModelSpec(
+        model_type="llama",
+        vocab_size=96,
+        hidden_size=16,
+        intermediate_size=32,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=8,
+        rms_norm_eps=1e-5,
+        rope_theta=1e4,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        torch_dtype="float32",
+        eos_token_ids=(),
+    )
+    return op_selection.select_ops(op_selection.Target(spec, torch.device("cpu"), dtype))
+
+
+class Model(nn.Module):
+    """A model with one module of interest."""
+
+    def __init__(self, norm: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.norm, self.dtype = norm.to(dtype), dtype
+
+    def get_output_embeddings(self) -> None: ...
+
+    def get_input_embeddings(self) -> None: ...
 
 
 def tokens_of(length: int, seed: int = 0) -> list[int]:

@@ -285,26 +285,6 @@ def test_longrope_is_served_where_its_factors_stay_the_same(make_tiny_model):
         load(tiny, max_model_len=65)
 
 
-def test_unknown_architectures_are_not_run_from_the_folder(make_tiny_model):
-    tiny = make_tiny_model("olmo2")
-    with pytest.raises(
-        ConfigError, match="no built-in model for model_type 'novel', and code from a model's"
-    ):
-        load(tiny, replace(tiny.spec, model_type="novel"))
-
-
-def test_quantized_weights_and_other_files_are_refused(make_tiny_model):
-    tiny = make_tiny_model("olmo2")
-    with pytest.raises(ConfigError, match="quantization is fp8, but model_impl transformers"):
-        load(tiny, quantization="fp8")
-    with pytest.raises(ConfigError, match="not GGUF files; use --model-impl engine"):
-        load(tiny, load_format="gguf")
-    config = tiny.folder / "config.json"
-    config.write_text(config.read_text().replace("{", '{"quantization_config": {"quant_method": "awq"},', 1))
-    with pytest.raises(ConfigError, match="the weights are quantized, but model_impl transformers"):
-        load(tiny)
-
-
 def test_missing_weights_are_named(make_tiny_model):
     from safetensors.torch import load_file, save_file
 
