@@ -73,6 +73,7 @@ class TritonAttention(AttentionBackend):
 
         self._decode_kernels, self._prefill_kernels = attention_decode, attention_prefill
         self._cut_extends = extend_cut.cut_extends
+        self._attention_inputs = attention_tiles.AttentionInputs
         device = req_to_token.device
         self._kv_pool = kv_pool
         self._req_to_token = req_to_token
@@ -172,14 +173,12 @@ class TritonAttention(AttentionBackend):
             out = result_of(q)
         kv, table = self._kv_pool.layer(layer_id), self._req_to_token
         shape = self._shapes[self._views[layer_id].heads]
+        inputs = self._attention_inputs(shape, q, kv, table, out, self._scores, self._by_hand, sinks)
         if extends is not None:
-            self._prefill_kernels.attend_extend(
-                shape, extends, q, kv, table, out, self._scores, self._by_hand, sinks
-            )
+            self._prefill_kernels.attend_extend(inputs, extends)
         if decodes is not None:
-            self._decode_kernels.attend_decode(
-                shape, decodes, q[split:], kv, table, out[split:], self._scores, self._by_hand, sinks
-            )
+            decoded = inputs._replace(q=q[split:], out=out[split:]) if split else inputs
+            self._decode_kernels.attend_decode(decoded, decodes)
         return out
 
 

@@ -32,19 +32,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...ops.rotation import LayerKV
 from .attention_combine import SPAN, combine
 from .attention_tiles import (
     MIN_DOT,
     STRIDES,
     VARIANTS,
+    AttentionInputs,
     HeadShape,
-    Scores,
-    capped,
     finished,
-    from_pool,
+    mixed_in,
     next_power_of_2,
-    pools,
+    scores_of,
     slots_of,
 )
 from .compile_report import KernelVariant
@@ -200,18 +198,10 @@ def _attend_kernel(
         seen = (start + n >= begin) & (start + n < end)
         slot = slots_of(table_ptr, start, end, BLOCK_N, WHOLE_PAGES) * (NUM_KV * HEAD_DIM)
         at = slot[:, None] + kv_at[None, :]
-        # Masked keys are not loaded: uninitialized memory can hold NaN, and 0 * NaN is NaN.
         inside = seen[:, None] & (d < HEAD_DIM)[None, :]
-        k = from_pool(tl.load(k_ptr + at, mask=inside, other=0.0), KV, q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        scores = tl.where(seen[None, :], capped(scores, CAP), float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, axis=1))
-        fading = tl.exp2(highest - new_highest)
-        weights = tl.exp2(scores - new_highest[:, None])
-        total = total * fading + tl.sum(weights, axis=1)
-        v = from_pool(tl.load(v_ptr + at, mask=inside, other=0.0), KV, q.dtype)
-        mixed = tl.dot(weights.to(q.dtype), v, mixed * fading[:, None], input_precision="ieee")
-        highest = new_highest
+        scores = scores_of(q, k_ptr, at, inside, scale, CAP, KV)
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        highest, total, mixed = mixed_in(scores, v_ptr, at, inside, highest, total, mixed, q.dtype, False, KV)
 
     if parts == 1:
         mixed = finished(mixed, highest, total, sinks_ptr, head, g < GROUP, HAS_SINKS)
@@ -299,46 +289,19 @@ def plan_decodes(
     return plans
 
 
-def attend_decode(
-    shape: HeadShape,
-    plan: DecodePlan,
-    q: Tensor,
-    kv: LayerKV,
-    req_to_token: Tensor,
-    out: Tensor,
-    scores: Scores,
-    by_hand: bool,
-    sinks: Tensor | None = None,
-) -> None:
-    """Attention of one token per request.
-
-    Args:
-        q: [B, Hq, D]; the values of a head are contiguous.
-        req_to_token: [rows, max_model_len] int32.
-        out: [B, Hq * D], contiguous; written.
-        by_hand: float8_e4m3fn is converted without hardware instructions; see `converts_by_hand`.
-        sinks: [Hq] float32, see `AttentionForm`.
-    """
-    _attend_kernel[(shape.num_kv_heads, len(plan.items))](
-        q,
-        *pools(kv, by_hand),
-        req_to_token,
+def attend_decode(inputs: AttentionInputs, plan: DecodePlan) -> None:
+    """Attention of one token per request: T is B."""
+    inputs.launch(
+        _attend_kernel,
         plan.items,
-        out,
         plan.partial,
         plan.lse,
-        plan.lse if sinks is None else sinks,
-        q.stride(0),
-        q.stride(1),
-        req_to_token.stride(0),
-        **scores.arguments,
-        HAS_SINKS=sinks is not None,
-        BLOCK_G=_padded_group(shape),
-        **shape.constants(plan.keys, kv.k.dtype, by_hand),
+        plan.keys,
+        BLOCK_G=_padded_group(inputs.shape),
         num_warps=4,
         num_stages=_NUM_STAGES,
     )
-    combine(plan.partial, plan.lse, plan.spans, out, sinks)
+    combine(plan.partial, plan.lse, plan.spans, inputs.out, inputs.sinks)
 
 
 def variants() -> list[KernelVariant]:

@@ -31,18 +31,16 @@ import triton.language as tl
 from torch import Tensor
 
 from ....models.spec.model_spec import LayerView
-from ...ops.rotation import LayerKV
 from .attention_combine import combine
 from .attention_tiles import (
     STRIDES,
     VARIANTS,
+    AttentionInputs,
     HeadShape,
-    Scores,
-    capped,
     finished,
-    from_pool,
+    mixed_in,
     next_power_of_2,
-    pools,
+    scores_of,
     slots_of,
 )
 from .compile_report import KernelVariant
@@ -65,61 +63,6 @@ class Tiling(NamedTuple):
     keys: int
     num_warps: int
     num_stages: int
-
-
-@triton.jit
-def _extend_tile(
-    q,
-    k_ptr,
-    v_ptr,
-    table_ptr,
-    kv_at,
-    q_position,
-    start,
-    begin,
-    end,
-    scale,
-    highest,
-    total,
-    mixed,
-    CAP: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNKED: tl.constexpr,
-    MASKED: tl.constexpr,
-    NUM_KV: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WHOLE_PAGES: tl.constexpr,
-    KV: tl.constexpr,
-):
-    """One tile of keys; without a mask every query sees all keys of the tile."""
-    d = tl.arange(0, BLOCK_D)
-    position = start + tl.arange(0, BLOCK_N)
-    slot = slots_of(table_ptr, start, end, BLOCK_N, WHOLE_PAGES) * (NUM_KV * HEAD_DIM)
-    at = slot[:, None] + kv_at[None, :]
-    inside = (d < HEAD_DIM)[None, :]
-    if MASKED:
-        # Masked keys are not loaded: uninitialized memory can hold NaN, and 0 * NaN is NaN.
-        inside = inside & ((position >= begin) & (position < end))[:, None]
-    k = from_pool(tl.load(k_ptr + at, mask=inside, other=0.0), KV, q.dtype)
-    scores = capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, CAP)
-    if MASKED:
-        seen = position[None, :] <= q_position[:, None]
-        if WINDOW > 0:
-            first = q_position // WINDOW * WINDOW if CHUNKED else q_position - (WINDOW - 1)
-            seen = seen & (position[None, :] >= first[:, None])
-        scores = tl.where(seen, scores, float("-inf"))
-    new_highest = tl.maximum(highest, tl.max(scores, axis=1))
-    shift = new_highest
-    if MASKED:  # a query may see no key of the tile
-        shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-    fading = tl.exp2(highest - shift)
-    weights = tl.exp2(scores - shift[:, None])
-    total = total * fading + tl.sum(weights, axis=1)
-    v = from_pool(tl.load(v_ptr + at, mask=inside, other=0.0), KV, q.dtype)
-    mixed = tl.dot(weights.to(q.dtype), v, mixed * fading[:, None], input_precision="ieee")
-    return new_highest, total, mixed
 
 
 @triton.jit
@@ -176,63 +119,28 @@ def _extend_kernel(
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    masked_start = begin // BLOCK_N * BLOCK_N
-    if WINDOW == 0:
-        # Every query sees all keys before the last whole tile that the first query sees.
-        whole_end = tl.minimum((first_position + 1) // BLOCK_N * BLOCK_N, end)
-        for start in range(masked_start, whole_end, BLOCK_N):
-            highest, total, mixed = _extend_tile(
-                q,
-                k_ptr,
-                v_ptr,
-                table_ptr,
-                kv_at,
-                q_position,
-                start,
-                begin,
-                end,
-                scale,
-                highest,
-                total,
-                mixed,
-                CAP,
-                WINDOW,
-                CHUNKED,
-                False,
-                NUM_KV,
-                HEAD_DIM,
-                BLOCK_D,
-                BLOCK_N,
-                WHOLE_PAGES,
-                KV,
+    tile_start = begin // BLOCK_N * BLOCK_N
+    # Without a window, every query sees all keys before the last whole tile that the first query sees: no mask there.
+    for MASKED in tl.static_range(0 if WINDOW == 0 else 1, 2):
+        stop = end if MASKED else tl.minimum((first_position + 1) // BLOCK_N * BLOCK_N, end)
+        for start in range(tile_start, stop, BLOCK_N):
+            position = start + tl.arange(0, BLOCK_N)
+            slot = slots_of(table_ptr, start, end, BLOCK_N, WHOLE_PAGES) * (NUM_KV * HEAD_DIM)
+            at = slot[:, None] + kv_at[None, :]
+            inside = (d < HEAD_DIM)[None, :]
+            if MASKED:
+                inside = inside & ((position >= begin) & (position < end))[:, None]
+            scores = scores_of(q, k_ptr, at, inside, scale, CAP, KV)
+            if MASKED:
+                seen = position[None, :] <= q_position[:, None]
+                if WINDOW > 0:
+                    first = q_position // WINDOW * WINDOW if CHUNKED else q_position - (WINDOW - 1)
+                    seen = seen & (position[None, :] >= first[:, None])
+                scores = tl.where(seen, scores, float("-inf"))
+            highest, total, mixed = mixed_in(
+                scores, v_ptr, at, inside, highest, total, mixed, q.dtype, MASKED, KV
             )
-        masked_start = tl.maximum(masked_start, whole_end)
-    for start in range(masked_start, end, BLOCK_N):
-        highest, total, mixed = _extend_tile(
-            q,
-            k_ptr,
-            v_ptr,
-            table_ptr,
-            kv_at,
-            q_position,
-            start,
-            begin,
-            end,
-            scale,
-            highest,
-            total,
-            mixed,
-            CAP,
-            WINDOW,
-            CHUNKED,
-            True,
-            NUM_KV,
-            HEAD_DIM,
-            BLOCK_D,
-            BLOCK_N,
-            WHOLE_PAGES,
-            KV,
-        )
+        tile_start = tl.maximum(tile_start, stop)
     if part < 0:
         out_at = ((token + m // GROUP) * (NUM_KV * GROUP) + head) * HEAD_DIM
         mixed = finished(mixed, highest, total, sinks_ptr, head, m < num_tokens * GROUP, HAS_SINKS)
@@ -310,50 +218,24 @@ def make_plan(
     return ExtendPlan(blocks, spans, partial, lse, tile_rows, view.window, view.chunked)
 
 
-def attend_extend(
-    shape: HeadShape,
-    plan: ExtendPlan,
-    q: Tensor,
-    kv: LayerKV,
-    req_to_token: Tensor,
-    out: Tensor,
-    scores: Scores,
-    by_hand: bool,
-    sinks: Tensor | None = None,
-) -> None:
-    """Attention of the tokens in `plan`.
-
-    Args:
-        q: [T, Hq, D]; the values of a head are contiguous.
-        req_to_token: [rows, max_model_len] int32.
-        out: [T, Hq * D], contiguous; the rows of the plan's tokens are written.
-        by_hand: see `converts_by_hand`.
-        sinks: [Hq] float32, see `AttentionForm`.
-    """
-    tile = tiling(shape, q.dtype if kv.k.dtype.itemsize > 1 else torch.float16, plan.tile_rows)
-    _extend_kernel[(shape.num_kv_heads, len(plan.blocks))](
-        q,
-        *pools(kv, by_hand),
-        req_to_token,
+def attend_extend(inputs: AttentionInputs, plan: ExtendPlan) -> None:
+    """Attention of the tokens in `plan`."""
+    dtype = inputs.q.dtype if inputs.kv.k.dtype.itemsize > 1 else torch.float16
+    tile = tiling(inputs.shape, dtype, plan.tile_rows)
+    inputs.launch(
+        _extend_kernel,
         plan.blocks,
-        out,
         plan.partial,
         plan.lse,
-        plan.lse if sinks is None else sinks,
-        q.stride(0),
-        q.stride(1),
-        req_to_token.stride(0),
-        **scores.arguments,
-        HAS_SINKS=sinks is not None,
+        tile.keys,
         WINDOW=plan.window or 0,
         CHUNKED=plan.chunked,
         BLOCK_M=tile.rows,
-        **shape.constants(tile.keys, kv.k.dtype, by_hand),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
     if len(plan.spans):
-        combine(plan.partial, plan.lse, plan.spans, out, sinks)
+        combine(plan.partial, plan.lse, plan.spans, inputs.out, inputs.sinks)
 
 
 def variants() -> list[KernelVariant]:

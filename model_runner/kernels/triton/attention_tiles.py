@@ -132,6 +132,36 @@ def capped(scores, CAP: tl.constexpr):
 
 
 @triton.jit
+def scores_of(q, k_ptr, at, inside, scale, CAP: tl.constexpr, KV: tl.constexpr):
+    """Scores [rows, N] of the keys at `at`; keys that are not `inside` are not loaded, and their scores are arbitrary.
+
+    Uninitialized memory can hold NaN, and 0 * NaN is NaN.
+    """
+    k = from_pool(tl.load(k_ptr + at, mask=inside, other=0.0), KV, q.dtype)
+    return capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, CAP)
+
+
+@triton.jit
+def mixed_in(
+    scores, v_ptr, at, inside, highest, total, mixed, dtype, MAY_BE_EMPTY: tl.constexpr, KV: tl.constexpr
+):
+    """The softmax so far (highest score, sum of the weights, weighted values), continued with the values at `at`.
+
+    MAY_BE_EMPTY: a row may have seen no key yet.
+    """
+    new_highest = tl.maximum(highest, tl.max(scores, axis=1))
+    shift = new_highest
+    if MAY_BE_EMPTY:
+        shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+    fading = tl.exp2(highest - shift)
+    weights = tl.exp2(scores - shift[:, None])
+    total = total * fading + tl.sum(weights, axis=1)
+    v = from_pool(tl.load(v_ptr + at, mask=inside, other=0.0), KV, dtype)
+    mixed = tl.dot(weights.to(dtype), v, mixed * fading[:, None], input_precision="ieee")
+    return new_highest, total, mixed
+
+
+@triton.jit
 def finished(mixed, highest, total, sinks_ptr, head, is_head, HAS_SINKS: tl.constexpr):
     """Weighted values over the sum of the weights, which includes the sink of each row's head if there are sinks.
 
@@ -143,6 +173,56 @@ def finished(mixed, highest, total, sinks_ptr, head, is_head, HAS_SINKS: tl.cons
         kept = tl.exp2(highest - top)
         return mixed * (kept / (total * kept + tl.exp2(sink - top)))[:, None]
     return mixed / total[:, None]
+
+
+class AttentionInputs(NamedTuple):
+    """The arguments of a layer's attention that decodes and prefills share.
+
+    Attributes:
+        q: [T, Hq, D]; the values of a head are contiguous.
+        kv: the layer's pool.
+        req_to_token: [rows, max_model_len] int32.
+        out: [T, Hq * D], contiguous; the rows of the planned tokens are written.
+        by_hand: float8_e4m3fn is converted without hardware instructions; see `converts_by_hand`.
+        sinks: [Hq] float32, see `AttentionForm`.
+    """
+
+    shape: HeadShape
+    q: Tensor
+    kv: LayerKV
+    req_to_token: Tensor
+    out: Tensor
+    scores: Scores
+    by_hand: bool
+    sinks: Tensor | None = None
+
+    def launch(
+        self, kernel: Any, programs: Tensor, partial: Tensor, lse: Tensor, keys: int, **constants: int
+    ) -> None:
+        """Launch `kernel` for each row of `programs` and each KV head.
+
+        Args:
+            partial, lse: partial results, see `attention_combine`.
+            keys: keys per tile.
+        """
+        q, kv, table, sinks = self.q, self.kv, self.req_to_token, self.sinks
+        kernel[(self.shape.num_kv_heads, len(programs))](
+            q,
+            *pools(kv, self.by_hand),
+            table,
+            programs,
+            self.out,
+            partial,
+            lse,
+            lse if sinks is None else sinks,
+            q.stride(0),
+            q.stride(1),
+            table.stride(0),
+            **self.scores.arguments,
+            HAS_SINKS=sinks is not None,
+            **self.shape.constants(keys, kv.k.dtype, self.by_hand),
+            **constants,
+        )
 
 
 # ---------------------------------------------------------------- compiled ahead of time, see `compile_report`

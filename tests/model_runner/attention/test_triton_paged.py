@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from engine.model_runner.attention.triton_paged import TritonAttention
 from engine.model_runner.kernels.triton import attention_decode, attention_tiles, extend_cut
+from engine.model_runner.kernels.triton.attention_tiles import AttentionInputs
 from engine.model_runner.ops.rotation import LayerKV
 from tests.conftest import HAS_NVIDIA_DRIVER
 from tests.model_runner.attention.paged_batches import Pages, assert_close, batches, spec_of
@@ -328,7 +329,8 @@ def test_every_float8_number_is_read_as_it_is(by_hand):
     plan = attention_decode.plan_decodes(shape, row, one, [None], FP8, 4)[None]
     out = torch.empty((1, 256), device=DEVICE)
     q = torch.zeros((1, 1, 256), device=DEVICE)
-    attention_decode.attend_decode(shape, plan, q, LayerKV(codes, codes), table, out, SCORES, by_hand)
+    inputs = AttentionInputs(shape, q, LayerKV(codes, codes), table, out, SCORES, by_hand)
+    attention_decode.attend_decode(inputs, plan)
     assert torch.equal(out, codes.float().view(1, 256))
 
 
@@ -345,7 +347,6 @@ def test_slots_beyond_two_billion_numbers_are_found():
     )
     out = torch.empty((1, 256), dtype=torch.float16, device=DEVICE)
     q = torch.zeros((1, 1, 256), dtype=torch.float16, device=DEVICE)
-    attention_decode.attend_decode(
-        shape, plan[None], q, LayerKV(pool, pool), table, out, SCORES, by_hand=True
-    )
+    inputs = AttentionInputs(shape, q, LayerKV(pool, pool), table, out, SCORES, by_hand=True)
+    attention_decode.attend_decode(inputs, plan[None])
     assert bool((out == 3).all())
