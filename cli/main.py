@@ -6,7 +6,9 @@ codes are those of `exit_codes.py`.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import errno
 import functools
 import importlib
 import os
@@ -20,13 +22,15 @@ from typer.main import get_command
 
 from ..runtime.config.migration import COMMANDS as ELSEWHERE
 from ..runtime.config.migration import answer_for
-from ..runtime.errors import ConfigError, EngineError, RequestError, ServerError
+from ..runtime.errors import ConfigError, EngineError
 from ..runtime.installation import __version__
 from .arguments import check_arguments, show_what_cannot_be_encoded
-from .exit_codes import ExitCode
+from .exit_codes import ExitCode, exit_code_of
 from .options import CONTEXT_SETTINGS
 
 PROG_NAME: Final = "engine"
+_CANNOT_WRITE: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
+"""Errors of a disk: without space, over a quota or a limit, failing, read-only."""
 PANELS: Final = {
     "Core commands": {
         "serve": (".serve", "Serve a model over HTTP, compatible with the OpenAI API."),
@@ -141,6 +145,24 @@ def run(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    try:
+        code = _run(argv)
+        sys.stdout.flush()  # a disk that is full is noticed here, and not while Python exits
+    except (KeyboardInterrupt, typer.Abort):
+        return ExitCode.INTERRUPTED
+    except BrokenPipeError:
+        _drop_output()
+        return ExitCode.OUTPUT_CLOSED
+    except OSError as error:
+        if error.errno not in _CANNOT_WRITE:
+            raise
+        _drop_output()
+        what = error.filename or "the output"
+        return _fail(f"{what} cannot be written: {error.strerror}", ExitCode.USER)
+    return code
+
+
+def _run(argv: Sequence[str] | None) -> int:
     arguments: Sequence[str] = ()
     try:
         arguments = check_arguments(sys.argv[1:] if argv is None else argv)
@@ -151,31 +173,23 @@ def run(argv: Sequence[str] | None = None) -> int:
         if answer := _answer(error, arguments):
             return _fail(answer, ExitCode.USER)
         return _fail(f"{message} (see {command} --help)", ExitCode.USER)
-    except (ConfigError, RequestError) as error:
-        return _fail(str(error), ExitCode.USER)
-    except ServerError as error:
-        return _fail(str(error), ExitCode.SERVER)
     except EngineError as error:
-        return _fail(str(error), ExitCode.FAILED)
+        return _fail(str(error), exit_code_of(error))
     except PermissionError as error:
         return _fail(
             f"{error.filename}: {error.strerror}; give this user access, or use another path", ExitCode.USER
         )
-    except (KeyboardInterrupt, typer.Abort):
-        return ExitCode.INTERRUPTED
-    except BrokenPipeError:
-        return _output_closed()
     except SystemExit as error:
         if isinstance(error.__context__, BrokenPipeError):  # typer exits with 1
-            return _output_closed()
+            raise error.__context__ from None
         raise
     return result if isinstance(result, int) else 0
 
 
-def _output_closed() -> int:
-    """The reader (`head`) closed the pipe. Python would report that again when it flushes at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return ExitCode.OUTPUT_CLOSED
+def _drop_output() -> None:
+    """Standard output cannot be written. Python would report that again when it flushes at exit."""
+    with contextlib.suppress(OSError, ValueError):  # no real file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _command_path(arguments: Sequence[str]) -> str:
@@ -203,7 +217,8 @@ def _answer(error: typer.TyperException, arguments: Sequence[str]) -> str:
 
 
 def _fail(message: str, code: int) -> int:
-    typer.echo(f"{PROG_NAME}: {message}", err=True)
+    with contextlib.suppress(OSError):  # the exit code remains
+        typer.echo(f"{PROG_NAME}: {message}", err=True)
     return code
 
 

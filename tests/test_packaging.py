@@ -128,7 +128,7 @@ def test_command_line_runs_from_the_wheel(
 ) -> None:
     scripts = configparser.ConfigParser()
     scripts.read_string(metadata["entry_points.txt"].decode())
-    assert dict(scripts["console_scripts"]) == {"engine": "engine.cli.main:main"}
+    assert dict(scripts["console_scripts"]) == {"engine": "engine.__main__:main"}
     wheel.extractall(tmp_path)
     program = "import engine, sys; from engine.cli.main import main; print(engine.__file__); sys.exit(main())"
 

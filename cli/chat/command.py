@@ -14,7 +14,7 @@ from ...launch.startup_display import StartupDisplay
 from ...runtime.config.config_sources import MergedConfig
 from ...runtime.errors import ConfigError, RequestError
 from ...runtime.text import decode_utf8, variable
-from ..exit_codes import ExitCode
+from ..exit_codes import ExitCode, ends_at_interrupt
 from ..options import (
     CONTEXT_SETTINGS,
     ConfigFileOption,
@@ -208,7 +208,8 @@ def _converse(chat: Conversation, display: StartupDisplay, *, quiet: bool, histo
 
 
 def _start(merged: MergedConfig, display: StartupDisplay, form: AnswerForm) -> Backend:
-    return InProcessBackend.start(merged, display, form)
+    with ends_at_interrupt():
+        return InProcessBackend.start(merged, display, form)
 
 
 def _chat_settings(given: dict[str, str | None]) -> ChatSettings:

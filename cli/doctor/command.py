@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Final
@@ -15,9 +16,10 @@ from typing import Annotated, Final
 import typer
 
 from ...launch.resolve.host_facts import HostFacts
-from ...launch.startup_display import StartupDisplay
+from ...launch.startup_display import StartupDisplay, shows_live
+from ...runtime.config.config_sources import DEFAULT_ORIGIN, MergedConfig
 from ...runtime.config.engine_config import EngineConfig
-from ..exit_codes import ExitCode
+from ..exit_codes import ExitCode, ends_at_interrupt
 from ..options import (
     CONTEXT_SETTINGS,
     ConfigFileOption,
@@ -74,12 +76,19 @@ def doctor(
     merged = merge_options(settings, config_file=config_file, model=model_argument)
     if schema is not None:
         return _check_schema(schema, merged.config, as_json=as_json)
-    with StartupDisplay(quiet=as_json) as display:
-        checks = list(examine(merged.config, with_checksums=checksums, display=display))
+    checks: list[Check] = []
+    with StartupDisplay(quiet=as_json) as display, ends_at_interrupt():
+        for check in examine(merged, with_checksums=checksums, display=display):
+            checks.append(check)
+            if not (as_json or shows_live()):  # no spinner shows that it works
+                print_check(check)
     if as_json:
         typer.echo(json_text(checks))
-    else:
-        print_checks(checks)
+        return 0 if will_serve(checks) else ExitCode.FAILED
+    if shows_live():
+        for check in checks:
+            print_check(check)
+    typer.echo(summary(checks))
     return 0 if will_serve(checks) else ExitCode.FAILED
 
 
@@ -92,8 +101,9 @@ def _check_schema(path: Path, config: EngineConfig, *, as_json: bool) -> int:
     return 0 if body.ok else ExitCode.FAILED
 
 
-def examine(config: EngineConfig, *, with_checksums: bool, display: StartupDisplay) -> Iterator[Check]:
+def examine(merged: MergedConfig, *, with_checksums: bool, display: StartupDisplay) -> Iterator[Check]:
     """Gather the facts, and run the checks."""
+    config = merged.config
     from .compute import check_compute, gather_torch
     from .machine import check_machine
     from .machine_facts import gather_machine
@@ -102,7 +112,7 @@ def examine(config: EngineConfig, *, with_checksums: bool, display: StartupDispl
 
     display.step("machine")
     machine = gather_machine(config.server)
-    yield from check_machine(machine, config)
+    yield from check_machine(machine, config, port_given=merged.origins["port"] != DEFAULT_ORIGIN)
     display.step("torch and kernels, in a separate process")
     torch = gather_torch()
     yield from check_compute(torch, machine.host, config)
@@ -125,21 +135,18 @@ def json_text(checks: Sequence[Check]) -> str:
     )
 
 
-def print_checks(checks: Sequence[Check]) -> None:
-    """One line per check, and a summary; colors on a terminal."""
+def print_check(check: Check) -> None:
+    """One line; colors on a terminal."""
     from rich.console import Console
     from rich.text import Text
 
-    console = Console(highlight=False, soft_wrap=True)
-    for check in checks:
-        line = Text.assemble(
-            (f"{check.verdict.value:<5}", _STYLES[check.verdict]),
-            f"{check.code:<{_CODE_COLUMNS}} {check.text}",
-        )
-        if check.fix:
-            line.append(f" -> {check.fix}", style="bold")
-        console.print(line)
-    console.print(summary(checks))
+    line = Text.assemble(
+        (f"{check.verdict.value:<5}", _STYLES[check.verdict]), f"{check.code:<{_CODE_COLUMNS}} {check.text}"
+    )
+    if check.fix:
+        line.append(f" -> {check.fix}", style="bold")
+    Console(highlight=False, soft_wrap=True).print(line)
+    sys.stdout.flush()
 
 
 def summary(checks: Sequence[Check]) -> str:

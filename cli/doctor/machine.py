@@ -18,13 +18,13 @@ LITTLE_MEMORY_BYTES: Final = 1 * GIB
 NCCL_SHM_BYTES: Final = 256 * MIB
 
 
-def check_machine(facts: MachineFacts, config: EngineConfig) -> Iterator[Check]:
-    """All checks, in the order of the report."""
+def check_machine(facts: MachineFacts, config: EngineConfig, *, port_given: bool = True) -> Iterator[Check]:
+    """All checks, in the order of the report. `port_given`: the port is not the default one."""
     yield check_python(facts)
     yield check_packages(facts)
     yield from check_at_start(facts, config)
     yield check_cpus(facts)
-    yield check_port_is_free(facts, config)
+    yield check_port_is_free(facts, config, port_given=port_given)
     yield check_server(facts)
 
 
@@ -158,14 +158,18 @@ def check_cpus(facts: MachineFacts) -> Check:
     return ok("cores", text)
 
 
-def check_port_is_free(facts: MachineFacts, config: EngineConfig) -> Check:
-    """Check that the address of the server is free."""
+def check_port_is_free(facts: MachineFacts, config: EngineConfig, *, port_given: bool) -> Check:
+    """Check that the address of the server is free; an engine that has the default port is only a warning."""
     server = config.server
     if not facts.port_error:
         where = f"{server.host}:{server.port}" if server.port else f"{server.host}, any free port"
         return ok("port", f"{where} is free")
     check = refused("port", facts.port_error)
-    return check._replace(text=f"{check.text} (it is {facts.port_holder})") if facts.port_holder else check
+    if facts.port_holder:
+        check = check._replace(text=f"{check.text} (it is {facts.port_holder})")
+    if not port_given and facts.held_by_engine:
+        return warn("port", check.text, check.fix)
+    return check
 
 
 def check_server(facts: MachineFacts) -> Check:

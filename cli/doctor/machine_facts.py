@@ -84,6 +84,11 @@ class MachineFacts:
     socket_dirs: tuple[Path, ...]
     cache_error: str
 
+    @property
+    def held_by_engine(self) -> bool:
+        """Whether an engine, whose processes this user may look at, listens at the port."""
+        return self.port_holder.partition(", ")[2].startswith(f"{_PACKAGE}: ")
+
 
 def gather_machine(server: ServerConfig, *, at_start: bool = False, root: Path = Path("/")) -> MachineFacts:
     """Gather the facts.

@@ -20,6 +20,7 @@ from ...models.hub.built_in.models import MINILM
 from ...runtime.config.config_sources import MergedConfig, from_arguments
 from ...runtime.errors import RequestError, ServerError
 from ...runtime.text import variable
+from ..exit_codes import ends_at_interrupt
 from ..options import FlagValues, merge_options
 from ..server_client import ServerConnection, attach, error_of, names_a_model, refuse_settings, wait_s
 from .files import Texts, Vectors
@@ -183,7 +184,7 @@ def open_backend(
         )
         if server is not None:
             return server
-    with StartupDisplay(quiet=quiet) as display:
+    with StartupDisplay(quiet=quiet) as display, ends_at_interrupt():
         return _load(merged, display, wanted)
 
 

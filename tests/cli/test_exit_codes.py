@@ -174,7 +174,8 @@ CLIENTS = (
 
 @pytest.mark.parametrize("command", CLIENTS)
 @pytest.mark.parametrize(
-    ("status", "code"), [(401, ExitCode.USER), (403, ExitCode.USER), (500, ExitCode.SERVER)]
+    ("status", "code"),
+    [(401, ExitCode.USER), (403, ExitCode.USER), (429, ExitCode.SERVER), (500, ExitCode.SERVER)],
 )
 def test_a_server_that_refuses_is_2_and_one_that_fails_is_3(capsys, tiny_model, command, status, code):
     with stand_in_server(status) as url:
@@ -189,6 +190,7 @@ def test_a_server_that_refuses_is_2_and_one_that_fails_is_3(capsys, tiny_model, 
     [
         (ConfigError("the reason"), ExitCode.USER),
         (RequestError("the reason"), ExitCode.USER),
+        (RequestError("the reason", status=429), ExitCode.SERVER),
         (PermissionError(errno.EACCES, "the reason", "/hers"), ExitCode.USER),
         (EngineDeadError("the reason"), ExitCode.FAILED),
         (ServerError("the reason"), ExitCode.SERVER),
@@ -225,6 +227,98 @@ def test_a_reader_that_closes_the_output_ends_a_command_in_silence(arguments):
             timeout=60,
         )
     assert (done.returncode, done.stderr) == (ExitCode.OUTPUT_CLOSED, b"")
+
+
+@pytest.mark.fast_cases(2)
+@pytest.mark.real_process
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--help",
+        "--version",
+        "list",
+        "ps --json",
+        "serve TINY --print-config",
+        "chat --help",
+        "doctor /nope",
+        "bench",
+    ],
+)
+def test_a_disk_without_space_is_one_line(arguments, monkeypatch, tmp_path, tiny_model):
+    monkeypatch.setenv("ENGINE_CACHE_DIR", str(tmp_path))
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "engine", *arguments.replace("TINY", str(tiny_model)).split()],
+            stdin=subprocess.DEVNULL,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            check=False,
+            timeout=60,
+            text=True,
+        )
+    assert done.stderr == "engine: the output cannot be written: No space left on device\n"
+    assert done.returncode == ExitCode.USER
+
+
+@pytest.mark.real_process
+def test_the_answer_of_a_server_on_a_disk_without_space(tmp_path):
+    """The line after an answer that was received, and an error that has no room either."""
+    with stand_in_server(200) as url:
+        for redirection, error in (("> /dev/full", "cannot be written"), ("> /dev/full 2> /dev/full", "")):
+            done = subprocess.run(
+                ["sh", "-c", f"{sys.executable} -m engine top --once --json {url} {redirection}"],
+                stderr=subprocess.PIPE,
+                check=False,
+                timeout=60,
+                text=True,
+            )
+            assert done.returncode in (ExitCode.USER, ExitCode.SERVER)
+            assert done.stderr.count("\n") == bool(error)
+
+
+IMPORTING = """
+import importlib.abc, os, signal, sys
+
+class Interrupt(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "NAME":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+from engine.__main__ import main
+sys.argv = ["engine", "chat", "--no-attach", "hi", "--model", "/nope"]
+main()
+"""
+LOADING = """
+import hashlib, os, signal, threading
+from engine.cli.exit_codes import ends_at_interrupt
+
+with ends_at_interrupt():
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # minutes of native code
+"""
+
+
+@pytest.mark.real_process
+@pytest.mark.parametrize(
+    "program",
+    [
+        IMPORTING.replace("NAME", "engine.cli.main"),
+        IMPORTING.replace("NAME", "typer.main"),
+        IMPORTING.replace("NAME", "engine.cli.chat.command"),
+        LOADING,
+    ],
+    ids=["first import", "import of a library", "import of a command", "load of a model"],
+)
+def test_ctrl_c_ends_a_start_at_once_and_in_silence(program):
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=False,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (ExitCode.INTERRUPTED, b"", b"")
 
 
 def test_every_code_is_explained_and_none_twice():

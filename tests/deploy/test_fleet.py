@@ -299,4 +299,4 @@ def test_the_steps_of_the_cpu_image_run_in_a_plain_folder(tmp_path):
     )
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert version.stdout.startswith("engine ")
-    assert project["project"]["scripts"] == {"engine": "engine.cli.main:main"}, "what ENTRYPOINT calls"
+    assert project["project"]["scripts"] == {"engine": "engine.__main__:main"}, "what ENTRYPOINT calls"

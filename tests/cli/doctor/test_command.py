@@ -49,6 +49,40 @@ def test_json_and_exit_code_of_what_will_not(capsys, good_machine, tiny_model):
     }
 
 
+@pytest.mark.parametrize(
+    ("holder", "arguments", "verdict"),
+    [
+        ("pid 7, engine: tokenizer_manager", (), "warn"),
+        ("pid 7, engine: tokenizer_manager", ("--port", "30000"), "fail"),
+        ("pid 7, nginx", (), "fail"),
+        ("", (), "fail"),
+    ],
+)
+def test_an_engine_that_runs_is_no_reason_against_a_model(
+    capsys, good_machine, monkeypatch, tiny_model, holder, arguments, verdict
+):
+    taken = machine(port_error="127.0.0.1:30000 is in use; use --port 30001", port_holder=holder)
+    monkeypatch.setattr(machine_facts, "gather_machine", lambda *_args, **_kwargs: taken)
+    assert cli.run(["doctor", str(tiny_model), *arguments]) == (verdict == "fail")
+    *lines, last = capsys.readouterr().out.splitlines()
+    (line,) = (line for line in lines if line.split()[1] == "port")
+    assert line.startswith(f"{verdict} port") and line.endswith("-> use --port 30001")
+    assert last == ("It will not serve: port." if verdict == "fail" else "It will serve, but see port.")
+
+
+def test_lines_are_written_as_they_are_found(capsys, monkeypatch, good_machine, tiny_model):
+    """What takes long, as the import of torch, begins after the lines before it can be read."""
+    before = []
+
+    def gather():
+        before.append(capsys.readouterr().out)
+        return torch()
+
+    monkeypatch.setattr(torch_probe, "gather_torch", gather)
+    assert cli.run(["doctor", str(tiny_model)]) == 0
+    assert "port       127.0.0.1:30000 is free" in before[0]
+
+
 def test_no_model_is_the_default_one_and_nothing_is_fetched(capsys, good_machine, monkeypatch, tmp_path):
     monkeypatch.setenv("ENGINE_CACHE_DIR", str(tmp_path))
     assert cli.run(["doctor"]) == 0
