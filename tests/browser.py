@@ -87,18 +87,19 @@ class Browser:
         *,
         size: tuple[int, int] = (1280, 800),
         features: dict[str, str] | None = None,
+        beside: Tab | None = None,
     ) -> Tab:
-        """A new page without the storage of others.
+        """A new page without the storage of others, or `beside` one, with its storage.
 
         Args:
             url: to open.
             size: of the window, in CSS pixels.
             features: media features, such as {"prefers-color-scheme": "dark"}.
         """
-        context = self.call("Target.createBrowserContext")["browserContextId"]
+        context = beside.context if beside else self.call("Target.createBrowserContext")["browserContextId"]
         target = self.call("Target.createTarget", url="about:blank", browserContextId=context)["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        tab = self._tabs[session] = Tab(self, session, context)
+        tab = self._tabs[session] = Tab(self, session, target, context, owns_context=beside is None)
         tab.prepare(size, features or {})
         tab.go(url)
         return tab
@@ -140,14 +141,19 @@ class Tab:
     """One page.
 
     Attributes:
+        context: owns the storage.
         urls: what it requested.
         problems: errors of scripts, violations of its policy, messages of severity error.
     """
 
-    def __init__(self, browser: Browser, session: str, context: str) -> None:
+    def __init__(
+        self, browser: Browser, session: str, target: str, context: str, *, owns_context: bool
+    ) -> None:
         self._browser = browser
         self._session = session
-        self._context = context
+        self._target = target
+        self._owns_context = owns_context
+        self.context = context
         self.urls: list[str] = []
         self.problems: list[str] = []
 
@@ -174,8 +180,11 @@ class Tab:
         )
 
     def close(self) -> None:
-        """Close the page; its storage and its process go with it."""
-        self._browser.call("Target.disposeBrowserContext", browserContextId=self._context)
+        """Close the page; its storage and its process go with it, unless it was opened beside another."""
+        if self._owns_context:
+            self._browser.call("Target.disposeBrowserContext", browserContextId=self.context)
+        else:
+            self._browser.call("Target.closeTarget", targetId=self._target)
 
     def go(self, url: str) -> None:
         """Open a page and wait until it is loaded."""

@@ -33,7 +33,7 @@ from tests.statements import statements
 ROOT = Path(__file__).parent.parent
 NOT_PACKAGED = {"tests", "docs", "benchmarks", "deploy", "examples", "build", "dist", "__pycache__"}
 # Imported where they are installed, and only there: triton comes with torch's CUDA builds, sgl_kernel with the extras.
-OPTIONAL_IMPORTS = {"triton", "sgl_kernel", "transformers", "jsonschema_rs", "opentelemetry"}
+OPTIONAL_IMPORTS = {"pypdf", "triton", "sgl_kernel", "transformers", "jsonschema_rs", "opentelemetry"}
 
 
 def product_files() -> Iterator[Path]:
@@ -117,6 +117,7 @@ def test_wheel_metadata(metadata: dict[str, bytes]) -> None:
         "transformers",
         "ray",
         "otel",
+        "pdf",
         "bench",
         "test",
         "dev",

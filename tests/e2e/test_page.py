@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.real_process]
 def test_a_question_is_answered_and_the_memory_shown(browser, serve):
     tab = browser.open(serve.url + "/")
     tab.wait("document.documentElement.dataset.ready")
-    assert tab.text("#model") == serve.model
+    assert tab.run("document.querySelector('#model').title") == serve.model
     tab.click("#open-settings")
     tab.click("#set-max_tokens")
     tab.type("5")

@@ -19,6 +19,7 @@ from .access_log import AccessLog, NoAccessLog, show_word
 from .exchange import ClientGone, Exchange, Receive, Scope, Send
 from .guards.auth import Caller, key_of
 from .guards.origins import Hosts, Origins
+from .page.endpoints import PAGE_ENDPOINTS
 from .page.files import PageFiles
 from .reference.openapi import ApiDocs
 from .routes import ROUTES, Handler, Route
@@ -62,6 +63,9 @@ class App:
                 self._exact.setdefault(before, {})[route.method] = route
         for path, answer in (("/openapi.json", self._docs.serve_json), ("/docs", self._docs.serve_page)):
             self._exact[path] = {"GET": Route("GET", path, _without_services(answer), "What there is.")}
+        if server.page:
+            for path, handler in PAGE_ENDPOINTS.items():
+                self._exact[path] = {"POST": Route("POST", path, handler, "Part of the page.")}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""

@@ -38,6 +38,7 @@ from .body_reader import BodyReader
 from .exchange import Exchange
 from .guards.auth import Authorizer
 from .guards.body_budget import BodyBudget
+from .page.worker import PageWorker
 from .responses.items import RecentItems
 from .schema.constraints import chat_grammar, check_constraint_with_tools, check_room
 from .schema.errors import POSITION_HEADER, renamed_fields
@@ -332,16 +333,19 @@ class Services(Engine):
         authorizer: checks API keys.
         metrics: of `/metrics`.
         traces: takes requests that have ended.
+        page_worker: renders answers for the chat page.
     """
 
     all_processes: AllProcesses
     authorizer: Authorizer
     metrics: Metrics
     traces: Traces = NoTraces()  # noqa: RUF009  (immutable)
+    page_worker: PageWorker = field(default_factory=PageWorker)
 
     def close(self) -> None:
         """Let the threads of its parts end."""
         self.traces.close()
+        self.page_worker.close()
         self.encoder.close()
         self.body_reader.close()
         if self.renderer is not None:

@@ -1,9 +1,8 @@
-"""The chat at `/` in a real browser: stopping, regenerating, editing, tools, JSON, errors, keys, storage."""
+"""The chat at `/` in a real browser: stopping, settings, tools, JSON, errors, keys, export."""
 
 from __future__ import annotations
 
 import json
-import re
 
 import pytest
 
@@ -39,62 +38,18 @@ def test_a_stopped_answer_keeps_its_text_and_its_tokens_and_ends_on_the_server(o
     assert kept(tab)[1]["content"] == "1, 2"
 
 
-def test_clear_during_an_answer_keeps_nothing_of_it(open_page):
-    tab, served = open_page()
-    ask(tab, "Count")
-    request = served.engine.next_request()
-    served.engine.say(row(request, "1, 2", total=4))
-    tab.wait("document.querySelector('.assistant .text')?.innerText.includes('1, 2')")
-
-    tab.click("#clear")
-
-    assert served.engine.next_abort().rid == request.rid
-    tab.wait("document.querySelector('#stop').hidden && !document.querySelector('.message')")
-    assert tab.text("#status") == "The conversation was deleted."
-    assert kept(tab) == []
-
-
-def test_regenerate_asks_again_and_edit_replaces_the_question_and_what_follows(open_page):
-    tab, served = open_page(say_all("First."))
-    ask(tab, "Old question")
-    tab.wait(ANSWERED)
-    served.engine.next_request()
-
-    served.engine.script = say_all("Second.")
-    tab.click(".assistant [aria-label='Regenerate the answer']")
-    tab.wait("document.querySelector('.assistant .text')?.innerText === 'Second.'")
-    assert prompt_of(served.engine.next_request()).count("<|im_start|>user") == 1
-    tab.wait(ANSWERED)
-
-    tab.click(".user [aria-label='Edit your message']")
-    assert tab.run("document.activeElement.value") == "Old question"
-    tab.run("document.activeElement.select()")
-    tab.type("New question")
-    tab.click(".edit [type=submit]")
-    tab.wait(f"document.querySelectorAll('.message').length === 2 && {ANSWERED}")
-    prompt = prompt_of(served.engine.next_request())
-    assert "New question" in prompt
-    assert "Old question" not in prompt
-    assert [message["content"] for message in kept(tab)] == ["New question", "Second."]
-
-
-def test_the_conversation_goes_on_after_a_reload_until_it_is_cleared(open_page):
+def test_the_conversation_goes_on_after_a_reload(open_page):
     tab, served = open_page(say_all("Hello."))
     ask(tab, "Hi")
     tab.wait(ANSWERED)
     served.engine.next_request()
     tab.go(served.url + "/")
     tab.wait("document.documentElement.dataset.ready")
+    tab.wait(ANSWERED)
     assert tab.text(".assistant .text") == "Hello."
     ask(tab, "Again")
     tab.wait(f"document.querySelectorAll('.assistant').length === 2 && {ANSWERED}")
     assert "assistant\nHello.<|im_end|>" in prompt_of(served.engine.next_request())
-
-    tab.click("#clear")
-    assert kept(tab) == []
-    assert tab.run("document.querySelectorAll('.message').length") == 0
-    assert not tab.run("document.querySelector('#empty').hidden")
-    assert tab.run("document.activeElement.id") == "question"
 
 
 def test_settings_show_the_defaults_of_the_model(open_page):
@@ -251,7 +206,7 @@ def test_json_of_a_schema_is_asked_for(open_page):
     choose(tab, "form", "schema")
     fill(tab, "schema", '{"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}')
     ask(tab, "A number")
-    tab.wait("document.querySelector('.assistant .figures') || document.querySelector('#messages .error')")
+    tab.wait(f"({ANSWERED}) || document.querySelector('#messages .error')")
     assert tab.run("document.querySelector('#messages .error')?.innerText ?? ''") == ""
     grammar = served.engine.next_request().grammar
     assert grammar is not None
@@ -273,113 +228,19 @@ def test_reasoning_is_folded_once_the_answer_begins(open_page):
     assert tab.text(".thought") == "Let me see."
 
 
-@pytest.mark.parametrize(
-    "evil",
-    [
-        "<script>document.documentElement.dataset.owned=1</script>",
-        "<img src=x onerror=document.documentElement.dataset.owned=1>",
-        "[x](javascript:document.documentElement.dataset.owned=1)",
-        "![x](http://evil.example/x.png)",
-        "`<b onclick=1>`\n\n```html\n<iframe src=//evil.example></iframe>\n```",
-        "| <svg onload=1> | b |\n|---|---|\n| <style>*{}</style> | c |",
-        "<a href='javascript:1'>x</a> <https://evil.example/\"onmouseover=1>",
-        "**" * 3000 + "_" * 3000 + "[" * 3000 + "> " * 3000 + "`" * 3001,
-    ],
-)
-def test_hostile_text_stays_text(open_page, evil):
-    tab, _ = open_page(say_all(evil))
-    ask(tab, "Hi")
-    tab.wait(ANSWERED)
-    assert tab.run("document.documentElement.dataset.owned") is None
-    made = tab.run("[...document.querySelectorAll('.text *')].map((each) => each.tagName)")
-    assert not {"SCRIPT", "IMG", "IFRAME", "SVG", "STYLE", "B"} & set(made)
-    assert tab.run("[...document.querySelectorAll('.text a')].every((each) => /^https?:/.test(each.href))")
-    assert not tab.run(
-        "[...document.querySelectorAll('.text *')].some((e) => [...e.attributes].some((a) => /^on/.test(a.name)))"
-    )
-
-
-MARKDOWN = """# Title
-
-One *em*, **strong**, ~~gone~~, `co*de`, snake_case_name, 2 * 3 * 4 and https://example.org/a_b.
-
-1. one
-2. two
-   - inner
-
-   more
-3. three
-
-> quoted
-> on
-
-| a | b |
-|---|:-:|
-| 1 | `x` |
-
-```python
-def f(x):
-    return x * 2
-```
-
----
-Last [link](https://example.org/x_(y) "title")\x20\x20
-broken line"""
-
-
-def test_markdown_becomes_elements(open_page):
-    tab, _ = open_page(say_all(MARKDOWN))
-    ask(tab, "Hi")
-    tab.wait(ANSWERED)
-
-    def texts(selector: str) -> list[str]:
-        found: list[str] = tab.run(
-            f"[...document.querySelectorAll('.assistant .text {selector}')].map((each) => each.textContent)"
-        )
-        return found
-
-    assert texts("h3") == ["Title"]
-    assert (texts("em"), texts("strong"), texts("del")) == (["em"], ["strong"], ["gone"])
-    assert texts("p code") == ["co*de"]
-    assert "snake_case_name, 2 * 3 * 4" in texts("p")[0]
-    assert texts("a") == ["https://example.org/a_b", "link"]
-    assert [re.findall("one|two|three", text)[0] for text in texts("ol > li")] == ["one", "two", "three"]
-    assert texts("ol ul li") == ["inner"]
-    assert texts("blockquote p") == ["quoted\non"]
-    assert (texts("th"), texts("td")) == (["a", "b"], ["1", "x"])
-    assert texts("pre code") == ["def f(x):\n    return x * 2"]
-    assert len(texts("hr")) == len(texts("br")) == 1
-
-
-def test_an_answer_in_pieces_becomes_the_same_as_in_one(open_page):
-    pieces = [MARKDOWN[i : i + 7] for i in range(0, len(MARKDOWN), 7)]
-    tab, served = open_page()
-    ask(tab, "Hi")
-    request = served.engine.next_request()
-    for number, piece in enumerate(pieces, 1):
-        served.engine.say(row(request, piece, total=number, finish=STOP if number == len(pieces) else None))
-    tab.wait(ANSWERED)
-    in_pieces = tab.run("document.querySelector('.assistant .text').innerHTML")
-    served.engine.script = say_all(MARKDOWN)
-    tab.click(".assistant [aria-label='Regenerate the answer']")
-    served.engine.next_request()
-    tab.wait(ANSWERED)
-    assert tab.run("document.querySelector('.assistant .text').innerHTML") == in_pieces
-
-
 def test_a_key_is_asked_for_and_kept_in_the_tab_alone(open_page):
     tab, served = open_page(say_all("Hello."), api_key=("sk-1",))
     tab.wait("document.querySelector('#keys').open")
-    assert "API key is missing" in tab.text("#keys")
+    assert "This server needs a key. The person who runs it can give you one." in tab.text("#keys")
     tab.type("sk-wrong")
     tab.press("Enter")
     tab.wait(
-        "document.querySelector('#keys').open && document.querySelector('#keys').innerText.includes('wrong')"
+        "document.querySelector('#keys').open && document.querySelector('#keys').innerText.includes('does not accept')"
     )
     tab.type("sk-1")
     tab.press("Enter")
     tab.wait("document.documentElement.dataset.ready")
-    assert tab.text("#model") == "org/tiny"
+    assert tab.text("#model") == "tiny"
     ask(tab, "Hi")
     tab.wait(ANSWERED)
     assert "sk-1" not in json.dumps(tab.run("({ ...localStorage })"))

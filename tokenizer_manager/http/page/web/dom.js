@@ -1,5 +1,7 @@
 // Makes elements. Text reaches the page only as text nodes, never as markup: the page's policy forbids the other way.
 
+import { icon } from "./icons.js";
+
 export const $ = (selector, within = document) => within.querySelector(selector);
 
 // `make("button", { type: "button", onclick: act, ariaLabel: "Copy" }, "Copy")`. Names with a dash are attributes, all
@@ -17,6 +19,11 @@ export function make(tag, properties = {}, ...children) {
 
 export function button(text, act, properties = {}) {
   return make("button", { type: "button", onclick: act, ...properties }, text);
+}
+
+// A button that is an icon; `label` is its name, also for the mouse.
+export function iconButton(name, label, act, properties = {}) {
+  return make("button", { type: "button", onclick: act, className: "quiet", title: label, "aria-label": label, ...properties }, icon(name));
 }
 
 // Writes to the clipboard; on pages without https there is no clipboard interface, and a selection serves.
@@ -39,11 +46,23 @@ async function copyText(text) {
 
 // A button that copies, and says so for a moment.
 export function copyButton(textOf, label) {
-  const node = button("Copy", async () => {
-    node.textContent = (await copyText(textOf())) ? "Copied" : "Not copied";
-    setTimeout(() => { node.textContent = "Copy"; }, 1500);
-  }, { className: "quiet", "aria-label": label });
+  const node = iconButton("copy", label, async () => {
+    const done = await copyText(textOf());
+    node.replaceChildren(icon(done ? "check" : "close"));
+    node.title = done ? "Copied" : "Not copied";
+    setTimeout(() => { node.replaceChildren(icon("copy")); node.title = label; }, 1500);
+  });
   return node;
+}
+
+// A line at the foot of the page for some seconds, with a button that takes a deed back.
+export function toast(text, onUndo) {
+  const box = $("#toast");
+  const hide = () => { clearTimeout(Number(box.dataset.timer)); box.hidden = true; };
+  hide();
+  box.replaceChildren(make("span", {}, text), button("Undo", () => { hide(); onUndo(); }), iconButton("close", "Dismiss", hide));
+  box.hidden = false;
+  box.dataset.timer = String(setTimeout(hide, 15000));
 }
 
 export function save(name, text, type) {

@@ -14,11 +14,13 @@ export class KeyDialog {
     this.#dialog.addEventListener("cancel", (event) => { event.preventDefault(); this.#close(""); });
   }
 
-  // Whether a key was given. `error` is the server's refusal.
-  async ask(error, { admin = false } = {}) {
+  // Whether a key was given. `admin`: the key that shows the requests of others.
+  async ask({ admin = false } = {}) {
     if (this.#answer) return false;
     $("#keys-title").textContent = admin ? "Admin key" : "API key";
-    $("#keys-why").textContent = error.message;
+    $("#keys-why").textContent = this.server.hasKey({ admin })
+      ? "The server does not accept this key. Check it, or ask the person who runs the server."
+      : admin ? "The list of requests is for the person who runs this server." : "This server needs a key. The person who runs it can give you one.";
     this.#field.value = "";
     this.#dialog.showModal();
     this.#field.focus();
@@ -34,7 +36,7 @@ export class KeyDialog {
       try {
         return await action();
       } catch (error) {
-        if (!error.wantsKey || !(await this.ask(error))) throw error;
+        if (!error.wantsKey || !(await this.ask())) throw error;
       }
     }
   }

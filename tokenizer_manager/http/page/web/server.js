@@ -15,7 +15,28 @@ class ServerError extends Error {
   get wantsAdminKey() { return this.status === 403 && this.code === "admin_key_required"; }
 }
 
+const MAX_TRIES = 8, MAX_WAIT_S = 60;  // of a request that a busy server refuses
+const HEALTH_MS = 4000;
+
 export class Server {
+  isUp = null;
+
+  // `onState(isUp)`: the server answers, or does not.
+  constructor(onState) { this.onState = onState; }
+
+  // Asks from time to time whether the server is there, while the page is seen.
+  watch() {
+    const ask = () => { if (!document.hidden) fetch(new URL("health", document.baseURI), { cache: "no-store" }).then(({ ok }) => this.#setUp(ok), () => this.#setUp(false)); };
+    setInterval(ask, HEALTH_MS);
+    document.addEventListener("visibilitychange", ask);
+  }
+
+  #setUp(isUp) {
+    if (isUp === this.isUp) return;
+    this.isUp = isUp;
+    this.onState(isUp);
+  }
+
   // `admin` asks with the admin key, if the tab has one.
   async get(path, { admin = false } = {}) {
     return (await this.#send(path, { headers: this.#headers(admin) })).json();
@@ -26,10 +47,14 @@ export class Server {
     return (await this.#send(path, { method: "POST", headers, body: JSON.stringify(body) })).json();
   }
 
-  // The JSON objects of an event stream, until [DONE].
-  async *stream(path, body, signal) {
-    const headers = { ...this.#headers(false), "Content-Type": "application/json" };
-    const response = await this.#send(path, { method: "POST", headers, body: JSON.stringify(body), signal });
+  async upload(path, file) {
+    return (await this.#send(path, { method: "POST", headers: this.#headers(false), body: file })).json();
+  }
+
+  // The JSON objects of an event stream, until [DONE]. A busy server is asked again when it says; `say(text)` shows it.
+  async *stream(path, body, signal, say) {
+    const response = await this.#sendPatiently(path, () => ({ method: "POST", body: JSON.stringify(body), signal,
+      headers: { ...this.#headers(false), "Content-Type": "application/json" } }), say);
     let finished = false;
     try {
       for await (const data of eventsOf(response.body)) {
@@ -39,11 +64,14 @@ export class Server {
         yield event;
       }
     } catch (error) {
-      if (error instanceof TypeError) throw lost();
-      throw error;
+      if (!(error instanceof TypeError)) throw error;
+      this.#setUp(false);
+      throw lost();
     }
     if (!finished) throw new ServerError("The stream broke off before the answer was complete.");
   }
+
+  hasKey({ admin = false } = {}) { return sessionStorage.getItem(admin ? ADMIN_KEY : KEY) !== null; }
 
   useKey(key, { admin = false } = {}) { sessionStorage.setItem(admin ? ADMIN_KEY : KEY, key); }
 
@@ -52,16 +80,39 @@ export class Server {
     return key ? { Authorization: `Bearer ${key}` } : {};
   }
 
+  async #sendPatiently(path, options, say) {
+    for (let tries = 1; ; tries++) {
+      try {
+        return await this.#send(path, options());
+      } catch (error) {
+        const wait_s = Number(error.retryAfter);
+        if (![429, 503].includes(error.status) || !(wait_s > 0 && wait_s <= MAX_WAIT_S) || tries === MAX_TRIES) throw error;
+        await pause(wait_s, options().signal, (left) => say(`The server is busy; it is asked again in ${left} s.`));
+      }
+    }
+  }
+
   async #send(path, options) {
     let response;
     try {
       response = await fetch(new URL(path, document.baseURI), { ...options, cache: "no-store" });
     } catch (error) {
       if (error.name === "AbortError") throw error;
+      this.#setUp(false);
       throw lost();
     }
+    this.#setUp(true);
     if (!response.ok) throw await errorOf(response);
     return response;
+  }
+}
+
+// Waits some seconds, of which `tell` is called with each; it ends early, with an error, when the reader stops it.
+async function pause(wait_s, signal, tell) {
+  for (let left = Math.ceil(wait_s); left > 0; left--) {
+    tell(left);
+    await new Promise((go) => { setTimeout(go, 1000); signal.addEventListener("abort", go, { once: true }); });
+    signal.throwIfAborted();
   }
 }
 

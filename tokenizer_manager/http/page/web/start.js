@@ -1,18 +1,41 @@
 // Puts the parts of the page together.
 
-import { $, count } from "./dom.js";
 import { Chat } from "./chat/chat.js";
-import { Conversation } from "./chat/conversation.js";
+import { $, count, make } from "./dom.js";
+import { History } from "./history/history.js";
+import { Store } from "./history/store.js";
+import { icon } from "./icons.js";
 import { KeyDialog } from "./key_dialog.js";
 import { LivePanel } from "./panels/live_panel.js";
 import { Settings } from "./panels/settings.js";
 import { SettingsPanel } from "./panels/settings_panel.js";
 import { Server } from "./server.js";
 import { Compare } from "./texts/compare.js";
+import { startTheme } from "./theme.js";
 
-const server = new Server(), keys = new KeyDialog(server), settings = new Settings();
-const model = { name: "Model", maxContext: null };
-const chat = new Chat(server, keys, new Conversation(), settings, model);
+const EXAMPLES = [
+  ["bulb", "Explain an idea", "Explain what a key-value cache does in a language model, for somebody who can program."],
+  ["code", "Write code", "Write a Python function that finds the longest common prefix of a list of strings, with a test."],
+  ["sum", "Solve a problem", "A train travels 180 km in 2.5 hours. What is its average speed? Show the formula."],
+  ["table", "Make a table", "Compare three sorting algorithms in a table: name, worst case, memory, stable or not."],
+];
+
+for (const node of document.querySelectorAll("[data-icon]")) node.prepend(icon(node.dataset.icon));
+startTheme($("#theme"));
+
+const server = new Server(showState), keys = new KeyDialog(server), settings = new Settings();
+const model = { name: "Model", label: "Model", maxContext: null, choice: null };
+const store = new Store({
+  onProblem: (text) => { $("#problem").textContent = text; $("#problem").hidden = !text; },
+  onChange: () => { history.draw(); chat.refresh(); },
+});
+const chat = new Chat(server, keys, store, settings, model);
+const history = new History(store, chat, (system) => {
+  if (settings.system && settings.system !== system) return false;
+  settings.set("system", system);
+  settingsPanel.redraw();
+  return true;
+});
 const panels = {
   settings: { box: $("#settings"), opener: $("#open-settings") },
   live: { box: $("#live"), opener: $("#open-live") },
@@ -22,7 +45,13 @@ const settingsPanel = new SettingsPanel(panels.settings.box, settings, showNumCh
 
 function showNumChanged() {
   const number = settings.numChanged;
-  panels.settings.opener.textContent = number ? `Settings (${number})` : "Settings";
+  $("span", panels.settings.opener).textContent = number ? `Settings (${number})` : "Settings";
+}
+
+function showState(isUp) {
+  $("#state").className = `dot ${isUp ? "up" : "down"}`;
+  $("#state").setAttribute("aria-label", isUp ? "The server answers" : "The server does not answer");
+  $("#state").title = isUp ? "The server answers." : "The server does not answer.";
 }
 
 // One panel is open at a time; `null` closes both.
@@ -44,35 +73,55 @@ document.addEventListener("keydown", (event) => {
   const open = Object.values(panels).find(({ box }) => !box.hidden);
   if (chat.isAnswering) chat.stop();
   else if (open) { openPanel(null); open.opener.focus(); }
+  else if (history.isOver) history.show(false);
 });
+
+$("#examples").append(...EXAMPLES.map(([name, title, text]) => make("button", { type: "button",
+  onclick: () => { chat.composer.put(text); chat.composer.send(); } }, icon(name), make("strong", {}, title), make("span", {}, text))));
 
 // A model that makes vectors or scores has no conversation, and no settings of answers.
 function showCompare({ task, embedding_size: size, max_model_len: maxLen }) {
-  panels.settings.opener.hidden = true;
+  panels.settings.opener.hidden = $("#open-history").hidden = $("#history").hidden = true;
   $("#facts").textContent = [size && `vectors of ${count(size)} numbers`, maxLen && `texts of at most ${count(maxLen)} tokens`]
     .filter(Boolean).join(" · ");
   new Compare(server, keys, { name: model.name, task, embeddingSize: size ?? 0 }).show();
 }
 
+// The model and its adapters; one of them answers.
+function showModels([base, ...adapters]) {
+  Object.assign(model, { name: base.id, label: nameOf(base.id), maxContext: base.max_model_len ?? null });
+  $("#model").textContent = document.title = model.label;
+  $("#model").title = model.name;
+  $("#facts").textContent = model.maxContext ? `${count(model.maxContext)} tokens of context` : "";
+  const choice = $("#choice");
+  choice.hidden = !adapters.length;
+  choice.replaceChildren(make("option", { value: "" }, "no adapter"), ...adapters.map(({ id }) => make("option", { value: id }, id)));
+  choice.addEventListener("change", () => { model.choice = choice.value || null; });
+}
+
+// Without the folder and the ending of a file.
+const nameOf = (id) => id.replace(/^.*\//, "").replace(/\.gguf$/i, "") || id;
+
 async function start() {
   showNumChanged();
   settingsPanel.show(null);
-  $("#question").focus();
+  chat.composer.focus();
   try {
     const { data } = await keys.withKey(() => server.get("v1/models"));
-    Object.assign(model, { name: data[0].id, maxContext: data[0].max_model_len ?? null });
-    $("#model").textContent = document.title = model.name;
-    $("#facts").textContent = model.maxContext ? `${count(model.maxContext)} tokens of context` : "";
-    $("#state").classList.add("up");
+    showModels(data);
     if ((data[0].task ?? "generate") !== "generate") showCompare(data[0]);
     else {
-      for (const heading of document.querySelectorAll(".assistant h2")) heading.textContent = model.name;
+      await chat.restore();
+      const old = store.takeOld();
+      if (old.length) await chat.begin(old);
+      await history.draw();
       settingsPanel.show(await server.get("openapi.json"));
     }
   } catch (error) {
     $("#status").textContent = error.message;
-    $("#state").classList.add("down");
+    showState(false);
   }
+  server.watch();
   document.documentElement.dataset.ready = "1";
 }
 

@@ -13,14 +13,15 @@ export class Answer {
   #first = null;
   #last = 0;
 
-  // Takes one event of the stream.
+  // Takes one event of the stream; whether it brought the first token.
   add(event) {
     if (event.usage) this.usage = event.usage;
     if (event.warnings?.length) this.warnings = event.warnings;
     const choice = event.choices?.[0];
-    if (!choice) return;
+    if (!choice) return false;
     if (choice.finish_reason) this.finishReason = choice.finish_reason;
     const delta = choice.delta ?? {}, reasoning = delta.reasoning_content ?? delta.reasoning ?? "";
+    const isFirst = this.#first === null && Boolean(delta.content || reasoning || delta.tool_calls?.length);
     if (delta.content || reasoning || delta.tool_calls?.length) {
       this.#last = performance.now();
       this.#first ??= this.#last;
@@ -28,6 +29,7 @@ export class Answer {
     this.text += delta.content ?? "";
     this.reasoning += reasoning;
     for (const piece of delta.tool_calls ?? []) this.#addCall(piece);
+    return isFirst;
   }
 
   #addCall(piece) {
@@ -64,7 +66,7 @@ export class Answer {
     const used = this.usage ? this.usage.prompt_tokens + this.usage.completion_tokens : 0;
     if (this.finishReason === "length") {
       return maxContext && used >= maxContext
-        ? `The answer ends here: the context of ${count(maxContext)} tokens is full. Clear the conversation, or edit an earlier message.`
+        ? `The answer ends here: the context of ${count(maxContext)} tokens is full. Begin a new conversation, or edit an earlier message.`
         : "Stopped at max_tokens; raise it in the settings for a longer answer.";
     }
     if (this.finishReason === "abort") return "The server ended this answer.";

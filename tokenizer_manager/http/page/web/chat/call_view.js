@@ -1,7 +1,7 @@
 // `callView`: a call of a tool as a block, with a field for the result.
 
 import { button, make } from "../dom.js";
-import { codeBlock } from "./markdown.js";
+import { codeBlock } from "./elements.js";
 
 function pretty(text) {
   try {
@@ -15,7 +15,7 @@ function pretty(text) {
 export function callView(call, { result = null, onResult = null } = {}) {
   const name = call.function.name || "…";
   const node = make("section", { className: "call", "aria-label": `Call of ${name}` },
-    make("h3", {}, "Calls ", make("code", {}, name)), codeBlock(pretty(call.function.arguments), "json"));
+    make("h3", {}, "Calls ", make("code", {}, name)), codeBlock([pretty(call.function.arguments)], "json"));
   if (result) {
     node.append(make("h3", {}, "Result"), make("pre", { className: "result", tabIndex: 0 }, result.content));
   } else if (onResult) {

@@ -1,65 +1,95 @@
-// `Chat`: sends the conversation, shows the answer as it arrives, and lets the reader stop, regenerate and edit.
+// `Chat`: shows one conversation, sends it, shows the answer as it arrives, and lets the reader stop, continue, regenerate
+// and edit.
 
 import { $, save } from "../dom.js";
 import { Answer } from "./answer.js";
+import { Composer } from "./composer.js";
+import { Conversation } from "./conversation.js";
 import { errorView, MessageView } from "./message_view.js";
 
 const PATH = "v1/chat/completions";
 const NEAR_END = 80;  // pixels: a reader who is this near to the end follows the answer
+const KEEP_MS = 1000;  // between two writes of an answer that arrives
+const OPEN = "engine.open";  // the conversation of this tab
 
 export class Chat {
   #views = new Map();
   #abort = null;
   #running = null;  // until the answer has ended, and is a message of the conversation
   #error = null;
-  #question = $("#question");
   #list = $("#messages");
   #scroller = $("#scroller");
 
-  // `model` has name and maxContext.
-  constructor(server, keys, conversation, settings, model) {
-    Object.assign(this, { server, keys, conversation, settings, model });
+  // `model` has name, label and maxContext.
+  constructor(server, keys, store, settings, model) {
+    Object.assign(this, { server, keys, store, settings, model });
+    this.conversation = new Conversation(store);
     this.acts = {
-      modelName: () => model.name,
-      resultOf: (call) => conversation.resultOf(call) ?? null,
+      modelName: () => model.label,
+      render: (text, complete) => server.post("page/render", { text, complete }),
+      resultOf: (call) => this.conversation.resultOf(call) ?? null,
+      siblings: (message) => this.conversation.siblings(message),
       onEdit: (message, text) => this.#askAgain(message, text),
       onRegenerate: (message) => this.#askAgain(message),
+      onContinue: (message) => { if (!this.isAnswering) this.#answer(message); },
+      onBranch: (message) => this.#showBranch(message),
       onResult: (call, text) => this.#takeResult(call, text),
     };
-    $("#composer").addEventListener("submit", (event) => { event.preventDefault(); this.send(); });
-    $("#stop").addEventListener("click", () => this.stop());
-    $("#clear").addEventListener("click", () => this.clear());
-    $("#export").addEventListener("click", () => this.export());
-    this.#question.addEventListener("input", () => this.#fitQuestion());
-    this.#question.addEventListener("keydown", (event) => {
-      if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
-      event.preventDefault();
-      this.send();
+    this.composer = new Composer({
+      onSend: (question) => { this.conversation.add({ role: "user", ...question }); this.#remember(); this.#answer(); },
+      readPdf: (file) => this.keys.withKey(() => server.upload("page/pdf", file)).then(({ text }) => text),
+      say: (text) => this.say(text),
     });
+    $("#stop").addEventListener("click", () => this.stop());
     this.#draw();
   }
 
   get isAnswering() { return this.#abort !== null; }
 
-  async send() {
-    const text = this.#question.value.trim();
-    if (!text || this.isAnswering) return;
-    this.#question.value = "";
-    this.#fitQuestion();
-    this.conversation.add({ role: "user", content: text });
-    await this.#answer();
-  }
-
   stop() { this.#abort?.abort(); }
 
-  async clear() {
+  // ------------------------------------------------------------ which conversation
+
+  // The conversation that this tab showed before a reload.
+  async restore() {
+    const kept = await this.store.read(sessionStorage.getItem(OPEN) ?? "");
+    if (kept) await this.#show(new Conversation(this.store, kept));
+  }
+
+  async open(id) {
+    const kept = await this.store.read(id);
+    if (kept) await this.#show(new Conversation(this.store, kept));
+  }
+
+  // A new conversation, with the messages of a file if there are some.
+  async begin(messages = []) {
+    const conversation = new Conversation(this.store);
+    for (const each of messages) conversation.add(each);
+    await this.#show(conversation);
+    this.composer.focus();
+  }
+
+  async #show(conversation) {
     this.stop();
     await this.#running;
-    this.conversation.clear();
+    this.conversation = conversation;
+    this.#remember();
     this.#error = null;
     this.#draw();
-    this.#say("The conversation was deleted.");
-    this.#question.focus();
+    this.say("");
+  }
+
+  #remember() { sessionStorage.setItem(OPEN, this.conversation.id); }
+
+  // Another tab may have added to this conversation.
+  async refresh() {
+    if (this.isAnswering || this.conversation.isEmpty) return;
+    const kept = await this.store.read(this.conversation.id);
+    if (!kept) this.conversation.isKept = false;
+    if (!kept || this.isAnswering) return;
+    this.conversation.merge(kept.messages);
+    this.conversation.about.title = kept.about.title;
+    this.#drawTools();
   }
 
   export() {
@@ -71,51 +101,67 @@ export class Chat {
 
   // ------------------------------------------------------------ one answer
 
-  #answer() { return this.#running = this.#askServer(); }
+  // With `begun`, an answer that was stopped goes on.
+  #answer(begun = null) { return this.#running = this.#askServer(begun); }
 
-  async #askServer() {
+  async #askServer(begun) {
     let body;
     this.#error = null;
     try {
       body = { ...this.settings.body(), messages: this.conversation.sent(this.settings.system), stream: true,
         stream_options: { include_usage: true, continuous_usage_stats: true } };
     } catch (error) {  // of a field that does not hold JSON
-      this.#fail(error);
+      this.#error = error;
+      this.#draw();
       return;
     }
-    const message = { role: "assistant", content: "", ...(body.response_format ? { json: true } : {}) }, view = new MessageView(message, this.acts);
+    if (this.model.choice) body.model = this.model.choice;
+    if (begun) Object.assign(body, { continue_final_message: true, add_generation_prompt: false });
+    const message = begun ?? { role: "assistant", content: "", model: this.model.choice, ...(body.response_format ? { json: true } : {}) };
+    const view = begun ? this.#views.get(begun) : new MessageView(message, this.acts);
     this.#abort = new AbortController();
     this.#draw();
-    this.#list.append(view.node);
+    if (!begun) this.#list.append(view.node);
     view.begin();
     this.#setBusy(true);
-    const answer = await this.#receive(body, message, view);
+    const isEmpty = await this.#receive(body, message, view);
     this.#abort = null;
-    if (!answer.isEmpty) this.conversation.add(message);
-    else view.node.remove();
+    if (isEmpty && !begun) view.node.remove();
+    else {
+      this.#views.set(message, view);
+      if (message.id) this.conversation.keep(message);
+      else this.conversation.add(message);
+      view.settle();
+    }
     this.#setBusy(false);
     this.#draw();
-    if (!this.#error) this.#say(message.note || "The answer is complete.");
+    if (!this.#error) this.say(message.note || "The answer is complete.");
   }
 
-  // Fills the message while the answer arrives; errors are shown.
+  // Fills the message while the answer arrives; errors are shown. Whether nothing arrived.
   async #receive(body, message, view) {
-    let answer = new Answer(), wanted = 0;
+    const before = message.content;
+    let answer = new Answer(), wanted = 0, kept = performance.now(), stopped = false;
     const show = () => {
       wanted = 0;
       const follows = this.#isNearEnd();
-      Object.assign(message, { content: answer.text, reasoning: answer.reasoning, tool_calls: answer.calls });
+      Object.assign(message, { content: before + answer.text, reasoning: answer.reasoning || message.reasoning, tool_calls: answer.calls });
       if (answer.text) view.closeReasoning();
       view.show(message);
       if (follows) this.#scrollToEnd();
+      if (answer.text && performance.now() - kept > KEEP_MS) {
+        kept = performance.now();
+        Object.assign(message, { note: "Interrupted: the page was closed during this answer.", unfinished: true, tool_calls: [] });
+        if (message.id) this.conversation.keep(message);
+        else this.conversation.add(message);
+      }
     };
-    let stopped = false;
     this.#scrollToEnd();
     try {
       await this.keys.withKey(async () => {
         answer = new Answer();
-        for await (const event of this.server.stream(PATH, body, this.#abort.signal)) {
-          answer.add(event);
+        for await (const event of this.server.stream(PATH, body, this.#abort.signal, (text) => this.say(text))) {
+          if (answer.add(event)) this.say("The model answers…");
           wanted ||= requestAnimationFrame(show);
         }
       });
@@ -125,20 +171,29 @@ export class Chat {
     }
     cancelAnimationFrame(wanted);
     show();
-    if (!answer.reasoning) delete message.reasoning;
+    if (!message.reasoning) delete message.reasoning;
     message.tool_calls = stopped || this.#error ? [] : answer.calls.filter(Boolean);
     if (!message.tool_calls.length) delete message.tool_calls;
-    message.note = stopped ? "Stopped." : answer.note(this.model.maxContext);
+    message.unfinished = stopped || this.#error !== null || answer.finishReason === "length";
+    message.note = stopped ? "Stopped." : this.#error ? `Interrupted: ${this.#error.message}` : answer.note(this.model.maxContext);
     message.footer = answer.footer(this.model.maxContext);
-    return answer;
+    return answer.isEmpty;
   }
 
-  // Without `text`, the answer is made again; with it, the question is replaced and answered.
+  // Without `text`, the answer is made again; with it, the question is asked in another form. Both are branches.
   async #askAgain(message, text) {
     if (this.isAnswering) return;
-    this.conversation.cutAt(message);
-    if (text !== undefined) this.conversation.add({ role: "user", content: text });
+    this.conversation.branchAt(message);
+    if (text !== undefined) this.conversation.add({ role: "user", content: text, ...(message.attachments ? { attachments: message.attachments } : {}) });
     await this.#answer();
+  }
+
+  #showBranch(message) {
+    if (this.isAnswering) return;
+    this.#error = null;
+    this.conversation.choose(message);
+    this.#draw({ scrolls: false });
+    this.#views.get(message)?.node.querySelector(".branches button:enabled")?.focus();
   }
 
   // The last result that was missing continues the conversation.
@@ -151,45 +206,35 @@ export class Chat {
 
   // ------------------------------------------------------------ the page
 
-  #draw() {
-    const shown = this.conversation.messages.filter((each) => each.role === "user" || each.role === "assistant");
-    const last = this.isAnswering ? null : shown[shown.length - 1];
+  #shown() { return this.conversation.messages.filter((each) => each.role === "user" || each.role === "assistant"); }
+
+  #draw({ scrolls = true } = {}) {
+    const shown = this.#shown();
     for (const [message, view] of this.#views) {
       if (!shown.includes(message)) { view.node.remove(); this.#views.delete(message); }
     }
-    for (const message of shown) {
-      let view = this.#views.get(message);
-      if (!view) this.#views.set(message, view = new MessageView(message, this.acts));
-      if (view.isAnswer) view.finish({ isLast: message === last });
-    }
+    for (const message of shown) if (!this.#views.has(message)) this.#views.set(message, new MessageView(message, this.acts));
+    this.#drawTools();
     const nodes = shown.map((message) => this.#views.get(message).node);
     if (this.#error) nodes.push(errorView(this.#error, () => this.#answer()));
     this.#list.replaceChildren(...nodes);
+    document.body.classList.toggle("empty", !nodes.length);
     $("#empty").hidden = nodes.length > 0;
-    $("#clear").hidden = $("#export").hidden = this.conversation.isEmpty;
-    this.#scrollToEnd();
+    if (scrolls) this.#scrollToEnd();
   }
 
-  #fail(error) {
-    this.#error = error;
-    this.#draw();
+  #drawTools() {
+    const shown = this.#shown(), last = this.isAnswering ? null : shown.at(-1);
+    for (const message of shown) this.#views.get(message)?.update({ isLast: message === last });
   }
 
   #setBusy(busy) {
     this.#list.setAttribute("aria-busy", String(busy));  // a reader hears the whole answer, not each word
-    $("#stop").hidden = !busy;
-    $("#send").hidden = busy;
-    if (busy) this.#say("The model answers…");
-    else { this.#say(""); if (document.activeElement === document.body) this.#question.focus(); }
+    this.composer.setBusy(busy);
+    this.say(busy ? "The model answers…" : "");
   }
 
-  #say(text) { $("#status").textContent = text; }
-
-  #fitQuestion() {
-    const field = this.#question;
-    field.style.height = "auto";
-    field.style.height = `${Math.min(field.scrollHeight + 2, innerHeight * 0.4)}px`;
-  }
+  say(text) { $("#status").textContent = text; }
 
   #isNearEnd() {
     const box = this.#scroller;

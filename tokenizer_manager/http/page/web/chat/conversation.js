@@ -1,47 +1,69 @@
-// `Conversation`: the messages, in the form of the API, kept in this browser.
+// `Conversation`: the messages, in the form of the API, as a tree: an edit or a new answer is a branch beside the old one.
 
-const STORE = "engine.conversation";
+import { newId } from "../history/store.js";
 
-// A message: role, content; an answer also has reasoning, tool_calls, note, footer; a result of a tool has tool_call_id.
+const MAX_TITLE = 60;
+
+// A message: id, conversation, parent, created, role, content; a question may have attachments; an answer also has
+// reasoning, tool_calls, note, footer, json; a result of a tool has tool_call_id.
 export class Conversation {
-  messages = [];
+  #all = new Map();
+  isKept = true;  // false: another tab deleted it, or the storage was full; the next message takes all others along
 
-  constructor() {
-    try {
-      const kept = JSON.parse(localStorage.getItem(STORE) ?? "[]");
-      if (Array.isArray(kept)) this.messages = kept.filter((each) => each && typeof each.role === "string");
-    } catch {
-      // damaged or not allowed: an empty conversation
-    }
+  // `kept` is what the store has read; without it, the conversation is new and kept once it has a message.
+  constructor(store, kept = null) {
+    this.store = store;
+    this.about = kept?.about ?? { id: newId(), title: "", updated: 0, leaf: null };
+    this.merge(kept?.messages ?? []);
   }
 
-  get isEmpty() { return this.messages.length === 0; }
+  // Takes messages of another tab in. The branch that is shown stays.
+  merge(messages) {
+    for (const each of messages) if (!this.#all.has(each.id)) this.#all.set(each.id, each);
+  }
 
-  add(message) {
-    this.messages.push(message);
-    this.keep();
+  get id() { return this.about.id; }
+  get isEmpty() { return this.about.leaf === null; }
+
+  // The messages of the branch that is shown.
+  get messages() {
+    const path = [];
+    for (let each = this.#all.get(this.about.leaf); each; each = this.#all.get(each.parent)) path.unshift(each);
+    return path;
+  }
+
+  add(fields) {
+    const message = Object.assign(fields, { id: newId(), conversation: this.id, parent: this.about.leaf, created: Date.now() });
+    this.#all.set(message.id, message);
+    this.about.leaf = message.id;
+    if (message.role === "user") this.about.title ||= message.content.trim().split("\n")[0].slice(0, MAX_TITLE);
+    this.keep(message);
     return message;
   }
 
-  // Forgets this message and all after it.
-  cutAt(message) {
-    const at = this.messages.indexOf(message);
-    if (at >= 0) this.messages.length = at;
+  async keep(...messages) {
+    const changed = this.isKept ? messages : [...this.#all.values()];
+    this.about.updated = Date.now();
+    this.isKept = true;
+    this.isKept = await this.store.write({ ...this.about }, changed.map((each) => ({ ...each }))) && this.isKept;
+  }
+
+  // The next message goes beside this one.
+  branchAt(message) { this.about.leaf = message.parent; }
+
+  // The messages at the place of one: it, and what edits or new answers put beside it.
+  siblings(message) { return this.#children(message.parent); }
+
+  // Shows the branch of a sibling, to its newest end.
+  choose(message) {
+    let last = message;
+    for (let next = last; next; next = this.#children(last.id).at(-1)) last = next;
+    this.about.leaf = last.id;
     this.keep();
   }
 
-  clear() {
-    this.messages.length = 0;
-    this.keep();
-  }
-
-  keep() {
-    try {
-      if (this.messages.length) localStorage.setItem(STORE, JSON.stringify(this.messages));
-      else localStorage.removeItem(STORE);
-    } catch {
-      // full or not allowed: it lives as long as the page
-    }
+  #children(parent) {
+    return [...this.#all.values()].filter((each) => each.parent === parent).sort((a, b) => a.created - b.created);
   }
 
   // The result that answers a call; undefined if there is none yet.
@@ -61,8 +83,13 @@ export class Conversation {
         const calls = each.tool_calls?.length ? { tool_calls: each.tool_calls } : {};
         messages.push({ role: "assistant", content: each.content, ...calls });
       } else if (each.role === "tool") messages.push({ role: "tool", tool_call_id: each.tool_call_id, content: each.content });
-      else messages.push({ role: each.role, content: each.content });
+      else messages.push({ role: each.role, content: withFiles(each) });
     }
     return messages;
   }
+}
+
+// A question with its files, as `engine chat` sends them.
+function withFiles({ content, attachments = [] }) {
+  return [content, ...attachments.map(({ name, text }) => `${name}:\n\`\`\`\n${text.trimEnd()}\n\`\`\``)].filter(Boolean).join("\n\n");
 }

@@ -1,16 +1,18 @@
 // `MessageView`: one message of the conversation on the page.
 
-import { button, copyButton, make } from "../dom.js";
+import { button, copyButton, count, iconButton, make } from "../dom.js";
+import { icon } from "../icons.js";
 import { callView } from "./call_view.js";
-import { Markdown } from "./markdown.js";
+import { Rendered } from "./rendered.js";
 
 export class MessageView {
-  // `acts`: onEdit(message, text), onRegenerate(message), onResult(call, text), resultOf(call), modelName().
+  // `acts`: onEdit(message, text), onRegenerate(message), onContinue(message), onResult(call, text), onBranch(message),
+  // siblings(message), resultOf(call), modelName(), render(text, complete).
   constructor(message, acts) {
     this.message = message;
     this.acts = acts;
     this.isAnswer = message.role === "assistant";
-    this.heading = make("h2", {}, this.isAnswer ? acts.modelName() : "You");
+    this.heading = make("h2", {}, this.isAnswer ? message.model || acts.modelName() : "You");
     this.tools = make("div", { className: "tools" });
     this.body = make("div", { className: "body" });
     this.node = make("article", { className: `message ${message.role}` },
@@ -20,9 +22,26 @@ export class MessageView {
   }
 
   #makeQuestion() {
-    this.body.replaceChildren(make("p", { className: "plain" }, this.message.content));
-    this.tools.replaceChildren(copyButton(() => this.message.content, "Copy your message"),
-      button("Edit", () => this.edit(), { className: "quiet", "aria-label": "Edit your message" }));
+    const { content, attachments = [] } = this.message;
+    this.body.replaceChildren(...(content ? [make("p", { className: "plain" }, content)] : []), ...attachments.map(fileView));
+    this.#showTools();
+  }
+
+  #showTools() {
+    const { acts, message } = this;
+    this.tools.replaceChildren(...this.#branches(), copyButton(() => message.content, "Copy your message"),
+      iconButton("pencil", "Edit your message", () => this.edit()));
+  }
+
+  // `< 1/2 >`, where there is more than one branch.
+  #branches() {
+    const all = this.acts.siblings(this.message), at = all.indexOf(this.message);
+    if (all.length < 2 || at < 0) return [];
+    const step = (name, label, to) => iconButton(name, label, () => this.acts.onBranch(all[to]), { disabled: !all[to] });
+    const kind = this.isAnswer ? "answer" : "version";
+    return [make("span", { className: "branches" }, step("left", `Previous ${kind}`, at - 1),
+      make("span", { "aria-label": `${kind} ${at + 1} of ${all.length}`, role: "img" }, `${at + 1}/${all.length}`),
+      step("right", `Next ${kind}`, at + 1))];
   }
 
   edit() {
@@ -44,22 +63,24 @@ export class MessageView {
     this.thought = make("div", { className: "thought" });
     this.reasoning = make("details", { className: "reasoning", hidden: true }, make("summary", {}, "Reasoning"), this.thought);
     this.text = make("div", { className: "text" });
-    this.markdown = new Markdown(this.text);
+    this.rendered = new Rendered(this.text, this.acts.render);
     this.calls = make("div");
     this.end = make("div", { className: "end" });
     this.body.append(this.reasoning, this.text, this.calls, this.end);
     this.show(this.message);
-    this.finish();
+    if (this.message.id) this.settle();
   }
 
+  // A JSON answer is no Markdown; its strings have no raw line breaks, so none of its lines ends the code block.
+  #source({ content }) { return this.message.json && content ? `\`\`\`json\n${content}\n\`\`\`` : content ?? ""; }
+
   // What has arrived so far. Reasoning is open until the answer begins, unless the reader moved it.
-  show({ content, reasoning, tool_calls: calls }) {
+  show({ reasoning, tool_calls: calls, ...rest }) {
     if (reasoning) {
       this.reasoning.hidden = false;
       this.thought.textContent = reasoning;
     }
-    // A JSON answer is no Markdown; its strings have no raw line breaks, so none of its lines ends the code block.
-    this.markdown.show(this.message.json && content ? `\`\`\`json\n${content}\n\`\`\`` : content ?? "");
+    this.rendered.grow(this.#source(rest));
     this.calls.replaceChildren(...(calls ?? []).filter(Boolean).map((call) => callView(call)));
   }
 
@@ -73,25 +94,42 @@ export class MessageView {
 
   closeReasoning() { if (!this.touched) this.reasoning.open = false; }
 
-  // The answer is complete: what can be done with it, its note and its figures.
-  finish({ isLast = false } = {}) {
-    const { message, acts } = this;
+  // All has arrived: the server renders the whole text.
+  settle() {
     this.node.classList.remove("arriving");
+    this.rendered.finish(this.#source(this.message));
+  }
+
+  // What can be done with a message, its note and its figures.
+  update({ isLast = false } = {}) {
+    const { message, acts } = this;
+    if (!this.isAnswer) {
+      if (!this.body.querySelector("form")) this.#showTools();
+      return;
+    }
     if (message.tool_calls?.length) {
       this.calls.replaceChildren(...message.tool_calls.map((call) =>
         callView(call, { result: acts.resultOf(call), onResult: isLast ? (text) => acts.onResult(call, text) : null })));
     }
-    this.tools.replaceChildren(copyButton(() => message.content, "Copy the answer"), ...(isLast
-      ? [button("Regenerate", () => acts.onRegenerate(message), { className: "quiet", "aria-label": "Regenerate the answer" })] : []));
+    this.tools.replaceChildren(...this.#branches(), copyButton(() => message.content, "Copy the answer"),
+      ...(isLast ? [iconButton("again", "Regenerate the answer", () => acts.onRegenerate(message))] : []));
+    const goesOn = isLast && message.unfinished && message.content && !message.json && !message.tool_calls?.length;
     this.end.replaceChildren(...[
       message.note && make("p", { className: "note" }, message.note),
+      goesOn && make("button", { type: "button", onclick: () => acts.onContinue(message) }, icon("play"), "Continue"),
       message.footer && make("p", { className: "figures" }, message.footer)].filter(Boolean));
   }
 }
 
+// A file of a question, folded.
+function fileView({ name, text }) {
+  return make("details", { className: "file" }, make("summary", {}, icon("file"), name,
+    make("span", { className: "hint" }, `${count(text.length)} characters`)), make("pre", { tabIndex: 0 }, text));
+}
+
 // An error in the server's words, with a button to try again.
 export function errorView(error, onRetry) {
-  const facts = [error.status ? `status ${error.status}` : null, error.code, error.param && `field ${error.param}`,
+  const facts = [error.status && error.status !== 200 ? `status ${error.status}` : null, error.code, error.param && `field ${error.param}`,
     error.retryAfter && `try again in ${error.retryAfter} s`].filter(Boolean).join(" · ");
   return make("div", { className: "error", role: "alert" }, make("p", {}, error.message),
     facts && make("p", { className: "figures" }, facts), button("Try again", onRetry));

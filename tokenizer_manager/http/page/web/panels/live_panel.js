@@ -45,7 +45,7 @@ export class LivePanel {
     } catch (error) {
       this.alarm.hidden = false;
       this.alarm.textContent = error.message;
-      if (error.wantsKey && !(await this.keys.ask(error))) return;
+      if (error.wantsKey && !(await this.keys.ask())) return;
     }
     this.#schedule();
   }
@@ -61,7 +61,7 @@ export class LivePanel {
       this.table.replaceChildren();
       this.ask.hidden = false;
       this.ask.dataset.message = error.message;
-      const enter = async () => { if (await this.keys.ask(error, { admin: true })) { this.ask.dataset.message = ""; this.#schedule(0); } };
+      const enter = async () => { if (await this.keys.ask({ admin: true })) { this.ask.dataset.message = ""; this.#schedule(0); } };
       this.ask.replaceChildren(make("p", { className: "note" }, error.message), button("Enter the admin key", enter));
     }
   }

@@ -13,10 +13,13 @@ export class SettingsPanel {
     Object.assign(this, { box, settings, onChange, fields: {} });
   }
 
+  redraw() { this.show(this.document); this.onChange(); }
+
   show(document) {
+    this.document = document;
     this.fields = document?.components?.schemas?.[REQUEST]?.properties ?? {};
     const { settings } = this;
-    const reset = button("Reset all", () => { settings.reset(); this.show(document); this.onChange(); this.box.querySelector("textarea").focus(); }, { className: "quiet" });
+    const reset = button("Reset all", () => { settings.reset(); this.redraw(); this.box.querySelector("textarea").focus(); }, { className: "quiet" });
     this.box.replaceChildren(
       make("div", { className: "row title" }, make("h2", {}, "Settings"), reset),
       this.#text("system", "System prompt", { rows: 3, hint: "Comes before the conversation." }),
