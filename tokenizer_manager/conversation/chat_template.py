@@ -21,6 +21,7 @@ import jinja2.parser
 
 from ...runtime.errors import ConfigError, RequestError
 from .template_sandbox import AbandonedError, CpuTimeError, LimitError, RenderBudget, TemplateSandbox
+from .template_shape import TemplateShape, find_shape, fitted
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class ChatTemplate:
     Attributes:
         source: its Jinja text.
         part_roles: the roles with contents that the template takes as a list of parts only.
+        shape: the chats that the template shows; others are rewritten before they are rendered.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class ChatTemplate:
             ) from error
         self._with_tools = with_tools
         self.part_roles: frozenset[str] = frozenset()
+        self.shape = TemplateShape()
 
     def find_part_roles(self) -> None:
         """Render a short text as a string and as a list of parts, and set `part_roles`.
@@ -122,6 +125,20 @@ class ChatTemplate:
                     "%s shows nothing of what a user writes; give another one with --chat-template",
                     self._name,
                 )
+
+    def find_shape(self) -> None:
+        """Render short chats, and set `shape`; after `find_part_roles`."""
+
+        def shows(chat: Sequence[Mapping[str, Any]]) -> bool:
+            return bool(self._shows(chat, [message["content"] for message in chat]))
+
+        self.shape = find_shape(shows)
+        if missing := self.shape.missing:
+            logger.info(
+                "%s cannot show every chat, so that such messages are joined or renamed: %s",
+                self._name,
+                ", ".join(missing),
+            )
 
     def render(
         self,
@@ -159,6 +176,7 @@ class ChatTemplate:
                 continue_final_message=continue_final_message,
                 budget=budget,
             )
+        messages = fitted(messages, self.shape)
         if continue_final_message:
             messages, add_generation_prompt = _with_end(messages), False
         messages = _in_parts(messages, self.part_roles)
@@ -205,13 +223,14 @@ class ChatTemplate:
         found = jinja2.meta.find_undeclared_variables(self._environment.parse(self.source))
         return found if self._with_tools is None else found | self._with_tools.undeclared_variables()
 
-    def _shows(self, chat: Sequence[Mapping[str, Any]]) -> bool | None:
-        """Whether the text of the sentinel is in the prompt; None: the template refuses the chat, or takes long."""
+    def _shows(self, chat: Sequence[Mapping[str, Any]], texts: Sequence[str] = (_SENTINEL,)) -> bool | None:
+        """Whether these texts are in the prompt; None: the template refuses the chat, or takes long."""
         budget = RenderBudget(cpu_clock=lambda: _SENTINEL_SPEEDUP * time.thread_time())
         try:
-            return _SENTINEL in self.render(chat, add_generation_prompt=False, budget=budget)
+            prompt = self.render(chat, add_generation_prompt=False, budget=budget)
         except RequestError:
             return None
+        return all(text in prompt for text in texts)
 
 
 def _in_parts(messages: Sequence[Mapping[str, Any]], roles: frozenset[str]) -> Sequence[Mapping[str, Any]]:

@@ -75,6 +75,7 @@ def _compiled(
 ) -> ChatTemplate:
     template = ChatTemplate(source, special_tokens, name, with_tools)
     template.find_part_roles()
+    template.find_shape()
     return template
 
 

@@ -1,0 +1,202 @@
+"""`TemplateShape`: the chats that a template can show, found at start; `fitted` writes all others so that it can.
+
+Templates are made for one order of messages. What they cannot show they refuse, or they leave it out of the prompt
+without a word: a system message that is not the first, two messages of one role, text of the user after the result of a
+tool, ids of calls that another model has made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Final
+
+Message = Mapping[str, Any]
+Shows = Callable[[Sequence[Message]], bool]
+"""Whether the prompt of a chat has the contents of all its messages."""
+
+_SEPARATOR: Final = "\n\n"
+_SHORT_ID_CHARS: Final = 9
+_LONG_ID: Final = "call_0123456789abcdef01234567"
+_ROLES: Final = {"s": "system", "u": "user", "a": "assistant", "c": "assistant", "t": "tool"}
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateShape:
+    """What the template can show, beside a chat of user and assistant in turn.
+
+    Attributes:
+        system: a first message of the system.
+        later_system: further ones, at the beginning and later.
+        repeated_roles: messages of the user, or of the assistant, in a row.
+        assistant_first: a chat that the assistant begins.
+        no_user: a chat with a message of the system only.
+        user_after_tool: a message of the user after the result of a tool.
+        open_calls: calls without results, and then a message of the user.
+        any_ids: ids of calls that are not nine letters and digits.
+    """
+
+    system: bool = True
+    later_system: bool = True
+    repeated_roles: bool = True
+    assistant_first: bool = True
+    no_user: bool = True
+    user_after_tool: bool = True
+    open_calls: bool = True
+    any_ids: bool = True
+
+    @property
+    def missing(self) -> list[str]:
+        """What the template cannot show, for the log."""
+        return [each.name for each in fields(self) if not getattr(self, each.name)]
+
+
+def find_shape(shows: Shows) -> TemplateShape:
+    """Render short chats; the shape of a template that does not even show one message is the default."""
+
+    def can(*chats: str) -> bool:
+        return all(shows(_probe(chat)) for chat in chats)
+
+    if can("ssusuuaasuctuctucu", "aus", "s") and shows(_probe("uct", _LONG_ID)):
+        return TemplateShape()
+    if not can("u"):
+        return TemplateShape()
+    has_tools = can("uct")
+    return TemplateShape(
+        system=can("su"),
+        later_system=can("ssu", "susu", "suas", "suasua"),
+        repeated_roles=can("uu", "uuau", "uaau"),
+        assistant_first=can("au"),
+        no_user=can("s"),
+        user_after_tool=can("uctu") or not has_tools,
+        open_calls=can("ucu") or not has_tools,
+        any_ids=shows(_probe("uct", _LONG_ID)) or not has_tools,
+    )
+
+
+def _probe(chat: str, call_id: str = "zq3456789") -> list[Message]:
+    """A chat of s(ystem), u(ser), a(ssistant), c(all) and t(ool); each content is another one."""
+    messages: list[Message] = []
+    for index, role in enumerate(chat):
+        message: dict[str, Any] = {"role": _ROLES[role], "content": f"zq{index}qz"}
+        if role == "c":
+            function = {"name": "f", "arguments": {}}
+            calls = [{"id": call_id, "type": "function", "function": function}]
+            message |= {"content": "", "tool_calls": calls}
+        elif role == "t":
+            message |= {"tool_call_id": call_id, "name": "f"}
+        messages.append(message)
+    return messages
+
+
+def fitted(messages: Sequence[Message], shape: TemplateShape) -> Sequence[Message]:
+    """The messages in a form that the template shows, with all of their contents."""
+    if not shape.missing:
+        return messages
+    if not shape.any_ids:
+        messages = [_with_short_ids(message) for message in messages]
+    messages = _with_systems(messages, shape)
+    if not shape.open_calls:
+        messages = _with_results(messages)
+    result: list[Message] = []
+    for message in _with_user(messages, shape):
+        last, role = result[-1] if result else {}, message.get("role")
+        after_tool = not shape.user_after_tool and (last.get("role"), role) == ("tool", "user")
+        repeated = not shape.repeated_roles and role in ("user", "assistant") and last.get("role") == role
+        if after_tool or repeated:
+            result[-1] = _joined(last, message)
+        else:
+            result.append(message)
+    return result
+
+
+def _with_user(messages: Sequence[Message], shape: TemplateShape) -> list[Message]:
+    """The messages with an empty one of the user where the template wants one at the beginning, or at all."""
+    roles = [message.get("role") for message in messages]
+    first = next((index for index, role in enumerate(roles) if role != "system"), len(roles))
+    begins = first < len(roles) and roles[first] != "user"
+    if (begins and not shape.assistant_first) or ("user" not in roles and not shape.no_user):
+        return [*messages[:first], {"role": "user", "content": ""}, *messages[first:]]
+    return list(messages)
+
+
+def _with_systems(messages: Sequence[Message], shape: TemplateShape) -> Sequence[Message]:
+    """The messages with those of the system at the beginning only, or not at all; the others are the user's.
+
+    A message of the system between a call and its result comes after the result.
+    """
+    if shape.later_system:
+        return messages
+    result: list[Message] = []
+    held: Message | None = None
+    for message in messages:
+        role = message.get("role")
+        if role == "system":
+            if not result and shape.system:
+                result.append(message)
+            elif len(result) == 1 and result[0].get("role") == "system":
+                result[0] = _joined(result[0], message)
+            else:
+                message = {**message, "role": "user"}
+                held = message if held is None else _joined(held, message)
+            continue
+        if held is not None and role != "tool":
+            message, waiting = (_joined(held, message), None) if role == "user" else (message, held)
+            held = None
+            if waiting is not None:
+                result.append(waiting)
+        result.append(message)
+    return result if held is None else [*result, held]
+
+
+def _with_results(messages: Sequence[Message]) -> list[Message]:
+    """The messages with an empty result for each call that has none, and with other results as text of the user."""
+    result: list[Message] = []
+    open_ids: list[str] = []
+    for message in messages:
+        if message.get("role") != "tool":
+            result += [{"role": "tool", "tool_call_id": each, "content": ""} for each in open_ids]
+            open_ids = [str(call.get("id", "")) for call in message.get("tool_calls") or ()]
+            result.append(message)
+        elif (call_id := str(message.get("tool_call_id", ""))) in open_ids:
+            open_ids.remove(call_id)
+            result.append(message)
+        else:
+            result.append({"role": "user", "content": message.get("content")})
+    return result
+
+
+def _joined(first: Message, second: Message) -> Message:
+    """One message with the contents of both."""
+    joined = {**second, **first}
+    for key in ("content", "reasoning_content"):
+        texts = [text for text in (first.get(key), second.get(key)) if text]
+        if texts and all(isinstance(text, str) for text in texts):
+            joined[key] = _SEPARATOR.join(texts)
+        elif texts:  # lists of parts
+            joined[key] = [part for text in texts for part in _parts(text)]
+    if calls := [*(first.get("tool_calls") or ()), *(second.get("tool_calls") or ())]:
+        joined["tool_calls"] = calls
+    return joined
+
+
+def _parts(content: Any) -> list[Any]:
+    return content if isinstance(content, list) else [{"type": "text", "text": content}]
+
+
+def _with_short_ids(message: Message) -> Message:
+    """The message with ids of nine letters and digits; equal ids stay equal."""
+    changed = dict(message)
+    if "tool_call_id" in message:
+        changed["tool_call_id"] = _short_id(message["tool_call_id"])
+    if message.get("tool_calls"):
+        changed["tool_calls"] = [{**call, "id": _short_id(call.get("id"))} for call in message["tool_calls"]]
+    return changed
+
+
+def _short_id(call_id: object) -> str:
+    text = str(call_id)
+    if len(text) == _SHORT_ID_CHARS and text.isascii() and text.isalnum():
+        return text
+    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:_SHORT_ID_CHARS]
