@@ -229,7 +229,7 @@ PROVIDERS: Final[Mapping[str, Sequence[Provider]]] = {
     "soft_cap": (_native("soft_cap"), _plain(plain.soft_cap)),
     "to_float32": (_native("to_float32"), _plain(plain.to_float32)),
     "short_conv": (
-        _triton("short_conv", "short_conv"),
+        _triton("state_conv", "short_conv"),
         _native_states("short_conv"),
         _plain(plain_states.short_conv),
     ),

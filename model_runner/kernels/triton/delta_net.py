@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .compile_report import KernelVariant
-from .runs import first_slot, next_slot, num_programs, run_at
+from .runs import first_run, next_slot, num_programs, run_at
 from .state_conv import convolve
 
 if TYPE_CHECKING:
@@ -48,9 +48,7 @@ def _correct_kernel(
     KEYS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    run = tl.program_id(0).to(tl.int64)
-    num_runs = tl.load(plan_ptr)
-    slot = first_slot(plan_ptr, run, num_runs)
+    run, num_runs, slot = first_run(plan_ptr)
     if slot < 0:
         return
     head = tl.program_id(1)

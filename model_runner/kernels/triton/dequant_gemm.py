@@ -15,7 +15,7 @@ Groups of inputs that share a scale are multiples of 16, so a tile has one row o
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import torch
 import triton
@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .compile_report import KernelVariant
-from .split_k import TILE_OUTPUTS, SplitProduct
+from .split_k import TILE_OUTPUTS, SplitProduct, gemm_variant, store_tile, tile_of
 
 BLOCK_K: Final = 128
 _NIBBLES: Final = 8
@@ -93,17 +93,13 @@ def _int4_gemm_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """GROUP: inputs of a group, 0 for one group of all. With several splits `out` is [S, M, N] float32."""
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    split = tl.program_id(2)
+    n, m, first, last = tile_of(num_inputs, blocks_per_split, BLOCK_M, BLOCK_N, 128)
     r = tl.arange(0, 16)
     x_rows = x_ptr + m.to(tl.int64)[:, None] * x_stride
     has_row = m[:, None] < num_rows
     inside = n < width
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     scale, zero = _scale_and_zero(scales_ptr, zeros_ptr, n, inside)
-    first = split * blocks_per_split
-    last = tl.minimum(first + blocks_per_split, tl.cdiv(num_inputs, 128))
     for block in range(first, last):
         at = words_ptr + (block * 16 + r)[:, None].to(tl.int64) * width + n[None, :]
         words = tl.load(at, mask=inside[None, :], other=0)
@@ -114,10 +110,7 @@ def _int4_gemm_kernel(
             k = block * 128 + nibble * 16 + r[None, :]
             x = tl.load(x_rows + k, mask=has_row & (k < num_inputs), other=0.0)
             acc = tl.dot(x, weight.to(x_ptr.dtype.element_ty), acc, input_precision="ieee")
-    if HAS_BIAS:
-        acc += tl.load(bias_ptr + n, mask=inside, other=0.0).to(tl.float32)[None, :]
-    out_at = out_ptr + (split.to(tl.int64) * num_rows + m[:, None]) * width + n[None, :]
-    tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=has_row & inside[None, :])
+    store_tile(acc, bias_ptr, out_ptr, m, n, num_rows, width, HAS_BIAS)
 
 
 @triton.jit
@@ -179,11 +172,7 @@ def int4_gemm(
         x.stride(0),
         cut.blocks_per_split,
         GROUP=group_size,
-        HAS_BIAS=cut.bias is not None,
-        BLOCK_M=cut.tile_rows,
-        BLOCK_N=TILE_OUTPUTS,
-        num_warps=4,
-        num_stages=4,
+        **cut.constants,
     )
     return cut.finish()
 
@@ -202,21 +191,20 @@ def dequantize_int4(
 
 
 def variants() -> list[KernelVariant]:
-    found = []
     packed = {"words_ptr": "*i32", "scales_ptr": "*fp16", "zeros_ptr": "*u8"}
-    sizes = {"num_inputs": "i32:16", "width": "i32:16"}
-    for block_m, group, splits in ((16, 128, 4), (16, 32, 1), (32, 0, 1), (64, 64, 1), (64, 128, 4)):
-        signature = packed | sizes | {"x_ptr": "*bf16", "out_ptr": "*bf16" if splits == 1 else "*fp32"}
-        signature |= {"num_rows": "i32", "x_stride": "i32:16", "blocks_per_split": "i32"}
-        constants: dict[str, Any] = {"GROUP": group, "BLOCK_M": block_m, "BLOCK_N": TILE_OUTPUTS}
-        if splits == 1:
-            signature["bias_ptr"] = "*bf16"
-            constants["HAS_BIAS"] = True
-        else:
-            constants |= {"bias_ptr": None, "HAS_BIAS": False}
-        name = f"int4_gemm {block_m} rows, group {group}, {'split' if splits > 1 else 'whole'}"
-        found.append(KernelVariant(name, _int4_gemm_kernel, signature, constants, num_stages=4))
+    signature = packed | {"x_ptr": "*bf16", "x_stride": "i32:16"}
+    found = [
+        gemm_variant(
+            f"int4_gemm {rows} rows, group {group}",
+            _int4_gemm_kernel,
+            signature,
+            {"GROUP": group},
+            rows,
+            splits,
+        )
+        for rows, group, splits in ((16, 128, 4), (16, 32, 1), (32, 0, 1), (64, 64, 1), (64, 128, 4))
+    ]
+    signature = packed | {"num_inputs": "i32:16", "width": "i32:16", "out_ptr": "*bf16"}
     constants = {"GROUP": 128, "BLOCK_N": 2 * TILE_OUTPUTS}
-    signature = packed | sizes | {"out_ptr": "*bf16"}
     found.append(KernelVariant("dequantize_int4 group 128", _dequantize_kernel, signature, constants))
     return found

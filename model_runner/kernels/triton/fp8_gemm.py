@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..quantized_weights import FP8, FP8_MAX, SMALLEST_AMAX
 from .compile_report import KernelVariant
-from .split_k import TILE_OUTPUTS, SplitProduct
+from .split_k import SplitProduct, gemm_variant, store_tile, tile_of
 
 GROUP: Final = 128
 """Inputs per group, where there are several groups: one K step of the GEMM."""
@@ -83,17 +83,13 @@ def _fp8_gemm_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """GROUPED: a group is one block of inputs. With several splits `out` is [S, M, N] float32."""
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    split = tl.program_id(2)
+    n, m, first, last = tile_of(num_inputs, blocks_per_split, BLOCK_M, BLOCK_N, BLOCK_K)
     lane = tl.arange(0, BLOCK_K)
     has_row = m < num_rows
     inside = n < width
     x_rows = x_ptr + m.to(tl.int64)[:, None] * num_inputs
     weight_columns = weight_ptr + n.to(tl.int64)[None, :] * num_inputs
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    first = split * blocks_per_split
-    last = tl.minimum(first + blocks_per_split, tl.cdiv(num_inputs, BLOCK_K))
     for block in range(first, last):
         k = block * BLOCK_K + lane
         there = k < num_inputs
@@ -110,10 +106,7 @@ def _fp8_gemm_kernel(
         x_scale = tl.load(x_scales_ptr + m, mask=has_row, other=0.0)
         weight_scale = tl.load(weight_scales_ptr + n, mask=inside, other=0.0)
         acc *= x_scale[:, None] * weight_scale[None, :]
-    if HAS_BIAS:
-        acc += tl.load(bias_ptr + n, mask=inside, other=0.0).to(tl.float32)[None, :]
-    out_at = out_ptr + (split.to(tl.int64) * num_rows + m[:, None]) * width + n[None, :]
-    tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=has_row[:, None] & inside[None, :])
+    store_tile(acc, bias_ptr, out_ptr, m, n, num_rows, width, HAS_BIAS)
 
 
 @triton.jit(do_not_specialize=["num_rows", "blocks_per_split"])
@@ -136,17 +129,13 @@ def _fp8_weight_gemm_kernel(
     GROUP_BLOCKS: tl.constexpr,
 ):
     """As `_fp8_gemm_kernel`, but weights are bytes, and a group has GROUP_BLOCKS blocks of inputs."""
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    split = tl.program_id(2)
+    n, m, first, last = tile_of(num_inputs, blocks_per_split, BLOCK_M, BLOCK_N, BLOCK_K)
     lane = tl.arange(0, BLOCK_K)
     has_row = m < num_rows
     inside = n < width
     x_rows = x_ptr + m.to(tl.int64)[:, None] * x_stride
     weight_columns = weight_ptr + n.to(tl.int64)[None, :] * num_inputs
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    first = split * blocks_per_split
-    last = tl.minimum(first + blocks_per_split, tl.cdiv(num_inputs, BLOCK_K))
     for block in range(first, last):
         k = block * BLOCK_K + lane
         there = k < num_inputs
@@ -166,10 +155,7 @@ def _fp8_weight_gemm_kernel(
             acc = tl.dot(x, weight, acc, input_precision="ieee")
     if not GROUPED:
         acc *= tl.load(weight_scales_ptr + n, mask=inside, other=0.0)[None, :]
-    if HAS_BIAS:
-        acc += tl.load(bias_ptr + n, mask=inside, other=0.0).to(tl.float32)[None, :]
-    out_at = out_ptr + (split.to(tl.int64) * num_rows + m[:, None]) * width + n[None, :]
-    tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=has_row[:, None] & inside[None, :])
+    store_tile(acc, bias_ptr, out_ptr, m, n, num_rows, width, HAS_BIAS)
 
 
 def quantize_rows(x: Tensor, group_size: int, bound: float | None = None) -> tuple[Tensor, Tensor]:
@@ -234,12 +220,8 @@ def fp8_gemm(
         num_groups,
         cut.blocks_per_split,
         GROUPED=num_groups > 1,
-        HAS_BIAS=cut.bias is not None,
-        BLOCK_M=cut.tile_rows,
-        BLOCK_N=TILE_OUTPUTS,
         BLOCK_K=GROUP,
-        num_warps=4,
-        num_stages=4,
+        **cut.constants,
     )
     return cut.finish()
 
@@ -273,13 +255,9 @@ def fp8_weight_gemm(
         x.stride(0),
         cut.blocks_per_split,
         GROUPED=num_groups > 1,
-        HAS_BIAS=cut.bias is not None,
-        BLOCK_M=cut.tile_rows,
-        BLOCK_N=TILE_OUTPUTS,
         BLOCK_K=_WEIGHT_ONLY_BLOCK_K,
         GROUP_BLOCKS=group_size // _WEIGHT_ONLY_BLOCK_K if num_groups > 1 else 1,
-        num_warps=4,
-        num_stages=4,
+        **cut.constants,
     )
     return cut.finish()
 
@@ -304,26 +282,26 @@ def variants() -> list[KernelVariant]:
                 min_arch=_MIN_ARCH,
             )
         )
-    for block_m, grouped, splits in ((16, False, 4), (16, True, 4), (64, False, 1), (64, True, 1)):
+    for rows, grouped, splits in ((16, False, 4), (16, True, 4), (64, False, 1), (64, True, 1)):
+        name = f"{rows} rows, {'groups' if grouped else 'rows'}"
         signature = {"x_ptr": "*fp8e4nv", "x_scales_ptr": "*fp32", "weight_ptr": "*fp8e4nv"}
-        signature |= {"weight_scales_ptr": "*fp32", "out_ptr": "*bf16" if splits == 1 else "*fp32"}
-        signature |= {"num_rows": "i32", "num_inputs": "i32:16", "width": "i32:16", "num_groups": "i32"}
-        signature |= {"blocks_per_split": "i32"}
-        constants: dict[str, Any] = {"GROUPED": grouped, "BLOCK_M": block_m, "BLOCK_N": TILE_OUTPUTS}
-        constants |= {"BLOCK_K": GROUP, "HAS_BIAS": splits == 1}
-        if splits == 1:
-            signature["bias_ptr"] = "*bf16"
-        else:
-            constants["bias_ptr"] = None
-        name = f"fp8_gemm {block_m} rows, {'groups' if grouped else 'rows'}, {'split' if splits > 1 else 'whole'}"
+        signature |= {"weight_scales_ptr": "*fp32", "num_groups": "i32"}
+        constants: dict[str, Any] = {"GROUPED": grouped, "BLOCK_K": GROUP}
         found.append(
-            KernelVariant(name, _fp8_gemm_kernel, signature, constants, num_stages=4, min_arch=_MIN_ARCH)
+            gemm_variant(
+                f"fp8_gemm {name}", _fp8_gemm_kernel, signature, constants, rows, splits, min_arch=_MIN_ARCH
+            )
         )
-        only_weight = {
-            name: kind for name, kind in signature.items() if name not in ("x_scales_ptr", "num_groups")
+        signature = {
+            "x_ptr": "*bf16",
+            "weight_ptr": "*u8",
+            "weight_scales_ptr": "*fp32",
+            "x_stride": "i32:16",
         }
-        only_weight |= {"x_ptr": "*bf16", "weight_ptr": "*u8", "x_stride": "i32:16"}
-        constants = constants | {"BLOCK_K": _WEIGHT_ONLY_BLOCK_K, "GROUP_BLOCKS": 2 if grouped else 1}
-        name = name.replace("fp8_gemm", "fp8_weight_gemm")
-        found.append(KernelVariant(name, _fp8_weight_gemm_kernel, only_weight, constants, num_stages=4))
+        constants |= {"BLOCK_K": _WEIGHT_ONLY_BLOCK_K, "GROUP_BLOCKS": 2 if grouped else 1}
+        found.append(
+            gemm_variant(
+                f"fp8_weight_gemm {name}", _fp8_weight_gemm_kernel, signature, constants, rows, splits
+            )
+        )
     return found

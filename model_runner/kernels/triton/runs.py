@@ -4,9 +4,7 @@ A program computes one request's tokens: of the run that begins them, and of the
 has stored its state. So no program reads what another one writes, and the number of runs may stay on the device:
 programs beyond it end at once.
 
-    run = tl.program_id(0).to(tl.int64)
-    num_runs = tl.load(plan_ptr)
-    slot = first_slot(plan_ptr, run, num_runs)
+    run, num_runs, slot = first_run(plan_ptr)
     if slot < 0:
         return
     goes_on = run < num_runs
@@ -40,12 +38,17 @@ def num_programs(runs: StateRuns) -> int:
 
 
 @triton.jit
-def first_slot(plan_ptr, run, num_runs):
-    """The slot from which a program's first run starts; -1: there is no such run, or another program computes it."""
+def first_run(plan_ptr):
+    """A program's first run, the number of all runs, and the slot from which it starts.
+
+    -1: there is no such run, or another program computes it.
+    """
+    run = tl.program_id(0).to(tl.int64)
+    num_runs = tl.load(plan_ptr)
     exists = run < num_runs
     slot = tl.load(plan_ptr + 1 + 4 * run, mask=exists, other=-1)
     before = tl.load(plan_ptr + 4 * run, mask=exists & (run > 0), other=-1)  # where the run before stores
-    return tl.where(before == slot, -1, slot)
+    return run, num_runs, tl.where(before == slot, -1, slot)
 
 
 @triton.jit

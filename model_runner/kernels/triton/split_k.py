@@ -22,6 +22,7 @@ from .compile_report import KernelVariant
 TILE_OUTPUTS: Final = 64
 MAX_TILE_ROWS: Final = 64
 MAX_SPLITS: Final = 16
+STAGES: Final = 4
 _MIN_BLOCKS_PER_SPLIT: Final = 4
 _PROGRAMS_PER_SM: Final = ((32, 4), (64, 2))
 """(tile rows up to, programs per SM to aim at): small tiles wait for memory; large tiles fill the SM. Not measured."""
@@ -47,6 +48,27 @@ def _add_splits_kernel(
     if HAS_BIAS:
         total += tl.load(bias_ptr + at % width, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def tile_of(
+    num_inputs, blocks_per_split, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """A program's outputs n and rows m, and its blocks of inputs: the first, and the one after the last."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    first = tl.program_id(2) * blocks_per_split
+    return n, m, first, tl.minimum(first + blocks_per_split, tl.cdiv(num_inputs, BLOCK_K))
+
+
+@triton.jit
+def store_tile(acc, bias_ptr, out_ptr, m, n, num_rows, width, HAS_BIAS: tl.constexpr):
+    """Store a program's sums [m, n], with the bias: `out` is [M, N], or with several splits [S, M, N] float32."""
+    has_row, inside = m < num_rows, n < width
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + n, mask=inside, other=0.0).to(tl.float32)[None, :]
+    out_at = out_ptr + (tl.program_id(2).to(tl.int64) * num_rows + m[:, None]) * width + n[None, :]
+    tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=has_row[:, None] & inside[None, :])
 
 
 def num_splits(num_tiles: int, num_blocks: int, tile_rows: int, num_sms: int) -> int:
@@ -90,6 +112,17 @@ class SplitProduct:
             self.target = torch.empty((splits, num_rows, width), dtype=torch.float32, device=out.device)
             self.bias = None
 
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Constants of the launch that all GEMMs have."""
+        return {
+            "HAS_BIAS": self.bias is not None,
+            "BLOCK_M": self.tile_rows,
+            "BLOCK_N": TILE_OUTPUTS,
+            "num_warps": 4,
+            "num_stages": STAGES,
+        }
+
     def finish(self) -> Tensor:
         """Return the result. Call it after the kernel is launched."""
         if self.target is not self._out:
@@ -103,6 +136,31 @@ def _add_splits(partial: Tensor, bias: Tensor | None, out: Tensor) -> None:
     grid = (triton.cdiv(num_rows * width, _BLOCK),)
     _add_splits_kernel[grid](
         partial, bias, out, num_rows * width, width, SPLITS=splits, HAS_BIAS=bias is not None, BLOCK=_BLOCK
+    )
+
+
+def gemm_variant(
+    name: str,
+    kernel: Any,
+    signature: dict[str, str],
+    constants: dict[str, Any],
+    rows: int,
+    splits: int,
+    **options: int,
+) -> KernelVariant:
+    """A GEMM as `SplitProduct` launches it, with tiles of so many rows; the bias is added by the last kernel."""
+    is_whole = splits == 1
+    types = {"num_rows": "i32", "num_inputs": "i32:16", "width": "i32:16", "blocks_per_split": "i32"}
+    types |= {"out_ptr": "*bf16" if is_whole else "*fp32"} | ({"bias_ptr": "*bf16"} if is_whole else {})
+    bias = {"HAS_BIAS": is_whole} | ({} if is_whole else {"bias_ptr": None})
+    tile = {"BLOCK_M": rows, "BLOCK_N": TILE_OUTPUTS}
+    return KernelVariant(
+        f"{name}, {'whole' if is_whole else 'split'}",
+        kernel,
+        signature | types,
+        constants | bias | tile,
+        num_stages=STAGES,
+        **options,
     )
 
 

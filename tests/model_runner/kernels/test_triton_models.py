@@ -15,7 +15,7 @@ from engine.model_runner import load
 from engine.model_runner.kernels import latent as plain_latent
 from engine.model_runner.kernels import plain, plain_lora
 from engine.model_runner.kernels import streams as plain_streams
-from engine.model_runner.kernels.triton import activation, experts, norm, rotary_store, route, short_conv
+from engine.model_runner.kernels.triton import activation, experts, norm, rotary_store, route, state_conv
 from engine.model_runner.ops.ops import Ops
 from engine.model_runner.states import plain as plain_delta_net
 from engine.model_runner.states import plain as plain_mamba2
@@ -156,7 +156,7 @@ def launches(monkeypatch) -> Counter[str]:
         mul_sigmoid=plain.mul_sigmoid,
         take_rows=plain.take_rows,
         to_float32=plain.to_float32,
-        short_conv=short_conv.short_conv,
+        short_conv=state_conv.short_conv,
         gated_delta=plain_delta_net.gated_delta,
         mamba2=plain_mamba2.mamba2,
         gelu_times=plain_streams.gelu_times,

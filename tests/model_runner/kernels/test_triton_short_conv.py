@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from engine.model_runner.kernels.triton.short_conv import short_conv
+from engine.model_runner.kernels.triton.state_conv import short_conv
 from engine.model_runner.states.state_runs import StateRuns, StateSave
 from tests.selection import examples
 from tests.triton_interpreter import repair_interpreter
