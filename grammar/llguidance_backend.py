@@ -18,8 +18,8 @@ from ..runtime.errors import ConfigError
 from ..runtime.grammar_use import GrammarKind, GrammarSpec, Whitespace
 from .backend import GrammarError, Vocabulary
 from .closing import JsonState, shortest_end
-from .llguidance_matcher import LLGuidanceMatcher, translate_error
-from .lowering.lark import ALLOWED_ESCAPES
+from .llguidance_matcher import PANIC_MODULE, LLGuidanceMatcher, translate_error
+from .lowering.lark import ALLOWED_ESCAPES, json_options
 from .markers import allows
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ _PATTERN_BYTES: Final = 2 << 20
 _BYTES_PER_TEXT_BYTE: Final = 40
 """Memory of a compiled grammar per byte of its text: 36 for an enum of 5,000 strings."""
 _OPTIONS_KEY: Final = "x-guidance"
-_WHITESPACE_PATTERNS: Final = {Whitespace.PRETTY: r"\x20|\n\x20{0,32}"}
 _SELF_TEST_SCHEMA: Final = '{"type":"object","properties":{"a":{"type":"string"},"b":{"type":"array"}}}'
 _SELF_TEST_TEXTS: Final = (b'{"a"', b': "x y\xc3\xa9', b'", "b": [-1, 2.5e3', b", true, null]", b"}")
 
@@ -84,10 +83,17 @@ class LLGuidanceBackend:
         Raises:
             GrammarError: the text is no grammar of its kind, allows no text, or goes beyond a limit.
         """
-        with self._lock:
-            matcher = self._library.LLMatcher(
-                self._tokenizer, self._library_grammar(spec), log_level=0, limits=self._limits
-            )
+        try:
+            with self._lock:
+                matcher = self._library.LLMatcher(
+                    self._tokenizer, self._library_grammar(spec), log_level=0, limits=self._limits
+                )
+        except (GrammarError, MemoryError):
+            raise
+        except BaseException as error:  # a panic of the library is no `Exception`
+            if not isinstance(error, Exception) and type(error).__module__ != PANIC_MODULE:
+                raise
+            raise translate_error(spec.kind, str(error), spec.text) from None
         if matcher.is_error():
             raise translate_error(spec.kind, matcher.get_error(), spec.text)
         compiled = LLGuidanceGrammar(matcher, self.vocabulary, self._num_tokens, len(spec.text))
@@ -188,16 +194,16 @@ class _TokenizerWrapper:
 
 
 def _json_options(spec: GrammarSpec) -> JsonCompileOptions:
-    pattern = spec.whitespace_pattern or _WHITESPACE_PATTERNS.get(spec.whitespace)
-    return {
+    options: JsonCompileOptions = {
         "item_separator": ",",
         "key_separator": ":",
-        "whitespace_flexible": pattern is not None or spec.whitespace is Whitespace.ANY,
-        "whitespace_pattern": pattern,
+        "whitespace_flexible": False,
+        "whitespace_pattern": None,
         "coerce_one_of": False,
         "lenient": False,
         "json_allowed_escapes": ALLOWED_ESCAPES,
     }
+    return {**options, **json_options(spec.whitespace, spec.whitespace_pattern)}  # type: ignore[typeddict-item]
 
 
 def _checked_schema(text: str) -> str:

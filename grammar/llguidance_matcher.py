@@ -16,10 +16,15 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 MAX_MESSAGE_CHARS: Final = 300
+PANIC_MODULE: Final = "pyo3_runtime"
+"""A panic in a Rust library is a `BaseException` of this module."""
 _TOO_COMPLEX: Final = re.compile(
     r"too (?:large|many|big|complex|deep|long)|toocomplex|fuel|limit|exceed|maximum size", re.IGNORECASE
 )
 _UNSATISFIABLE: Final = re.compile(r"unsatisfiable", re.IGNORECASE)
+_TOO_DEEP: Final = re.compile(r"recursion limit|nested too|too deeply", re.IGNORECASE)
+_DUMP: Final = re.compile(r":?\s*\((?:And|Or|Not|Concat|Literal|Regex|SearchRegex)\b.*", re.DOTALL)
+"""The library's own form of a regular expression in its message."""
 _UNSUPPORTED: Final = re.compile(r"unimplemented|not supported|unknown format|unsupported", re.IGNORECASE)
 _NO_TEXT: Final = re.compile(r"noextension", re.IGNORECASE)
 _REGEX_ERROR: Final = re.compile(r"regex parse error:\n(?P<body>.*?)error: (?P<cause>[^\n]*)", re.DOTALL)
@@ -209,9 +214,15 @@ def translate_error(kind: GrammarKind, text: str, source: str = "") -> GrammarEr
         if kind is GrammarKind.JSON_SCHEMA and _UNSUPPORTED.search(match["cause"]):
             code = "unsupported_schema"
         return GrammarError(f"{noun} has an invalid pattern: {_regex_cause(match)}", code)
-    if _UNSATISFIABLE.search(text):
+    if _TOO_DEEP.search(text):
         return GrammarError(
-            f"{noun} allows no text: {cause}",
+            f"{noun} is nested too deep; make it flatter, as with $defs", "schema_too_complex"
+        )
+    if _UNSATISFIABLE.search(text):
+        if "Regex is empty" in text:
+            cause = "a pattern, a format, lengths, bounds or listed values contradict each other"
+        return GrammarError(
+            f"{noun} allows no text: {cause.removeprefix('Unsatisfiable schema: ')}",
             "unsatisfiable_schema" if kind is not GrammarKind.REGEX else code,
         )
     if _UNSUPPORTED.search(text) and kind is GrammarKind.JSON_SCHEMA:
@@ -230,7 +241,7 @@ def is_limit(text: str, stop_reason: str) -> bool:
 
 def clean_message(text: str) -> str:
     """The library's text in one line, without excerpts of the source and dumps."""
-    text = text.replace("<non-verbose/>", "")
+    text = _DUMP.sub("", text.replace("<non-verbose/>", ""))
     lines = [line.strip() for line in text.splitlines() if not re.match(r"\s*(?:\d+ \||\^)", line)]
     line = " ".join(filter(None, lines))
     return line if len(line) <= MAX_MESSAGE_CHARS else f"{line[:MAX_MESSAGE_CHARS]}..."

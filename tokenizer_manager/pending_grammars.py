@@ -86,7 +86,7 @@ class PendingGrammars:
         try:
             await self._queue.compile(use, self._clock() - received_s)
         except GrammarError as refused:
-            raise RequestError(refused.message, param=param, code=refused.code) from None
+            raise RequestError(f"{param}: {refused.message}", param=param, code=refused.code) from None
         except RequestError:
             raise
         except Exception:

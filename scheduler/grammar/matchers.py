@@ -15,13 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ...grammar.backend import MaskRow, Matcher, MatcherErrorCode
+from ...grammar.llguidance_matcher import PANIC_MODULE
 from ..records.decision_log import MatcherDrafts
 
 logger = logging.getLogger(__name__)
 
 FAILED: Final = "the grammar cannot continue: its matcher failed; the server's log has the cause"
-_PANIC_MODULE: Final = "pyo3_runtime"
-"""A panic in a Rust library is a `BaseException` of this module."""
 _NO_DRAFTS: Final = MatcherDrafts([], 0)
 
 
@@ -175,7 +174,7 @@ class GuardedMatcher:
 
     def _fail(self, error: BaseException) -> FailedMatcher:
         """Log an exception. If it does not come from the matcher (an interrupt, an exit), it is raised again."""
-        if not isinstance(error, Exception) and type(error).__module__ != _PANIC_MODULE:
+        if not isinstance(error, Exception) and type(error).__module__ != PANIC_MODULE:
             raise error
         logger.error("the matcher of a request failed rid=%s", self._rid, exc_info=error)
         self._matcher = failed = FailedMatcher()
