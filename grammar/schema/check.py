@@ -25,6 +25,7 @@ def check_schema(
     at: str,
     limits: RequestLimits = RequestLimits(),  # noqa: B008  (immutable)
     explain: bool = False,
+    closed: bool = False,
 ) -> SchemaReport:
     """Check a schema. Takes microseconds to milliseconds; it compiles nothing.
 
@@ -35,13 +36,14 @@ def check_schema(
         at: the client's path of the schema, with which messages begin.
         limits: on its size.
         explain: collect the findings of all keywords.
+        closed: an object that lists properties, and says nothing of others, has no others.
 
     Raises:
         SchemaError: (a GrammarError) it is no schema, too large, allows no document, or cannot be enforced.
     """
     _check_size(schema, at, limits)
     notes = Notes(at, strict=strict, explain=explain)
-    walk = SchemaWalk(schema, notes)
+    walk = SchemaWalk(schema, notes, closed=closed)
     root = walk.written()
     comparer = Comparer(walk.definitions)
     for out in walk.one_ofs:

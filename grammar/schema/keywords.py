@@ -142,12 +142,15 @@ _DATE: Final = (
     "(?:[0-9]{4}-(?:(?:0[13-9]|1[0-2])-[0-9]{2}|02-(?:[01][0-9]|2[0-8]))"
     "|(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29)"
 )
+_TIME: Final = r"[0-9]{2}:[0-9]{2}:[0-5][0-9](?:\.[0-9]{1,9})?(?:[Zz]|[+-][0-9]{2}:[0-9]{2})"
 FORMAT_PATTERNS: Final = {
     "date": f"^{_DATE}$",
-    "time": "^[0-9]{2}:[0-9]{2}:[0-5]",
-    "date-time": f"^{_DATE}[Tt][0-9]{{2}}:[0-9]{{2}}:[0-5]",
+    "time": f"^{_TIME}$",
+    "date-time": f"^{_DATE}[Tt]{_TIME}$",
+    "duration": "^P(?:T?[0-9]{1,9}[A-Z])+$",
 }
-"""Patterns besides the library's formats: it allows 2021-02-29, and :60 at times without a leap second."""
+"""Patterns besides the library's formats: it allows 2021-02-29, :60 at times without a leap second, and digits without
+end in a fraction or a duration, with which a weak model fills its limit of tokens."""
 
 FORMAT_SAMPLES: Final = {
     "date-time": "2000-01-01T00:00:00Z",

@@ -92,6 +92,8 @@ def shown(value: object) -> str:
     """A value of a schema for a message, short."""
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"
+    if isinstance(value, int) and abs(value) >= 10**MAX_VALUE_CHARS:
+        return f"an integer of more than {MAX_VALUE_CHARS} digits"
     text = json.dumps(value[: MAX_VALUE_CHARS + 1] if isinstance(value, str) else value, ensure_ascii=False)
     return text if len(text) <= MAX_VALUE_CHARS else text[:MAX_VALUE_CHARS] + "…"
 

@@ -23,7 +23,8 @@ MAX_PATTERNS: Final = 200
 """Patterns of an object that are compared pair by pair."""
 _UNWRITABLE: Final = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\ud800-\udfff]")
 """Control characters without a short escape, and halves of surrogate pairs."""
-_OTHER_PROPERTIES: Final = ("additionalProperties", "patternProperties", "unevaluatedProperties")
+OTHER_PROPERTIES: Final = ("additionalProperties", "patternProperties", "unevaluatedProperties")
+_NOT_FINITE: Final = (math.inf, -math.inf)
 _ITEMS: Final = ("items", "prefixItems", "additionalItems")
 _LITERAL_START: Final = re.compile(r"\^((?:[A-Za-z0-9_ ]|\\[-./])+)(?![*?{+|])")
 _APPLICATORS: Final = (
@@ -82,7 +83,9 @@ def _why_unwritable(value: Any) -> str:
 
 
 def _is_exact(value: int | float) -> bool:
-    return abs(value) <= MAX_EXACT if value == int(value) else 1e-6 <= abs(value) < 1e9
+    if isinstance(value, int) or value.is_integer():
+        return abs(value) <= MAX_EXACT
+    return 1e-6 <= abs(value) < 1e9
 
 
 def _with_whole_numbers(value: Any) -> Any:
@@ -109,7 +112,12 @@ def count(value: Any, keyword: str, place: Place) -> int:
 
 
 def _number(value: Any, keyword: str, place: Place) -> int | float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or value in _NOT_FINITE
+        or value != value
+    ):
         place.invalid(f"{keyword} is {shown(value)}, but it must be a number", keyword)
     return value
 
@@ -121,7 +129,7 @@ def _put_count(keyword: str, value: Any, place: Place) -> None:
     if length <= MAX_COUNT:
         place.out[keyword] = length
     elif keyword.startswith("min"):
-        text = f"{keyword} is {length}, more than any answer has"
+        text = f"{keyword} is {shown(length)}, more than any answer has"
         place.notes.refuse("schema_too_complex", place.pointer, text, keyword)
 
 
@@ -156,6 +164,8 @@ def _put_factor(keyword: str, value: Any, place: Place) -> None:
 
 def _is_factor(value: int | float) -> bool:
     """Whether the library can take a `multipleOf`: it scales by ten until the value is whole."""
+    if value >= MAX_FACTOR:
+        return False
     scaled = float(value)
     for _ in range(12):
         if scaled >= MAX_FACTOR or scaled.is_integer():
@@ -290,7 +300,7 @@ def _put_required(keyword: str, value: Any, place: Place) -> None:
 
 def _put_other_properties(keyword: str, value: Any, place: Place) -> None:
     """`additionalProperties`, `patternProperties` and `unevaluatedProperties`, which belong together."""
-    if keyword != next(name for name in place.node if name in _OTHER_PROPERTIES):
+    if keyword != next(name for name in place.node if name in OTHER_PROPERTIES):
         return
     patterns = _patterns(place)
     if patterns is None:  # not enforced, and then the other properties are not either
@@ -353,10 +363,10 @@ def put_property_counts(place: Place) -> None:
     is_closed = out.get("additionalProperties") is False and "patternProperties" not in out
     is_fixed = required.issuperset(listed) and not is_combined
     if "minProperties" in node:
-        least = count(node["minProperties"], "minProperties", place)
+        least = min(count(node["minProperties"], "minProperties", place), MAX_COUNT)
         if least > len(required):
             if is_closed and not is_combined and least > len(required.union(listed)):
-                text = f"minProperties is {least}, but there are fewer properties"
+                text = f"minProperties is {shown(least)}, but there are fewer properties"
                 place.impossible(text, "minProperties")
             if is_fixed:
                 out["minProperties"] = least
@@ -423,6 +433,6 @@ RULES: Final[dict[str, Callable[[str, Any, Place], None]]] = {
     **dict.fromkeys(_ITEMS, _put_items),
     "properties": _put_properties,
     "required": _put_required,
-    **dict.fromkeys(_OTHER_PROPERTIES, _put_other_properties),
+    **dict.fromkeys(OTHER_PROPERTIES, _put_other_properties),
 }
 """The functions for keywords that are written in the order of the client's schema: of a group, at its first keyword."""

@@ -39,8 +39,9 @@ class SchemaWalk:
         one_ofs: written objects with `oneOf`.
     """
 
-    def __init__(self, root: Any, notes: Notes) -> None:
+    def __init__(self, root: Any, notes: Notes, *, closed: bool = False) -> None:
         self._root = root
+        self._closed = closed
         self._notes = notes
         self._references = References(root)
         self._pending: list[Place] = []
@@ -90,6 +91,8 @@ class SchemaWalk:
             rules.put_property_counts(place)
         if "unevaluatedItems" in node:
             rules.put_unevaluated("unevaluatedItems", "items", place)
+        if self._closed and "properties" in node and not place.branch and _says_nothing_of_others(node):
+            out["additionalProperties"] = False
         rules.check_ranges(place)
         self._unwrap(out)
 
@@ -199,6 +202,10 @@ class SchemaWalk:
             place.approximate("propertyNames", "the schema is combined with others")
         else:
             rules.put_names(value, place)
+
+
+def _says_nothing_of_others(node: Members) -> bool:
+    return not any(name in node for name in (*rules.OTHER_PROPERTIES, *_COMBINING, "$ref"))
 
 
 def _check_skipped(keyword: str, value: Any, place: Place) -> None:

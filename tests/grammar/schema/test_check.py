@@ -501,3 +501,64 @@ def test_any_value_is_a_schema_or_an_error(value, strict):
 def test_every_keyword_that_is_not_enforced_has_a_reason():
     for keyword, rule in KEYWORDS.items():
         assert rule.fate in (Fate.ENFORCED, Fate.ANNOTATION) or (rule.reason and rule.rewrite), keyword
+
+
+# ---------------------------------------------------------------- numbers of any size
+
+NUMBER_KEYWORDS = (
+    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "const", "minLength"),
+    *("maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains", "default"),
+)
+numbers = (
+    st.sampled_from(
+        [
+            float("inf"),
+            float("-inf"),
+            float("nan"),
+            10**400,
+            -(10**400),
+            10**5000,
+            1e308,
+            5e-324,
+            2**53 + 1,
+            2.5,
+        ]
+    )
+    | st.floats()
+    | st.integers()
+)
+
+
+@given(
+    number=numbers,
+    other=numbers,
+    keyword=st.sampled_from(NUMBER_KEYWORDS),
+    second=st.sampled_from(NUMBER_KEYWORDS),
+    kind=st.sampled_from(["number", "integer", "string", "array", "object"]),
+    strict=st.booleans(),
+)
+@settings(max_examples=examples(300))
+def test_a_number_of_any_size_is_used_or_refused_by_place(number, other, keyword, second, kind, strict):
+    schema = {"anyOf": [{"type": kind, keyword: number, second: other}, {"enum": [number, other]}]}
+    refusals: list[GrammarError] = []
+    try:
+        json.loads(check(schema, strict=strict, explain=True).text)
+    except GrammarError as error:
+        refusals.append(error)
+    assert all(each.code in CODES and each.message.startswith("s/anyOf/") for each in refusals)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "is_one"),
+    [
+        ("time", "12:30:00.123456789Z", True),
+        ("time", "12:30:00.1234567891Z", False),
+        ("date-time", "2024-02-29T12:30:00.5+01:00", True),
+        ("date-time", "2024-02-29T12:30:00." + "3" * 10 + "Z", False),
+        ("duration", "P1Y2M3DT4H5M6S", True),
+        ("duration", "P4W", True),
+        ("duration", "P" + "1" * 10 + "D", False),
+    ],
+)
+def test_formats_have_no_endless_digits(name, text, is_one):
+    assert accepts(check({"type": "string", "format": name}), text) is is_one
