@@ -187,7 +187,11 @@ def checked_constraint(options: CallOptions, config: EngineConfig) -> Constraint
         RequestError: a value has the wrong type, or is no schema or grammar; or there are two constraints.
     """
     given = {name: value for name in _CONSTRAINTS if (value := options.get(name)) is not None}
-    if hasattr(schema := given.get("json_schema"), "model_json_schema"):  # a class of pydantic's
+    schema: Any = given.get("json_schema")
+    is_class = hasattr(
+        schema, "model_json_schema"
+    )  # of pydantic, which has no other fields, and does not say so
+    if is_class:
         given["json_schema"] = schema.model_json_schema()
     if "choice" in given:
         given["guided_choice"] = given.pop("choice")
@@ -195,7 +199,9 @@ def checked_constraint(options: CallOptions, config: EngineConfig) -> Constraint
         return None
     with renamed_fields({"guided_choice": "choice"}):
         fields = convert(given, ConstraintFields)
-        return constraint_of(fields, config.answers, config.limits, strict_server=config.server.strict)
+        return constraint_of(
+            fields, config.answers, config.limits, strict_server=config.server.strict, closed=is_class
+        )
 
 
 _ELSEWHERE: Final = {

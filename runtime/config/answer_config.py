@@ -29,8 +29,12 @@ class AnswerConfig:
     ] = 5.0
     json_whitespace: Annotated[
         JsonWhitespace,
-        "Whitespace in JSON that a schema constrains: none; a blank or a newline with up to 32 blanks; unbounded.",
+        "Whitespace in JSON that a schema constrains: none; a blank, or a newline and up to 32, after commas; any.",
     ] = "pretty"
+    json_closed_objects: Annotated[
+        bool,
+        "Objects of a JSON Schema that lists properties and has no additionalProperties have no others.",
+    ] = False
     tool_call_parser: Annotated[
         str,
         "Format of the model's tool calls: a name of docs/tools.md, auto (found from the template), or none.",

@@ -69,6 +69,7 @@ SERVE_FLAGS = """
 --host
 --in-batch-prefix-caching
 --isolate-tenants
+--json-closed-objects
 --json-whitespace
 --keep-alive-timeout
 --kv-cache-dtype
@@ -142,6 +143,7 @@ SERVE_FLAGS = """
 --no-enable-prefix-caching
 --no-in-batch-prefix-caching
 --no-isolate-tenants
+--no-json-closed-objects
 --no-language-model-only
 --no-log-requests
 --no-matryoshka

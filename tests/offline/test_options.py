@@ -9,7 +9,8 @@ from typing import Any, Literal
 import pydantic
 import pytest
 
-from engine import LLM, RequestError, SamplingParams
+from engine import LLM, EngineConfig, RequestError, SamplingParams
+from engine.offline.options import checked_constraint
 
 PARAMS = SamplingParams(max_new_tokens=256, seed=3)
 SCHEMA = {
@@ -140,6 +141,19 @@ def test_a_bad_constraint_is_refused_before_anything_runs(llm, options, param, c
             ask()
         assert (caught.value.param, caught.value.code) == (param, code), caught.value.message
         assert "guided_choice" not in caught.value.message
+
+
+def test_a_class_of_pydantic_has_no_other_fields():
+    class Person(pydantic.BaseModel):
+        name: str
+        tags: dict[str, int] = {}
+
+    constraint = checked_constraint({"json_schema": Person}, EngineConfig())
+
+    assert constraint is not None and constraint.use.spec is not None
+    schema = json.loads(constraint.use.spec.text)
+    assert schema["additionalProperties"] is False
+    assert schema["properties"]["tags"]["additionalProperties"] == {"type": "integer"}
 
 
 def test_a_limit_below_the_shortest_answer_is_refused(llm):

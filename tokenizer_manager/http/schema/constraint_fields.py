@@ -42,6 +42,9 @@ _FORMATS: Final = ("text", "json_object", "json_schema", "structural_tag")
 _STRUCTURED: Final = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
+_TYPED: Final = ("type", "enum", "const", "$ref", "allOf", "anyOf", "oneOf")
+"""Keywords that say which values a schema is about."""
+
 _OPTIONS: Final = (
     "whitespace_pattern",
     "disable_any_whitespace",
@@ -126,7 +129,8 @@ def _of_response_format(
         return None
     if kind == "json_object":
         if value.get("schema") is not None:  # llama.cpp's spelling of json_schema
-            return Asked("json", value["schema"], f"{param}.schema", flag_of(value, "strict", param))
+            schema = _of_objects(value["schema"])
+            return Asked("json", schema, f"{param}.schema", flag_of(value, "strict", param))
         return Asked("json_object", None, param)
     if nested is None and value.get("schema") is not None:  # flat, as in /v1/responses
         nested, inner = value, param
@@ -141,18 +145,20 @@ def _of_response_format(
     return Asked("json", nested["schema"], f"{inner}.schema", flag_of(nested, "strict", inner))
 
 
+def _of_objects(schema: Any) -> Any:
+    """A schema beside the type `json_object`, which it may leave out."""
+    if schema is True:
+        return {"type": "object"}
+    if isinstance(schema, dict) and not any(name in schema for name in _TYPED):
+        return {"type": "object", **schema}
+    return schema
+
+
 def _of_structured_outputs(
     value: dict[str, Any], param: str, warnings: list[str], *, strict: bool
 ) -> Iterator[Asked]:
     value = without_nulls(value)
     _check_names(value, (*_STRUCTURED, *_OPTIONS), param, warnings, strict)
-    if flag_of(value, "disable_additional_properties", param):
-        name = f"{param}.disable_additional_properties"
-        raise RequestError(
-            f"{name} is not supported; set additionalProperties to false in the schema",
-            param=name,
-            code="unsupported_field",
-        )
     for kind in _STRUCTURED:
         inner = value.get(kind)
         path = f"{param}.{kind}"

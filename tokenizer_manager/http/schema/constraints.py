@@ -58,6 +58,7 @@ def constraint_of(
     strict_server: bool,
     at: str = "",
     explain: bool = False,
+    closed: bool = False,
 ) -> Constraint | None:
     """The constraint of a request; None for free text.
 
@@ -68,6 +69,7 @@ def constraint_of(
         strict_server: warnings are errors.
         at: path of the object that has the fields, such as `sampling_params`.
         explain: collect the findings of a schema, of which those that `strict` would refuse are some.
+        closed: objects of a schema have only the properties that it lists; see `check_schema`.
 
     Raises:
         RequestError: two constraints, a wrong form, or a constraint that cannot be met; `param` is the client's path.
@@ -85,6 +87,7 @@ def constraint_of(
             limits,
             strict=(asked.strict or strict_server) and not explain,
             explain=explain,
+            closed=closed or config.json_closed_objects or _is_closed(fields, at),
         )
         if strict_server and made.warnings:
             raise GrammarError(f"{made.warnings[0]} (the server runs with --strict)", "unsupported_schema")
@@ -136,12 +139,15 @@ def _made(
     *,
     strict: bool,
     explain: bool,
+    closed: bool,
 ) -> Constraint:
     kind, value, param, _ = asked
     match kind:
         case "json":
             schema = parse_schema(value, param, limits) if isinstance(value, str) else value
-            report = check_schema(schema, strict=strict, at=param, limits=limits, explain=explain)
+            report = check_schema(
+                schema, strict=strict, at=param, limits=limits, explain=explain, closed=closed
+            )
             return Constraint(
                 GrammarUse(spec=schema_spec(report, whitespace, pattern)),
                 param,
@@ -165,6 +171,14 @@ def _made(
                 param, strict=strict, limits=limits, whitespace=whitespace, whitespace_pattern=pattern
             )
             return Constraint(reader.use(tag), param, reader.warnings)
+
+
+def _is_closed(fields: ConstraintFields, at: str) -> bool:
+    options, place = (
+        fields.structured_outputs or {},
+        f"{at}.structured_outputs" if at else "structured_outputs",
+    )
+    return flag_of(options, "disable_additional_properties", place)
 
 
 def _parsed_tag(value: Any, param: str, limits: RequestLimits) -> dict[str, Any]:

@@ -230,10 +230,10 @@ def test_llama_cpp_11847_two_constraints_are_both_named(fields, names):
         ),
         ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex", "invalid_type", "a string"),
         (
-            {"structured_outputs": {"json": {}, "disable_additional_properties": True}},
+            {"structured_outputs": {"json": {}, "disable_additional_properties": 1}},
             "structured_outputs.disable_additional_properties",
-            "unsupported_field",
-            "additionalProperties",
+            "invalid_type",
+            "true or false",
         ),
         ({"structural_tag": "5"}, "structural_tag", "invalid_grammar", "an object"),
         (
@@ -281,6 +281,42 @@ def test_the_rule_for_whitespace():
     options = {"json": SCHEMA, "disable_any_whitespace": True}
     assert spec_of({"structured_outputs": options}).whitespace is Whitespace.COMPACT
     assert spec_of({"guided_json": SCHEMA, "guided_whitespace_pattern": ""}).whitespace is Whitespace.COMPACT
+
+
+OPEN = {"type": "object", "properties": {"a": {"type": "object", "properties": {"b": {}}}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "closed"),
+    [
+        ({"structured_outputs": {"json": OPEN, "disable_additional_properties": True}}, True),
+        ({"structured_outputs": {"json": OPEN, "disable_additional_properties": False}}, False),
+        ({"guided_json": OPEN}, False),
+    ],
+)
+@pytest.mark.parametrize("by_server", [False, True])
+def test_objects_are_closed_where_the_request_or_the_server_says_so(fields, closed, by_server):
+    schema = json.loads(spec_of(fields, json_closed_objects=by_server).text)
+
+    is_closed = [each.get("additionalProperties") is False for each in (schema, schema["properties"]["a"])]
+    assert is_closed == [closed or by_server] * 2
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        ({}, {"type": "object"}),
+        (True, {"type": "object"}),
+        ({"title": "x"}, {"type": "object"}),
+        ({"minProperties": 1}, {"type": "object", "minProperties": 1}),
+        ({"type": "array"}, {"type": "array"}),
+        ({"enum": [{"a": 1}]}, {"enum": [{"a": 1}]}),
+    ],
+)
+def test_json_object_with_a_schema_is_an_object(schema, expected):
+    fields = {"response_format": {"type": "json_object", "schema": schema}}
+
+    assert json.loads(spec_of(fields).text) == expected
 
 
 def test_room_for_the_shortest_answer():
