@@ -62,6 +62,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         prompts: at least one; empty for a chat that is not planned yet.
         sampling: of all choices; with n > 1, choice i of a prompt gets seed + i.
+        samplings: of each prompt, if they differ; else `sampling` is that of all.
         n: answers per prompt.
         num_returned: answers per prompt that the client gets, the most likely ones; None: all n.
         id_prefix: first part of the request's id; names the API that received it.
@@ -91,6 +92,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     prompts: Sequence[Prompt] = ()
     sampling: SamplingParams = _DEFAULT_SAMPLING
+    samplings: Sequence[SamplingParams] = ()
     n: int = 1
     num_returned: int | None = None
     id_prefix: str = "gen"

@@ -55,7 +55,8 @@ class Preparation:
         Raises:
             RequestError: one of them is wrong.
         """
-        request.sampling.verify(self._engine.capacity.vocab_size)
+        for sampling in request.samplings or (request.sampling,):
+            sampling.verify(self._engine.capacity.vocab_size)
         number, num_replicas = request.scheduling.replica, self._engine.num_replicas
         if number is not None and not 0 <= number < num_replicas:
             replicas = "1 replica" if num_replicas == 1 else f"{num_replicas} replicas"
@@ -92,16 +93,17 @@ class Preparation:
         """
         names = [prompt_name(request.prompts, i, request.prompt_param) for i in range(len(encoded))]
         if not request.poolings:
+            samplings = request.samplings or [request.sampling] * len(encoded)
             resolved = [
                 resolve_length(
-                    request.sampling,
+                    sampling,
                     len(ids),
                     self._engine.capacity,
                     prompt_param=name,
                     length_param=request.length_param,
                     cut_length=request.cut_length,
                 )
-                for name, ids in zip(names, encoded, strict=True)
+                for name, ids, sampling in zip(names, encoded, samplings, strict=True)
             ]
             return encoded, resolved
         if request.truncate_len is not None:

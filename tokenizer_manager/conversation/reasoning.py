@@ -39,6 +39,13 @@ def reasoning_variables(
                 f"reasoning_effort {effort!r} only turns the reasoning on: this model's template has no efforts"
             )
     enabled, switch = _enabled(options), formats.reasoning_switch
+    if effort is None and formats.reasoning is None and switch is None:
+        asked = {"thinking": options.enabled, "thinking_token_budget": options.budget}
+        warnings += [
+            f"{name} has no effect: this model's template has no reasoning that can be turned on"
+            for name, value in asked.items()
+            if value
+        ][:1]
     if switch is not None and enabled is not None:
         variables[switch] = enabled
     return variables, warnings

@@ -41,7 +41,7 @@ from .guards.body_budget import BodyBudget
 from .page.worker import PageWorker
 from .responses.items import RecentItems
 from .schema.constraints import chat_grammar, check_constraint_with_tools, check_room
-from .schema.errors import POSITION_HEADER, renamed_fields
+from .schema.errors import POSITION_HEADER, renamed_fields, renamed_text
 from .schema.field_policy import first_warnings
 from .schema.values import Body, show
 
@@ -198,12 +198,7 @@ class Engine(ServerFacts):
         check_constraint_with_tools(conversation, constraint)
         if constraint is not None and not conversation.tools:
             check_room(constraint, max_tokens, request.length_param, self.tokenizer)
-        plan = await self.plan_chat(
-            conversation,
-            max_tokens=max_tokens,
-            scheduling=request.scheduling,
-            messages_param=request.prompt_param,
-        )
+        plan = await self._plan(request, conversation, max_tokens)
         return replace(
             request,
             prompts=[plan.prompt],
@@ -212,10 +207,22 @@ class Engine(ServerFacts):
             grammar_param="tools" if constraint is None else constraint.param,
             keep_special_ids=plan.keep_special_ids,
             plan=plan,
-            warnings=first_warnings(request.warnings + plan.warnings),
+            warnings=_warnings(request, plan),
             received_s=exchange.received_s,
             arrival_s=arrival_s,
         )
+
+    async def _plan(
+        self, request: GenerationRequest, conversation: Conversation, max_tokens: int | None = None
+    ) -> AnswerPlan:
+        """As `plan_chat`; errors have the client's names."""
+        with renamed_fields(request.names):
+            return await self.plan_chat(
+                conversation,
+                max_tokens=max_tokens,
+                scheduling=request.scheduling,
+                messages_param=request.prompt_param,
+            )
 
     async def count_prompt(self, exchange: Exchange, request: GenerationRequest) -> tuple[int, list[str]]:
         """The number of tokens of a chat's prompt, and warnings. Call it where a disconnect cancels.
@@ -224,11 +231,9 @@ class Engine(ServerFacts):
             RequestError: the model has no chat template, or it cannot render the messages.
         """
         assert request.conversation is not None
-        plan = await self.plan_chat(
-            request.conversation, scheduling=request.scheduling, messages_param=request.prompt_param
-        )
+        plan = await self._plan(request, request.conversation)
         [ids] = await self.encoder.encode([plan.prompt], add_special_tokens=False, param=request.prompt_param)
-        return len(ids), first_warnings(request.warnings + plan.warnings)
+        return len(ids), _warnings(request, plan)
 
     def second_bos(self, generation: Generation, fix: str) -> list[str]:
         """Warnings for prompts of a started request that begin with two BOS; see `second_bos` of the encoder."""
@@ -263,11 +268,14 @@ class Engine(ServerFacts):
         """The adapter that a request names; None for the model itself."""
         if lora_path:
             return self.adapters.required(lora_path, "lora_path")
-        if not model or is_same_model(model, self.served_model):
+        name = untagged(model or "")
+        if not name or is_same_model(name, untagged(self.served_model)):
             return None
-        found = self.adapters.find(model)
+        found = self.adapters.find(model or "") or self.adapters.find(name)
         if found is None and not self.any_model_name:
-            raise unknown_model(model, self.served_model, [each.spec.name for each in self.adapters.adapters])
+            raise unknown_model(
+                model or "", self.served_model, [each.spec.name for each in self.adapters.adapters]
+            )
         return found
 
     async def plan_chat(
@@ -354,6 +362,16 @@ class Services(Engine):
 
 def _as_it_is(body: Body) -> Body:
     return body
+
+
+def _warnings(request: GenerationRequest, plan: AnswerPlan) -> list[str]:
+    """The warnings of a chat, with the client's names of fields."""
+    return first_warnings(request.warnings + [renamed_text(each, request.names) for each in plan.warnings])
+
+
+def untagged(name: str) -> str:
+    """A model's name without the tag `:latest`, which Ollama's clients put behind a name that has no tag."""
+    return name.removesuffix(":latest")
 
 
 def unknown_model(model: str, served: str, adapters: Sequence[str] = ()) -> RequestError:

@@ -24,9 +24,14 @@ class Reply(NamedTuple):
 
 
 async def call(
-    app: App, path: str, body: bytes | Mapping[str, Any], *, gone: asyncio.Event | None = None
+    app: App,
+    path: str,
+    body: bytes | Mapping[str, Any] = b"",
+    *,
+    method: str = "POST",
+    gone: asyncio.Event | None = None,
 ) -> Reply:
-    """One `POST`, from a client that waits for its answer, or until `gone` is set."""
+    """One request, from a client that waits for its answer, or until `gone` is set."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     incoming = [{"type": "http.request", "body": content, "more_body": False}]
     sent: list[Any] = []
@@ -40,7 +45,7 @@ async def call(
     async def send(message: Any) -> None:
         sent.append(message)
 
-    await app({"type": "http", "method": "POST", "path": path, "headers": []}, receive, send)
+    await app({"type": "http", "method": method, "path": path, "headers": []}, receive, send)
     if not sent:
         return Reply(0, b"")
     return Reply(sent[0]["status"], b"".join(part.get("body", b"") for part in sent[1:]))

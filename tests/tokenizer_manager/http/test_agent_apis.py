@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import pytest
 
+from engine.tokenizer_manager.http.anthropic.wire import COUNT_POLICY, MESSAGES_POLICY
+from engine.tokenizer_manager.http.native import convert as native
+from engine.tokenizer_manager.http.ollama.wire import (
+    CHAT_POLICY,
+    GENERATE_POLICY,
+    OPTIONS_POLICY,
+    SHOW_POLICY,
+)
+from engine.tokenizer_manager.http.openai import chat, completions
 from engine.tokenizer_manager.http.responses.items import KEPT_S, RecentItems
-from engine.tokenizer_manager.http.responses.wire import MessageItem, OutputText
+from engine.tokenizer_manager.http.responses.wire import POLICY, MessageItem, OutputText
 from engine.tokenizer_manager.http.routes import ROUTES
 
-from ..conftest import Serve, Served
+from ..conftest import Serve, Served, _served
 from ..fake_engine import CAPACITY, LENGTH, TOKENIZER, say_all
 from .answers import sse
 from .serving import CALL, PARAMETERS, ROOMY
@@ -540,3 +551,181 @@ def test_include(serve: Serve, include, status, warnings):
     assert len(reply.json().get("warnings", ())) == warnings
     if status == 400:
         assert reply.json()["error"]["param"] == "include[0]"
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        *(chat._POLICY, completions._POLICY, native._POLICY, POLICY, MESSAGES_POLICY, COUNT_POLICY),
+        *(CHAT_POLICY, GENERATE_POLICY, OPTIONS_POLICY, SHOW_POLICY),
+    ],
+)
+def test_every_field_without_an_effect_is_in_the_documents(policy):
+    page = (Path(__file__).parents[3] / "docs" / "api.md").read_text()
+    named = set(re.findall(r"`([\w.]+)`", page))
+    assert {name for name in policy.no_effect if name not in named} == set()
+
+
+def test_no_field_names_another_api(serve: Serve):
+    """A message is about a field that the client has sent."""
+    served = serve(say_all("x"), capacity=ROOMY)
+    prefilled = [USER, {"role": "assistant", "content": "{"}]
+    tool = {"name": "f", "input_schema": PARAMETERS}
+    reply = post(served, MESSAGES, prefilled, tools=[tool])
+    assert reply.status_code == 400
+    assert "a last message of the assistant cannot be combined with tools" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "name"),
+    [
+        (CHAT, {"reasoning_effort": "high"}, "reasoning_effort"),
+        (CHAT, {"reasoning": {"effort": "high"}}, "reasoning.effort"),
+        (CHAT, {"reasoning": {"max_tokens": 100}}, "reasoning.max_tokens"),
+        (CHAT, {"thinking": {"type": "enabled"}}, "thinking"),
+        (CHAT, {"thinking_token_budget": 100}, "thinking_token_budget"),
+        (RESPONSES, {"reasoning": {"effort": "low"}}, "reasoning.effort"),
+        (RESPONSES, {"reasoning": {"max_tokens": 100}}, "reasoning.max_tokens"),
+        (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        (MESSAGES, {"thinking": {"type": "adaptive"}}, "thinking"),
+        (MESSAGES, {"output_config": {"effort": "high"}}, "output_config.effort"),
+        (OLLAMA, {"think": True}, "think"),
+        (OLLAMA, {"think": "high"}, "think"),
+    ],
+)
+def test_reasoning_that_a_model_does_not_have_is_warned_about(serve: Serve, path, fields, name):
+    served = serve(say_all("x"))
+    [warning] = post(served, path, HI, **fields).json()["warnings"]
+
+    assert warning.split()[0] == name
+    assert "has no effect: this model's template has no reasoning" in warning
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {"reasoning_effort": "none"}),
+        (CHAT, {"thinking": {"type": "disabled"}}),
+        (RESPONSES, {"reasoning": {"effort": "none", "summary": "auto"}}),
+        (MESSAGES, {"thinking": {"type": "disabled"}}),
+        (OLLAMA, {"think": False}),
+    ],
+)
+def test_reasoning_that_is_turned_off_needs_no_warning(serve: Serve, path, fields):
+    assert "warnings" not in post(serve(say_all("x")), path, HI, **fields).json()
+
+
+FORMAT = {"type": "json_schema", "schema": {"type": "object"}}
+OBJECTS: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, {"tools": [NESTED_TOOL]}, "tools.0"),
+    (CHAT, {"tools": [NESTED_TOOL]}, "tools.0.function"),
+    (CHAT, {"tools": [{"type": "custom", "custom": {"name": "c"}}]}, "tools.0.custom"),
+    (
+        CHAT,
+        {
+            "tools": [NESTED_TOOL],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "auto", "tools": [NESTED_TOOL]},
+            },
+        },
+        "tool_choice.allowed_tools",
+    ),
+    (
+        CHAT,
+        {"tools": [NESTED_TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+        "tool_choice.function",
+    ),
+    (CHAT, {"functions": [FUNCTION]}, "functions.0"),
+    (CHAT, {"functions": [FUNCTION], "function_call": {"name": "f"}}, "function_call"),
+    (CHAT, {"thinking": {"type": "disabled"}}, "thinking"),
+    (CHAT, {"reasoning": {"effort": "none"}}, "reasoning"),
+    (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
+    (
+        CHAT,
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}},
+        "response_format.json_schema",
+    ),
+    (CHAT, {"messages": [USER]}, "messages.0"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]},
+        "messages.0.content.0",
+    ),
+    (CHAT, {"messages": [USER, call_in(CHAT), result_in(CHAT, "1")]}, "messages.1.tool_calls.0"),
+    (CHAT, {"messages": [USER, call_in(CHAT), result_in(CHAT, "1")]}, "messages.1.tool_calls.0.function"),
+    (RESPONSES, {"tools": [FUNCTION | {"type": "function"}]}, "tools.0"),
+    (
+        RESPONSES,
+        {"tools": [{"type": "namespace", "name": "n", "tools": [FUNCTION | {"type": "function"}]}]},
+        "tools.0.tools.0",
+    ),
+    (
+        RESPONSES,
+        {"tools": [FUNCTION | {"type": "function"}], "tool_choice": {"type": "function", "name": "f"}},
+        "tool_choice",
+    ),
+    (RESPONSES, {"text": {"format": FORMAT}}, "text"),
+    (RESPONSES, {"text": {"format": FORMAT}}, "text.format"),
+    (RESPONSES, {"reasoning": {"effort": "none"}}, "reasoning"),
+    (RESPONSES, {"input": [USER]}, "input.0"),
+    (
+        RESPONSES,
+        {"input": [{"role": "user", "content": [{"type": "input_text", "text": "x"}]}]},
+        "input.0.content.0",
+    ),
+    (RESPONSES, {"input": [USER, call_in(RESPONSES), result_in(RESPONSES, "1")]}, "input.1"),
+    (RESPONSES, {"input": [USER, call_in(RESPONSES), result_in(RESPONSES, "1")]}, "input.2"),
+    (MESSAGES, {"tools": [{"name": "f", "input_schema": PARAMETERS}]}, "tools.0"),
+    (
+        MESSAGES,
+        {"tools": [{"name": "f", "input_schema": PARAMETERS}], "tool_choice": {"type": "tool", "name": "f"}},
+        "tool_choice",
+    ),
+    (MESSAGES, {"thinking": {"type": "disabled"}}, "thinking"),
+    (MESSAGES, {"output_config": {"format": FORMAT}}, "output_config"),
+    (MESSAGES, {"output_config": {"format": FORMAT}}, "output_config.format"),
+    (MESSAGES, {"metadata": {"user_id": "u"}}, "metadata"),
+    (MESSAGES, {"system": [{"type": "text", "text": "x"}]}, "system.0"),
+    (MESSAGES, {"messages": [USER]}, "messages.0"),
+    (
+        MESSAGES,
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]},
+        "messages.0.content.0",
+    ),
+    (MESSAGES, {"messages": [USER, call_in(MESSAGES), result_in(MESSAGES, "1")]}, "messages.1.content.0"),
+    (MESSAGES, {"messages": [USER, call_in(MESSAGES), result_in(MESSAGES, "1")]}, "messages.2.content.0"),
+    (OLLAMA, {"tools": [NESTED_TOOL]}, "tools.0"),
+    (OLLAMA, {"tools": [NESTED_TOOL]}, "tools.0.function"),
+    (OLLAMA, {"options": {"seed": 1}}, "options"),
+    (OLLAMA, {"messages": [USER]}, "messages.0"),
+    (OLLAMA, {"messages": [USER, call_in(OLLAMA), result_in(OLLAMA, "1")]}, "messages.1.tool_calls.0"),
+]
+"""Objects inside the bodies of all APIs: path, body, place of the object."""
+
+
+@pytest.fixture(scope="module")
+def roomy(stopped_servers: Any) -> Any:
+    """A server with room for tools, shared by the tests of the module."""
+    with _served(stopped_servers, say_all("x"), {"capacity": ROOMY}) as served:
+        yield served
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "place"), OBJECTS, ids=[f"{path} {place}" for path, _, place in OBJECTS]
+)
+def test_a_member_that_is_not_known_is_never_silent(roomy: Served, path, fields, place):
+    body = json.loads(json.dumps(body_of(path, HI) | fields))
+    inner = body
+    for step in place.split("."):
+        inner = inner[int(step)] if step.isdigit() else inner[step]
+    inner["wibble"] = 1
+    reply = roomy.client.post(path, json=body)
+
+    assert reply.status_code == 200, reply.text
+    where = ".".join(place.split("."))
+    assert any(
+        "wibble was ignored" in warning
+        and warning.replace("[", ".").replace("]", "").count(f"{where}.wibble")
+        for warning in reply.json().get("warnings", ())
+    ), reply.json().get("warnings")

@@ -39,6 +39,28 @@ def test_any_name_is_accepted(path: str):
     assert post(path, any_name=False).status == 404
 
 
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(
+    ("served", "asked", "status"),
+    [
+        ("llama", "llama:latest", 200),
+        ("llama:latest", "llama", 200),
+        ("org/llama", "org/llama:latest", 200),
+        ("llama", "llama:8b", 404),
+        ("llama:8b", "llama:latest", 404),
+        ("llama", "other:latest", 404),
+    ],
+)
+def test_a_name_without_a_tag_has_the_tag_latest_as_in_ollama(
+    path: str, served: str, asked: str, status: int
+):
+    async def run() -> Reply:
+        services = dataclasses.replace(make_services(FakeEngine(say_all("x"))), served_model=served)
+        return await call(App(services), path, BODIES[path] | {"model": asked})
+
+    assert asyncio.run(run()).status == status
+
+
 def test_openai_answers_have_the_real_name():
     assert json.loads(post("/v1/responses", any_name=True).body)["model"] == MODEL
 

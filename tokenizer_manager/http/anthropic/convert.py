@@ -31,7 +31,7 @@ from ...conversation.parsing.json_text import object_of
 from ...generation import Constraint, GenerationRequest
 from ..schema.constraints import json_schema
 from ..schema.errors import renamed_fields
-from ..schema.field_policy import Notes, policy_of
+from ..schema.field_policy import PART_POLICY, RESULT_POLICY, Notes, policy_of
 from ..schema.generation_fields import SamplingFields, at_least_one
 from ..schema.parts import (
     MEDIA_PARTS,
@@ -74,17 +74,25 @@ from .wire import (
 
 LENGTH_PARAM: Final = "max_tokens"
 FORMAT_PARAM: Final = "output_config.format"
-NAMES: Final = {"max_new_tokens": LENGTH_PARAM, "stop": "stop_sequences"}
+NAMES: Final = {
+    "max_new_tokens": LENGTH_PARAM,
+    "stop": "stop_sequences",
+    "continue_final_message": "a last message of the assistant",
+    "reasoning_effort": "output_config.effort",
+    "thinking_token_budget": "thinking.budget_tokens",
+}
 _BLOCKS: Final = {
-    "text": policy_of(("text",), ("cache_control", "citations")),
+    "text": PART_POLICY,
     "thinking": policy_of(("thinking",), ("cache_control", "signature")),
     "tool_use": policy_of(("id", "name", "input"), ("cache_control", "caller", "toolset_name")),
-    "tool_result": policy_of(("tool_use_id", "content", "is_error"), ("cache_control", "toolset_name")),
+    "tool_result": policy_of(
+        ("tool_use_id", "is_error"), ("cache_control", "toolset_name"), {"content": RESULT_POLICY}
+    ),
 }
 _MESSAGE: Final = policy_of(("role", "content"))
 _TOOL: Final = policy_of(
     ("name", "description", "input_schema", "strict"),
-    ("allowed_callers", "cache_control", "defer_loading", "eager_input_streaming", "input_examples"),
+    ("allowed_callers", "cache_control", "defer_loading", "eager_input_streaming"),
 )
 _BILLING_HEADER: Final = "x-anthropic-billing-header:"
 """Begins a system block that a coding agent adds for Anthropic's accounting. It differs between requests, so that no
@@ -147,7 +155,7 @@ def read_count(body: Body, config: EngineConfig) -> tuple[CountTokensRequest, Ge
     _note_edits(body, notes)
     conversation, _ = _conversation(request, config, notes)
     return request, GenerationRequest(
-        conversation=conversation, prompt_param="messages", warnings=notes.warnings
+        conversation=conversation, prompt_param="messages", names=NAMES, warnings=notes.warnings
     )
 
 

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from ....grammar.answer_report import GrammarReport, Truncated
-from ..schema.field_policy import FieldPolicy, NotYet
+from ..schema.field_policy import PART_POLICY, FieldPolicy, NotYet, policy_of
 from ..schema.field_types import OVERRIDES, Count, StopString, number_fields
 
 _MESSAGE: Final = {
@@ -100,11 +100,18 @@ _NO_EFFECT: Final = {
 }
 _NESTED: Final = {
     "thinking": FieldPolicy(ThinkingFields, {}, no_effect=()),
-    "output_config": FieldPolicy(OutputConfig, {}, no_effect={"task_budget"}),
+    "output_config": FieldPolicy(
+        OutputConfig, {}, no_effect=(), nested={"format": policy_of(("name", "schema"))}
+    ),
+    "system": PART_POLICY,
+    "tool_choice": policy_of(("name", "disable_parallel_tool_use")),
 }
 
 MESSAGES_POLICY: Final = FieldPolicy(
-    MessagesRequest, _NOT_YET, no_effect=_NO_EFFECT - {"metadata"}, nested=_NESTED
+    MessagesRequest,
+    _NOT_YET,
+    no_effect=_NO_EFFECT - {"metadata"},
+    nested=_NESTED | {"metadata": FieldPolicy(Metadata, {}, no_effect=())},
 )
 COUNT_POLICY: Final = FieldPolicy(
     CountTokensRequest,

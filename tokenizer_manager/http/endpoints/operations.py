@@ -16,6 +16,7 @@ from ....runtime.config.engine_config import EngineConfig
 from ....runtime.errors import RequestError
 from ....runtime.messages import LiveRequest, base_rid
 from ....runtime.sampling_defaults import NAMES, OPENAI_SOURCE
+from ...conversation.detection import AnswerFormats
 from ...engine_state import EngineState
 from ...generation import GenerationRequest
 from ...pooling.embedding import POOLING_SAMPLING, probe_of
@@ -29,6 +30,8 @@ from ..services import Engine, ServerFacts, Services
 from .wire import (
     AbortBody,
     AbortedBody,
+    CodexEffortBody,
+    CodexModelBody,
     FlushedBody,
     HealthBody,
     LiveRequestBody,
@@ -40,10 +43,17 @@ from .wire import (
     ServerInfoBody,
     WhyBody,
 )
-from .worker import tokenizer_path
+from .worker import internal_states, tokenizer_path
 
 MODELS_PATH: Final = "/v1/models"
 REQUESTS_PATH: Final = "/v1/requests"
+_CODEX_OUTPUT_BYTES: Final = 10_000
+_CODEX_INSTRUCTIONS: Final = (
+    "You are a coding agent that works in a terminal, in the user's workspace. Use the tools to read files, to run "
+    "commands and to change files; do not guess what a command or a file would say. Keep changes small, follow the "
+    "style of the code around them, and check them by running what the project has for that. Go on until the task is "
+    "done, then say in a few sentences what you changed and what you saw. Ask only what the workspace cannot tell."
+)
 _HEALTH_GENERATE_TIMEOUT_S: Final = 30.0
 _MAX_ID_CHARS: Final = 128
 MAX_LISTED: Final = 256
@@ -134,6 +144,7 @@ async def server_info(exchange: Exchange, services: Services) -> None:
             num_live_requests=len(services.manager.request_log),
             scheduler=None if report is None else report.flat(),
             replicas=_replicas(services.manager.engine),
+            internal_states=internal_states(services),
         )
     )
 
@@ -167,7 +178,10 @@ async def old_server_info(exchange: Exchange, services: Services) -> None:
 async def models(exchange: Exchange, engine: Engine) -> None:
     """The model, and its LoRA adapters."""
     adapters = [_adapter_model(engine, adapter) for adapter in engine.adapters.adapters]
-    await exchange.send_json(ModelsBody(data=[_model(engine), *adapters]))
+    data = [_model(engine), *adapters]
+    chats = engine.spec.pooling is None and engine.renderer is not None
+    codex = [_codex_model(each, engine.planner.formats) for each in data] if chats else []
+    await exchange.send_json(ModelsBody(data=data, models=codex))
 
 
 async def model(exchange: Exchange, engine: Engine) -> None:
@@ -246,6 +260,19 @@ def _model(engine: Engine) -> ModelBody:
         task="generate" if pooling is None else pooling.task,
         embedding_size=UNSET if pooling is None or pooling.task != "embed" else pooling.size,
         sampling_defaults=_sampling_defaults(engine) if pooling is None else UNSET,
+    )
+
+
+def _codex_model(model: ModelBody, formats: AnswerFormats) -> CodexModelBody:
+    efforts = ("low", "medium", "high") if "reasoning_effort" in formats.variables else ()
+    return CodexModelBody(
+        slug=model.id,
+        display_name=model.id,
+        supported_reasoning_levels=[CodexEffortBody(effort, f"{effort} effort") for effort in efforts],
+        base_instructions=_CODEX_INSTRUCTIONS,
+        supports_reasoning_summaries=formats.reasoning is not None,
+        truncation_policy={"mode": "bytes", "limit": _CODEX_OUTPUT_BYTES},
+        context_window=model.max_model_len,
     )
 
 

@@ -52,11 +52,46 @@ class ModelBody(msgspec.Struct, kw_only=True):
     sampling_defaults: SamplingDefaultsBody | UnsetType = UNSET
 
 
+class CodexEffortBody(msgspec.Struct):
+    """An effort of reasoning that a user of Codex can choose."""
+
+    effort: str
+    description: str
+
+
+class CodexModelBody(msgspec.Struct, kw_only=True):
+    """A model as Codex reads it: it needs the context's size to compact a session in time.
+
+    Attributes:
+        slug: the model's name in requests.
+        base_instructions: Codex demands them, and sends them instead of its own.
+        truncation_policy: of the outputs of tools.
+    """
+
+    slug: str
+    display_name: str
+    description: str = ""
+    supported_reasoning_levels: list[CodexEffortBody]
+    shell_type: str = "default"
+    visibility: str = "list"
+    supported_in_api: bool = True
+    priority: int = 0
+    base_instructions: str
+    supports_reasoning_summaries: bool
+    support_verbosity: bool = False
+    truncation_policy: dict[str, Any]
+    supports_parallel_tool_calls: bool = True
+    context_window: int
+    experimental_supported_tools: tuple[str, ...] = ()
+    input_modalities: tuple[str, ...] = ("text",)
+
+
 class ModelsBody(msgspec.Struct, kw_only=True):
-    """The served models."""
+    """The served models; `models` are those that chat, for Codex."""
 
     object: Literal["list"] = "list"
     data: list[ModelBody]
+    models: list[CodexModelBody]
 
 
 class TokensBody(msgspec.Struct, kw_only=True):
@@ -184,6 +219,7 @@ class ServerInfoBody(msgspec.Struct, kw_only=True):
         max_running_requests, max_total_num_tokens: of each replica, as `capacity`.
         disaggregation_mode: "null": this server computes prompts and decodes.
         disaggregation_bootstrap_port: of a prefill engine, where decode engines claim prompts.
+        internal_states: the load of each replica, as SGLang's benchmarks and routers look for it.
     """
 
     version: str
@@ -205,6 +241,7 @@ class ServerInfoBody(msgspec.Struct, kw_only=True):
     num_live_requests: int
     scheduler: dict[str, Any] | None
     replicas: list[ReplicaBody] = []
+    internal_states: list[dict[str, Any]] = []
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -25,6 +27,7 @@ class ModelInfoBody(msgspec.Struct, kw_only=True):
         model_path: a folder, or a GGUF file.
         tokenizer_path: a local folder with tokenizer.json; empty if it cannot be written.
         is_generation: it generates text.
+        architectures: classes that its config.json names; empty for a GGUF file.
         max_context_length: tokens of prompt and answer.
         weight_version: weights are never replaced while a server runs.
     """
@@ -34,6 +37,7 @@ class ModelInfoBody(msgspec.Struct, kw_only=True):
     served_model_name: str
     is_generation: bool
     model_type: str
+    architectures: list[str]
     max_context_length: int
     weight_version: str = "default"
     preferred_sampling_params: None = None
@@ -94,6 +98,7 @@ async def model_info(exchange: Exchange, engine: Engine) -> None:
             served_model_name=engine.served_model,
             is_generation=spec.pooling is None,
             model_type=spec.model_type,
+            architectures=await asyncio.to_thread(_architectures, Path(engine.source.path)),
             max_context_length=engine.manager.capacity.max_model_len,
         )
     )
@@ -174,6 +179,30 @@ async def tokenizer_path(engine: Engine) -> str:
         return str(await asyncio.to_thread(engine.tokenizer_export.folder))
     except (OSError, ConfigError):
         return ""
+
+
+def internal_states(engine: Engine) -> list[dict[str, Any]]:
+    """The load of each replica under the names of SGLang's `internal_states`, with drafts and the report's figures."""
+    states = []
+    for load, report in zip(all_loads(engine), engine.manager.engine.reports, strict=True):
+        state = msgspec.structs.asdict(load) | {"last_gen_throughput": load.gen_throughput}
+        if report is not None:
+            totals = report.totals
+            steps = totals.generation_tokens - totals.accepted_draft_tokens
+            state["avg_spec_accept_length"] = _share(totals.generation_tokens, steps)
+            state |= report.flat()
+        states.append(state)
+    return states
+
+
+def _architectures(folder: Path) -> list[str]:
+    """`architectures` of a folder's config.json; empty where there is none."""
+    try:
+        config = msgspec.json.decode((folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return []
+    names = config.get("architectures") if isinstance(config, dict) else None
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
 def _share(part: float, whole: float) -> float:

@@ -6,7 +6,7 @@ text so far, which is quadratic in the length. With `incremental` a chunk has on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -31,7 +31,7 @@ from ..schema.constraints import check_room, constraint_of
 from ..schema.errors import renamed_fields
 from ..schema.field_policy import SAMPLING_NOT_YET, FieldPolicy
 from ..schema.generation_fields import at_least_one, prompts_of
-from ..schema.values import Body, convert
+from ..schema.values import Body, convert, refused
 from ..services import Engine
 from ..token_logprobs import TokenLogprob
 from .wire import GenerateBody, LogprobRow, MetaInfo, NativeRequest, NativeSampling
@@ -55,13 +55,20 @@ _POLICY: Final = FieldPolicy(
     no_effect={"log_metrics", "no_logs"},
     nested={"sampling_params": FieldPolicy(NativeSampling, SAMPLING_NOT_YET)},
 )
-_OUR_NAMES: Final = {
-    **{name: f"sampling_params.{name}" for name in ("n", "best_of", *SamplingParams.__struct_fields__)},
-    "max_tokens": "sampling_params.max_new_tokens",
-    "logprobs": "top_logprobs_num",
-    "prompt_logprobs": "top_logprobs_num",
-}
-"""Usual name of a field -> its path in `NativeRequest`."""
+_SAMPLING: Final = "sampling_params"
+
+
+def _names_in(at: str) -> dict[str, str]:
+    """Usual name of a field -> its path in `NativeRequest`, whose sampling parameters are at this path."""
+    return {
+        **{name: f"{at}.{name}" for name in ("n", "best_of", *SamplingParams.__struct_fields__)},
+        "max_tokens": f"{at}.max_new_tokens",
+        "logprobs": "top_logprobs_num",
+        "prompt_logprobs": "top_logprobs_num",
+    }
+
+
+_OUR_NAMES: Final = _names_in(_SAMPLING)
 
 
 async def generate(exchange: Exchange, engine: Engine) -> None:
@@ -106,26 +113,44 @@ def _read(body: Body, engine: Engine, caller: Caller) -> tuple[NativeRequest, Ge
             param="incremental",
             code="unsupported_value",
         )
-    sampling = convert(request.sampling_params or {}, NativeSampling, "sampling_params")
+    given = request.sampling_params or {}
+    objects = (
+        {_SAMPLING: given}
+        if isinstance(given, dict)
+        else {f"{_SAMPLING}[{i}]": each for i, each in enumerate(given)}
+    )
+    samplings = {at: convert(each, NativeSampling, at) for at, each in objects.items()}
     generation = _generation_request(
         request,
-        sampling,
+        samplings,
         caller,
         engine.config.limits,
         engine.sampling_defaults,
         engine.manager.capacity.max_model_len,
     )
     generation = _with_adapters(generation, request, engine)
-    constraint = constraint_of(
-        sampling,
-        engine.config.answers,
-        engine.config.limits,
-        strict_server=engine.config.server.strict,
-        at="sampling_params",
-    )
+    constraints = [
+        constraint_of(
+            sampling,
+            engine.config.answers,
+            engine.config.limits,
+            strict_server=engine.config.server.strict,
+            at=at,
+        )
+        for at, sampling in samplings.items()
+    ]
+    constraint = constraints[0]
+    for at, other in zip(samplings, constraints, strict=True):
+        if (None if other is None else other.use) != (None if constraint is None else constraint.use):
+            raise refused(
+                at, "has another constraint than the first; send a request for each", "unsupported_value"
+            )
     if constraint is not None:
-        max_new_tokens = generation.sampling.max_new_tokens
-        check_room(constraint, max_new_tokens, "sampling_params.max_new_tokens", engine.tokenizer)
+        for at, sampling_params in zip(
+            samplings, generation.samplings or (generation.sampling,), strict=True
+        ):
+            max_new_tokens = sampling_params.max_new_tokens
+            check_room(constraint, max_new_tokens, f"{at}.max_new_tokens", engine.tokenizer)
         warnings += constraint.warnings
         generation = replace(generation, grammar=constraint.use, grammar_param=constraint.param)
     return request, replace(generation, names=_OUR_NAMES, warnings=warnings)
@@ -156,13 +181,13 @@ def _with_adapters(
 
 def _generation_request(
     request: NativeRequest,
-    sampling: NativeSampling,
+    samplings: Mapping[str, NativeSampling],
     caller: Caller,
     limits: RequestLimits,
     defaults: SamplingDefaults,
     max_prompt_len: int,
 ) -> GenerationRequest:
-    """The request, without adapters and constraint.
+    """The request, without adapters and constraint; `samplings`: by their paths, one for all prompts or one for each.
 
     Raises:
         RequestError: fields contradict each other, or a field has a wrong type.
@@ -189,28 +214,49 @@ def _generation_request(
             param="logprob_start_len",
             code="unsupported_value",
         )
-    with renamed_fields(_OUR_NAMES):
-        max_new_tokens = at_least_one(sampling.max_new_tokens, "max_new_tokens")
-        n = sampling.num_choices(limits)
-        generated = num_generated(n, sampling.best_of, limits, stream=bool(request.stream))
-        return GenerationRequest(
-            prompts=prompts,
-            sampling=sampling.sampling(
-                limits,
-                defaults,
-                max_new_tokens=DEFAULT_MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens,
-                min_new_tokens=sampling.min_new_tokens,
-                keep_stop=sampling.no_stop_trim,
-                logprobs=0 if top is None and generated > n else top,
-                prompt_logprobs=top if wants_prompt else None,
-            ),
-            n=generated,
-            num_returned=n,
-            id_prefix="gen",
-            scheduling=caller.scheduling(request),
-            add_special_tokens=request.add_special_tokens is not False,
-            prompt_param=param,
+    is_list = isinstance(request.sampling_params, list) and bool(request.sampling_params)
+    if is_list and len(samplings) != len(prompts):
+        raise refused(
+            _SAMPLING,
+            f"has {len(samplings)} objects and there are {len(prompts)} prompts; send one for each, or one for all",
         )
+    made: list[SamplingParams] = []
+    n = generated = 0
+    counts: set[tuple[int, int]] = set()  # returned and generated answers per prompt
+    for at, sampling in samplings.items():
+        with renamed_fields(_names_in(at)):
+            max_new_tokens = at_least_one(sampling.max_new_tokens, "max_new_tokens")
+            n = sampling.num_choices(limits)
+            generated = num_generated(n, sampling.best_of, limits, stream=bool(request.stream))
+            made.append(
+                sampling.sampling(
+                    limits,
+                    defaults,
+                    max_new_tokens=DEFAULT_MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens,
+                    min_new_tokens=sampling.min_new_tokens,
+                    keep_stop=sampling.no_stop_trim,
+                    logprobs=0 if top is None and generated > n else top,
+                    prompt_logprobs=top if wants_prompt else None,
+                )
+            )
+        counts.add((n, generated))
+        if len(counts) > 1:
+            raise refused(
+                f"{at}.n", f"is {n}, but all prompts of a request have as many answers, with best_of too"
+            )
+    with renamed_fields(_OUR_NAMES):
+        scheduling = caller.scheduling(request)
+    return GenerationRequest(
+        prompts=prompts,
+        sampling=made[0],
+        samplings=made if is_list else (),
+        n=generated,
+        num_returned=n,
+        id_prefix="gen",
+        scheduling=scheduling,
+        add_special_tokens=request.add_special_tokens is not False,
+        prompt_param=param,
+    )
 
 
 class _NativeStream:

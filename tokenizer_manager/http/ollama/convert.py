@@ -25,7 +25,7 @@ from ...generation import Constraint, GenerationRequest
 from ..framing import line
 from ..schema.constraints import json_object, json_schema
 from ..schema.errors import renamed_fields
-from ..schema.field_policy import Notes, policy_of
+from ..schema.field_policy import CALL_POLICY, Notes, policy_of
 from ..schema.generation_fields import SamplingFields
 from ..schema.parts import ONLY_TEXT, left_out, result_text
 from ..schema.values import (
@@ -66,12 +66,16 @@ _SAMPLING: Final = {
 """Field of `options` -> field of `SamplingParams`."""
 NAMES: Final = {
     "max_new_tokens": LENGTH_PARAM,
+    "reasoning_effort": "think",
+    "thinking": "think",
     **{name: f"options.{option}" for option, name in _SAMPLING.items()},
 }
 
 
 _MESSAGE: Final = policy_of(
-    ("role", "content", "thinking", "images", "tool_calls", "tool_name", "name"), ("tool_call_id",)
+    ("role", "content", "thinking", "images", "tool_name", "name"),
+    ("tool_call_id",),
+    {"tool_calls": CALL_POLICY},
 )
 
 

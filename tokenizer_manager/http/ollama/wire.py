@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from ....runtime.sampling_params import MAX_TEMPERATURE
-from ..schema.field_policy import FieldPolicy, NotYet
+from ..schema.field_policy import FieldPolicy, NotYet, policy_of
 from ..schema.field_types import Int, StopString, number_fields
 
 Format = Annotated[Any, Meta(description="json, or a JSON Schema.")]
@@ -73,7 +73,7 @@ _NOT_YET: Final[NotYet] = {
     "template": (),
     "top_logprobs": (0,),
 }
-_OPTIONS_POLICY: Final = FieldPolicy(
+OPTIONS_POLICY: Final = FieldPolicy(
     OllamaOptions,
     {
         "mirostat": (0,),
@@ -102,13 +102,19 @@ _OPTIONS_POLICY: Final = FieldPolicy(
 )
 
 CHAT_POLICY: Final = FieldPolicy(
-    OllamaChatRequest, _NOT_YET, no_effect=_NO_EFFECT, nested={"options": _OPTIONS_POLICY}
+    OllamaChatRequest,
+    _NOT_YET,
+    no_effect=_NO_EFFECT,
+    nested={
+        "options": OPTIONS_POLICY,
+        "tools": policy_of((), (), {"function": policy_of(("name", "description", "parameters"))}),
+    },
 )
 GENERATE_POLICY: Final = FieldPolicy(
     OllamaGenerateRequest,
     _NOT_YET | {"context": (), "suffix": (), "width": (0,), "height": (0,), "steps": (0,)},
     no_effect=_NO_EFFECT,
-    nested={"options": _OPTIONS_POLICY},
+    nested={"options": OPTIONS_POLICY},
 )
 SHOW_POLICY: Final = FieldPolicy(OllamaShowRequest, {}, no_effect={"verbose"})
 

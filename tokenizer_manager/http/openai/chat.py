@@ -14,13 +14,21 @@ from ..guards.auth import Caller
 from ..schema.accounting import truncated_of
 from ..schema.constraints import constraint_of
 from ..schema.errors import OPENAI_NAMES, renamed_fields
-from ..schema.field_policy import CHAT_NO_EFFECT, CHAT_NOT_YET, FieldPolicy
+from ..schema.field_policy import (
+    CHAT_NO_EFFECT,
+    CHAT_NOT_YET,
+    CHOICE_POLICY,
+    FUNCTION_POLICY,
+    TOOL_POLICY,
+    FieldPolicy,
+    policy_of,
+)
 from ..schema.generation_fields import StreamOptions
 from ..schema.values import Body, convert
 from ..services import Engine
 from ..token_logprobs import AnswerPlacement, PlacedLogprob, int32s, unpack
 from .chunks import ChunkWriter, whole_body
-from .messages import chat_conversation, template_messages
+from .messages import chat_conversation, reasoning_options, template_messages
 from .wire import (
     ChatChoice,
     ChatChunk,
@@ -40,7 +48,15 @@ _POLICY: Final = FieldPolicy(
     ChatRequest,
     CHAT_NOT_YET,
     no_effect=CHAT_NO_EFFECT,
-    nested={"stream_options": FieldPolicy(StreamOptions, {}, no_effect=())},
+    nested={
+        "stream_options": FieldPolicy(StreamOptions, {}, no_effect=()),
+        "tools": TOOL_POLICY,
+        "functions": FUNCTION_POLICY,
+        "tool_choice": CHOICE_POLICY,
+        "function_call": policy_of(("name",)),
+        "thinking": policy_of(("budget_tokens",)),
+        "reasoning": policy_of(("effort", "max_tokens")),
+    },
 )
 
 
@@ -87,7 +103,7 @@ def read_chat(body: Body, engine: Engine, caller: Caller) -> tuple[ChatRequest, 
     spec = None if constraint is None else constraint.use.spec
     conversation = chat_conversation(request, messages, spec, warnings)
     max_new_tokens, length_param = request.max_new_tokens()
-    names = OPENAI_NAMES | {"max_new_tokens": length_param}
+    names = OPENAI_NAMES | {"max_new_tokens": length_param} | reasoning_options(request)[1]
     with renamed_fields(names):
         sampling = request.sampling(
             limits,

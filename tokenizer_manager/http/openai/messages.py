@@ -13,7 +13,7 @@ from ....runtime.grammar_use import GrammarSpec
 from ....runtime.sampling_params import MAX_COUNT
 from ...conversation.chat_template import RESERVED_NAMES
 from ...conversation.conversation import ChoiceMode, Conversation, ReasoningOptions, Tool, ToolChoice
-from ..schema.field_policy import FieldPolicy, Notes
+from ..schema.field_policy import CALL_POLICY, FieldPolicy, Notes, policy_of
 from ..schema.parts import part_text, reasoning_text, refuse_or_note, result_text
 from ..schema.values import EFFORTS, Body, check_limit, convert, objects, refused, show, without_nulls
 from .tools import choice_of, function_choice_of, function_of, tools_of
@@ -71,6 +71,7 @@ _MESSAGE_POLICY: Final = FieldPolicy(
     ChatMessage,
     {"audio": ()},
     no_effect={"annotations", "id", "refusal"},
+    nested={"tool_calls": CALL_POLICY, "function_call": policy_of(("name", "arguments"))},
 )
 _PART_POLICY: Final = FieldPolicy(
     TextPart,
@@ -244,7 +245,7 @@ def chat_conversation(
         tool_choice=choice,
         tool_path="functions[{}]" if request.functions else "tools[{}].function",
         spec=spec,
-        reasoning=reasoning_options(request),
+        reasoning=reasoning_options(request)[0],
         variables=checked_template_variables(request.chat_template_kwargs),
         documents=tuple(request.documents or ()),
         continue_final_message=bool(request.continue_final_message),
@@ -276,8 +277,11 @@ def tools_and_choice(request: ChatRequest, warnings: list[str]) -> tuple[tuple[T
     return tools, choice
 
 
-def reasoning_options(request: ChatRequest) -> ReasoningOptions:
+def reasoning_options(request: ChatRequest) -> tuple[ReasoningOptions, dict[str, str]]:
     """Read the options about reasoning, in the spellings of several APIs.
+
+    Returns:
+        The options, and usual names of fields -> the spellings that the client has.
 
     Raises:
         RequestError: a value is invalid, or two spellings disagree.
@@ -302,14 +306,16 @@ def reasoning_options(request: ChatRequest) -> ReasoningOptions:
                 code="invalid_value",
             )
         enabled = None if kind == "adaptive" else kind == "enabled"
-    return ReasoningOptions(
+    effort, budget = _only(efforts), _only(budgets)
+    options = ReasoningOptions(
         enabled=enabled,
-        effort=checked_effort(*_only(efforts)),
-        budget=checked_budget(*_only(budgets)),
+        effort=checked_effort(*effort),
+        budget=checked_budget(*budget),
         include=request.include_reasoning is not False,
         separate=request.separate_reasoning is not False,
         stream=request.stream_reasoning is not False,
     )
+    return options, {"reasoning_effort": effort[0], "thinking_token_budget": budget[0]}
 
 
 def checked_effort(param: str, value: object) -> str | None:

@@ -27,7 +27,7 @@ from ..openai.messages import checked_template_variables
 from ..openai.tools import choice_of, tool_of
 from ..schema.constraints import constraint_of, json_object, json_schema
 from ..schema.errors import renamed_fields
-from ..schema.field_policy import Notes, policy_of
+from ..schema.field_policy import PART_POLICY, RESULT_POLICY, Notes, policy_of
 from ..schema.generation_fields import answer_limit
 from ..schema.parts import left_out, result_text, text_of
 from ..schema.values import (
@@ -64,19 +64,25 @@ from .wire import (
 
 LENGTH_PARAM: Final = "max_output_tokens"
 FORMAT_PARAM: Final = "text.format"
-NAMES: Final = {"max_new_tokens": LENGTH_PARAM, "max_tokens": LENGTH_PARAM, "min_new_tokens": "min_tokens"}
+NAMES: Final = {
+    "max_new_tokens": LENGTH_PARAM,
+    "max_tokens": LENGTH_PARAM,
+    "min_new_tokens": "min_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "thinking_token_budget": "reasoning.max_tokens",
+}
 _ROLES: Final = ("user", "assistant", "system", "developer")
 _NOT_KNOWN: Final = "this server does not know such items, or does not run their tool"
 _NO_EFFECT: Final = ("async", "caller", "encrypted_content", "id", "phase", "status")
 _CALL: Final = policy_of(("call_id", "name", "namespace", "arguments"), _NO_EFFECT)
-_OUTPUT: Final = policy_of(("call_id", "output"), (*_NO_EFFECT, "name", "namespace"))
+_OUTPUT: Final = policy_of(("call_id",), (*_NO_EFFECT, "name", "namespace"), {"output": RESULT_POLICY})
 _ITEMS: Final = {
-    "message": policy_of(("role", "content"), _NO_EFFECT),
+    "message": policy_of(("role",), _NO_EFFECT, {"content": PART_POLICY}),
     "function_call": _CALL,
     "function_call_output": _OUTPUT,
     "custom_tool_call": policy_of(("call_id", "name", "namespace", "input"), _NO_EFFECT),
     "custom_tool_call_output": _OUTPUT,
-    "reasoning": policy_of(("content", "summary"), _NO_EFFECT),
+    "reasoning": policy_of((), _NO_EFFECT, {"content": PART_POLICY, "summary": PART_POLICY}),
 }
 
 

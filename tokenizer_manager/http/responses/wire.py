@@ -8,7 +8,15 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from ....grammar.answer_report import GrammarReport, Truncated
-from ..schema.field_policy import NO_EFFECT, SAMPLING_NOT_YET, FieldPolicy, NotYet
+from ..schema.field_policy import (
+    CHOICE_POLICY,
+    NO_EFFECT,
+    SAMPLING_NOT_YET,
+    TOOL_POLICY,
+    FieldPolicy,
+    NotYet,
+    policy_of,
+)
 from ..schema.field_types import OVERRIDES, Count, CountOrNone, Priority, Salt, Seconds
 from ..schema.generation_fields import SamplingFields
 
@@ -94,12 +102,25 @@ _NO_EFFECT: Final = (NO_EFFECT | {"client_metadata", "max_tool_calls", "stream_o
     "stream_reasoning",
 }
 
+_TOOL_POLICY: Final = policy_of(
+    ("name", "description", "parameters", "strict", "format", "function", "custom"),
+    ("cache_control", "defer_loading"),
+    {"tools": TOOL_POLICY},
+    kinds=("function", "custom", "namespace", None),
+)
 POLICY: Final = FieldPolicy(
     ResponsesRequest,
     _NOT_YET,
     no_effect=_NO_EFFECT,
     nested={
-        "text": FieldPolicy(TextOptions, {}, no_effect=()),
+        "text": FieldPolicy(
+            TextOptions,
+            {},
+            no_effect=(),
+            nested={"format": policy_of(("name", "description", "schema", "strict"))},
+        ),
+        "tools": _TOOL_POLICY,
+        "tool_choice": CHOICE_POLICY,
         "reasoning": FieldPolicy(
             ReasoningFields, {}, no_effect={"summary", "generate_summary", "encrypted_content"}
         ),

@@ -103,16 +103,21 @@ def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        for usual, client_name in names.items():
-            word = rf"(?<![\w.\-]){re.escape(usual)}(?![\w\-])"
-            pattern = word if "_" in usual else f"^{word}"
-            error.message = re.sub(pattern, client_name.replace("\\", r"\\"), error.message)
+        error.message = renamed_text(error.message, names)
         error.args = (error.message,)
         if error.param is not None:
             first = _FIRST_NAME.match(error.param)
             usual = first[0] if first else error.param
             error.param = names.get(usual, usual) + error.param[len(usual) :]
         raise
+
+
+def renamed_text(text: str, names: Mapping[str, str]) -> str:
+    """A message with the client's names of fields; `names` as for `renamed_fields`."""
+    for usual, client_name in names.items():
+        word = rf"(?<![\w.\-]){re.escape(usual)}(?![\w\-])"
+        text = re.sub(word if "_" in usual else f"^{word}", client_name.replace("\\", r"\\"), text)
+    return text
 
 
 def _reply(

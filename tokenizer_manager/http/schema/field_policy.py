@@ -10,7 +10,7 @@ The same holds for objects inside a request, under their path. `Notes` collects 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -33,7 +33,6 @@ NO_EFFECT: Final = frozenset(
         # Other engines' options for the place of a result, for features that are refused or always on here.
         "cache_prompt",
         "no_logs",
-        "timings_per_token",
     }
 )
 
@@ -95,7 +94,11 @@ _MAX_NAME_CHARS: Final = 100
 
 
 class FieldPolicy:
-    """The fields that one kind of object may have."""
+    """The fields that one kind of object may have.
+
+    Attributes:
+        no_effect: fields that are accepted and change nothing; docs/api.md names them.
+    """
 
     def __init__(
         self,
@@ -104,6 +107,7 @@ class FieldPolicy:
         *,
         no_effect: Iterable[str] = NO_EFFECT,
         nested: Mapping[str, FieldPolicy] | None = None,
+        kinds: Collection[str | None] | None = None,
     ) -> None:
         """Define the fields.
 
@@ -111,13 +115,15 @@ class FieldPolicy:
             supported: the struct with the supported fields.
             not_yet: fields that would change the answer, and the neutral values of each.
             no_effect: fields that cannot change the answer.
-            nested: supported fields with an object as value -> its policy.
+            nested: supported fields with an object or a list of objects as value -> the policy of these.
+            kinds: values of `type`, None for a missing one; objects of other types are not checked.
         """
         self._supported = frozenset(field.encode_name for field in msgspec.structs.fields(supported))
         self._not_yet = not_yet
-        self._no_effect = frozenset(no_effect)
+        self.no_effect = frozenset(no_effect)
         self._nested = nested or {}
-        assert not self._supported & (self._not_yet.keys() | self._no_effect)
+        self._kinds = kinds
+        assert not self._supported & (self._not_yet.keys() | self.no_effect)
 
     def check(self, body: Body, *, strict: bool, at: str = "") -> list[str]:
         """Check the fields of an object.
@@ -134,11 +140,14 @@ class FieldPolicy:
             RequestError: a field is refused.
         """
         warnings: list[str] = []
+        if self._kinds is not None and body.get(_TYPE) not in self._kinds:
+            return warnings
         for field, value in body.items():
             param = f"{at}.{field}" if at else field
             if field in self._supported:
-                if field in self._nested and isinstance(value, dict):
-                    warnings += self._nested[field].check(value, strict=strict, at=param)
+                if field in self._nested:
+                    for place, each in _objects_in(value, param):
+                        warnings += self._nested[field].check(each, strict=strict, at=place)
             elif field in self._not_yet:
                 if not self._is_neutral(field, value):
                     raise RequestError(
@@ -147,7 +156,7 @@ class FieldPolicy:
                         param=param,
                         code="unsupported_field",
                     )
-            elif field not in self._no_effect:
+            elif field not in self.no_effect:
                 name = shortened(param, _MAX_NAME_CHARS)
                 if strict:
                     raise RequestError(
@@ -176,10 +185,56 @@ def first_warnings(warnings: list[str]) -> list[str]:
 _TYPE: Final = "type"
 
 
-def policy_of(fields: Iterable[str], no_effect: Iterable[str] = ()) -> FieldPolicy:
-    """The policy of an item with these fields and `type`."""
-    names = [(name, Any, None) for name in {_TYPE, *fields}]
-    return FieldPolicy(msgspec.defstruct("Item", names), {}, no_effect=no_effect)
+def _objects_in(value: object, at: str) -> Iterator[tuple[str, Body]]:
+    """A value that is an object, or the objects of a list, with their paths."""
+    if isinstance(value, dict):
+        yield at, value
+    elif isinstance(value, list):
+        yield from ((f"{at}[{i}]", each) for i, each in enumerate(value) if isinstance(each, dict))
+
+
+def policy_of(
+    fields: Iterable[str],
+    no_effect: Iterable[str] = (),
+    nested: Mapping[str, FieldPolicy] | None = None,
+    kinds: Collection[str | None] | None = None,
+) -> FieldPolicy:
+    """The policy of an item with these fields, those of `nested`, and `type`; `kinds` as in `FieldPolicy`."""
+    names = [(name, Any, None) for name in {_TYPE, *fields, *(nested or ())}]
+    supported = msgspec.defstruct("Item", names)
+    return FieldPolicy(supported, {}, no_effect=no_effect, nested=nested, kinds=kinds)
+
+
+_NAME: Final = policy_of(("name",))
+FUNCTION_POLICY: Final = policy_of(("name", "description", "parameters", "strict"))
+_CUSTOM: Final = policy_of(
+    ("name", "description"), nested={"format": policy_of(("syntax", "definition", "grammar"))}
+)
+TOOL_POLICY: Final = policy_of(
+    ("name", "description", "parameters", "strict", "format"),
+    ("cache_control", "defer_loading"),
+    {"function": FUNCTION_POLICY, "custom": _CUSTOM},
+    kinds=("function", "custom", None),
+)
+"""Of a tool in OpenAI's forms, nested or flat."""
+CHOICE_POLICY: Final = policy_of(
+    ("name", "mode", "tools"),
+    nested={"function": _NAME, "custom": _NAME, "allowed_tools": policy_of(("mode", "tools"))},
+)
+"""Of `tool_choice` in OpenAI's forms."""
+CALL_POLICY: Final = policy_of(
+    ("id",),
+    ("index",),
+    {"function": policy_of(("name", "arguments"), ("index",)), "custom": policy_of(("name", "input"))},
+)
+"""Of a call in a message."""
+_TEXTS: Final = ("text", "input_text", "output_text", "refusal", "summary_text", "reasoning_text")
+_PART_FIELDS: Final = ("text", "refusal")
+_PART_NO_EFFECT: Final = ("annotations", "cache_control", "citations", "id", "logprobs")
+PART_POLICY: Final = policy_of(_PART_FIELDS, _PART_NO_EFFECT, kinds=(*_TEXTS, None))
+"""Of a text part, which may leave out its type."""
+RESULT_POLICY: Final = policy_of(_PART_FIELDS, _PART_NO_EFFECT, kinds=_TEXTS)
+"""Of a text part of a tool's result, where an object without a type is a value."""
 
 
 class Notes:

@@ -189,4 +189,6 @@ _MESSAGE: Final[_Schema] = {
     "required": ["role", "content"],
 }
 Messages = Annotated[list[dict[str, Any]], documented(minItems=1, items=_MESSAGE)]
-SamplingObject = Annotated[dict[str, Any], documented(**{"$ref": "#/components/schemas/NativeSampling"})]
+_Sampling = Annotated[dict[str, Any], documented(**{"$ref": "#/components/schemas/NativeSampling"})]
+SamplingObject = _Sampling | list[_Sampling]
+"""`sampling_params`: for all prompts, or a list with one for each."""

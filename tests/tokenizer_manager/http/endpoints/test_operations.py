@@ -32,7 +32,11 @@ def test_models(serve: Serve):
         },
     }
 
-    assert client.get("/v1/models").json() == {"object": "list", "data": [model]}
+    listed = client.get("/v1/models").json()
+    [codex] = listed.pop("models")
+    assert listed == {"object": "list", "data": [model]}
+    assert (codex["slug"], codex["context_window"], codex["visibility"]) == (MODEL, 256, "list")
+    assert None not in codex.values()
     assert client.get(f"/v1/models/{MODEL}").json() == model
     assert client.get("/v1/models/org%2Ftiny").json() == model
     missing = client.get("/v1/models/other")

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import json
 from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer as CoreTokenizer
 
+from engine.models.source import ModelSource
 from engine.runtime.scheduler_report import SchedulerReport
+from engine.tokenizer_manager.http.app import App
 from tests.tokenizer_manager.conftest import Serve
 from tests.tokenizer_manager.fake_engine import MODEL, TOKENIZER, FakeEngine
+from tests.tokenizer_manager.http.calling import call
 
 
 @pytest.mark.parametrize("path", ["/model_info", "/get_model_info"])
@@ -70,6 +76,32 @@ def test_loads_are_those_of_the_latest_report(serve: Serve):
     assert served.client.get("/get_load").json() == [
         {"dp_rank": 0, "num_reqs": 5, "num_waiting_reqs": 2, "num_tokens": 64}
     ]
+
+
+def test_the_classes_of_the_model_are_those_of_its_config_json(serve: Serve, tmp_path: Path):
+    served = serve()
+    assert served.client.get("/model_info").json()["architectures"] == []
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    services = dataclasses.replace(served.services, source=ModelSource("hf", str(tmp_path), MODEL))
+
+    for path in ("/model_info", "/get_model_info"):
+        reply = asyncio.run(call(App(services), path, method="GET"))
+        assert json.loads(reply.body)["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_internal_states_are_the_loads_and_reports_of_the_replicas(serve: Serve):
+    served = serve()
+    (state,) = served.client.get("/server_info").json()["internal_states"]
+    assert state["num_running_reqs"] == 0
+    served.engine.tell(
+        SchedulerReport.from_flat(
+            {"sent_s": 1.0, "num_running_reqs": 3, "generation_tokens_total": 30, "step_s_total": 1.5}
+        )
+    )
+    for path in ("/server_info", "/get_server_info"):
+        (state,) = served.client.get(path).json()["internal_states"]
+        assert (state["num_running_reqs"], state["last_gen_throughput"]) == (3, 20.0)
+        assert state["avg_spec_accept_length"] == 1.0
 
 
 def test_server_info_has_what_routers_look_for(serve: Serve):

@@ -46,6 +46,41 @@ def test_generate_from_ids_and_in_batches(serve: Serve):
     assert len(served.client.post("/generate", json={"text": "a", "sampling_params": {"n": 2}}).json()) == 2
 
 
+def test_sampling_parameters_of_each_prompt(serve: Serve):
+    served = serve(say_all("x"))
+    params = [{"temperature": 0, "max_new_tokens": 3}, {"top_k": 5}]
+    reply = served.client.post("/generate", json={"text": ["a", "b"], "sampling_params": params})
+    first, second = (served.engine.next_request().sampling for _ in params)
+
+    assert reply.status_code == 200, reply.text
+    assert len(reply.json()) == 2
+    assert (first.temperature, first.max_new_tokens, first.top_k) == (0.0, 3, -1)
+    assert (second.temperature, second.max_new_tokens, second.top_k) == (1.0, 128, 5)
+    one = {"input_ids": [1], "sampling_params": [{"max_new_tokens": 2}]}
+    assert served.client.post("/generate", json=one).status_code == 200
+    assert served.engine.next_request().sampling.max_new_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("params", "param"),
+    [
+        ([{}], "sampling_params"),
+        ([{}, {}, {}], "sampling_params"),
+        ([{}, {"temperature": -1}], "sampling_params[1].temperature"),
+        ([{}, {"temperature": "x"}], "sampling_params[1].temperature"),
+        ([{}, {"max_new_tokens": 0}], "sampling_params[1].max_new_tokens"),
+        ([{}, {"n": 2}], "sampling_params[1].n"),
+        ([{}, {"regex": "a"}], "sampling_params[1]"),
+        ([{}, 5], "sampling_params[1]"),
+    ],
+)
+def test_lists_of_sampling_parameters_that_are_refused(serve: Serve, params, param):
+    reply = serve().client.post("/generate", json={"text": ["a", "b"], "sampling_params": params})
+
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == param
+
+
 def test_a_stream_holds_all_so_far_or_what_is_new(serve: Serve):
     served = serve(say_all("Hel", "lo"))
     for incremental, texts in [(False, ["Hel", "Hello"]), (True, ["Hel", "lo"])]:
