@@ -82,9 +82,9 @@ class ToolGrammars:
         if family.at_start:
             return tuple(each for tool in self._tools for each in self._triggered_by_name(tool))
         trigger, *rest = family.begin
-        return (
-            Triggered(trigger.strip().encode(), self._calls(tuple(rest), single=not family.section_begin)),
-        )
+        calls = self._calls(tuple(rest), single=not family.section_begin)
+        others = [Triggered(marker.encode(), self._one_call(marker)) for marker in family.also_begins]
+        return Triggered(trigger.strip().encode(), calls), *others
 
     def required(self, *, leading_space: bool, answer: GrammarSpec | None = None) -> GrammarSpec:
         """The whole answer is calls.
@@ -106,6 +106,14 @@ class ToolGrammars:
     def _calls(self, begin: Pieces, *, single: bool) -> GrammarSpec:
         builder = LarkBuilder()
         builder.start(self._calls_rule(builder, begin, single=single))
+        return builder.spec()
+
+    def _one_call(self, marker: str) -> GrammarSpec:
+        """A call that begins with one of the family's further markers."""
+        builder = LarkBuilder()
+        call = builder.add_rule("call", one_of(self._body(builder, tool) for tool in self._tools))
+        after, end = self._literal(self._family.after(marker)), self._literal(self._family.call_end)
+        builder.start(_joined((after, call, end)))
         return builder.spec()
 
     def _calls_rule(self, builder: LarkBuilder, begin: Pieces, *, single: bool) -> str:

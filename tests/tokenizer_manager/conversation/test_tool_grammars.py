@@ -83,17 +83,29 @@ def test_one_call_if_calls_are_not_parallel(family: str):
 @pytest.mark.parametrize("family", NATIVE)
 def test_a_call_that_has_begun_is_a_call_that_parses(family: str):
     text = first_call(family)
-    found = [
-        (each, text[text.index(trigger) + len(trigger) :])
-        for each in grammars(family).triggered()
+    found = sorted(
+        (text.index(trigger), len(trigger), number)
+        for number, each in enumerate(grammars(family).triggered())
         if (trigger := each.trigger.decode()) in text
-    ]
+    )
 
-    assert len(found) == 1
-    triggered, rest = found[0]
+    assert [place for place, _, _ in found].count(found[0][0]) == 1
+    triggered, rest = grammars(family).triggered()[found[0][2]], text[sum(found[0][:2]) :]
     assert matches(triggered.spec, rest)
     # If the grammar could go on, free text would never follow.
     assert ends_after(triggered.spec, rest) or ends_after(triggered.spec, rest + "\n")
+
+
+@pytest.mark.parametrize("family", [name for name in NATIVE if FAMILIES[name].also_begins])
+def test_a_call_without_its_first_marker_is_constrained_too(family: str):
+    row = FAMILIES[family]
+    if row.at_start:
+        return
+    text, [marker] = first_call(family), row.also_begins
+    [triggered] = [each for each in grammars(family).triggered() if each.trigger.decode() == marker]
+    rest = text.partition(marker)[2].removesuffix("".join(row.section_end))
+    assert matches(triggered.spec, rest)
+    assert not matches(triggered.spec, rest.replace("city", "town"))
 
 
 @pytest.mark.parametrize("family", NATIVE)

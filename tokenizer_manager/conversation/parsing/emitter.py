@@ -46,6 +46,7 @@ class Emitter:
         self._deltas: list[Delta] = []
         self._strip_begin = False
         self._space = ""  # at the end of the content: dropped if a call follows
+        self._has_content = False
         self._reasoning_space = ""
         self._reasoning_begun = False
         self._reasoning_parts: list[str] = []
@@ -68,18 +69,21 @@ class Emitter:
     # ------------------------------------------------------------ content
 
     def content(self, text: str) -> None:
-        """More content. Whitespace next to calls and after the reasoning is dropped."""
+        """More content. Whitespace next to calls and after the reasoning is dropped; a newline is between contents."""
         if self._strip_begin:
             text = text.lstrip()
             if not text:
                 return
             self._strip_begin = False
+            if self._has_content and self.num_calls:
+                text = f"\n{text}"
         if self.tools:
             stripped = text.rstrip()
             if not stripped:
                 self._space += text
                 return
             text, self._space = self._space + stripped, text[len(stripped) :]
+        self._has_content = True
         self._put(text)
 
     # ------------------------------------------------------------ reasoning

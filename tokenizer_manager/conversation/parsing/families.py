@@ -49,7 +49,8 @@ class ToolFamily:
 
     Attributes:
         at_start: calls are recognized only at the beginning of the answer, because their first piece is ordinary text.
-        also_begins: further markers in front of a call that models write instead of `section_begin`.
+        also_begins: further markers in front of calls that models write: one that they put in front of everything, or a
+            later piece with which they begin, without those in front of it.
         name_prefix: in front of the name, not a part of it.
         indexed_name: the name is followed by ":" and the index of the call.
         arguments_keys: of the form JSON; the first one is the model's own.
@@ -85,6 +86,14 @@ class ToolFamily:
     def begin(self) -> Pieces:
         """Beginning of the first call."""
         return self.section_begin or self.call_begin
+
+    def after(self, marker: str) -> Pieces:
+        """The pieces between a marker at the beginning of a call and the name; "": no marker has been read."""
+        begin = (*self.section_begin, *self.call_begin)
+        texts = [piece.strip() for piece in begin]
+        if self.at_start or marker not in texts:  # none, or one in front of everything
+            return begin
+        return begin[texts.index(marker) + 1 :]
 
     @property
     def markers(self) -> Pieces:
@@ -127,6 +136,7 @@ HERMES: Final = ToolFamily(
 _QWEN3_CODER: Final = ToolFamily(
     name="qwen3_coder",
     form=Form.TAGGED,
+    also_begins=("<function=",),
     call_begin=("<tool_call>", "\n", "<function="),
     arguments_begin=(">", "\n"),
     parameter_begin=("<parameter=",),
@@ -172,6 +182,7 @@ _MISTRAL: Final = ToolFamily(
 _DEEPSEEK_V3: Final = ToolFamily(
     name="deepseek_v3",
     form=Form.NAMED,
+    also_begins=("<｜tool▁call▁begin｜>",),
     section_begin=("<｜tool▁calls▁begin｜>",),
     call_begin=("<｜tool▁call▁begin｜>", "function", "<｜tool▁sep｜>"),
     arguments_begin=("\n", "```json", "\n"),
@@ -182,6 +193,7 @@ _DEEPSEEK_V3: Final = ToolFamily(
 _DEEPSEEK_V31: Final = ToolFamily(
     name="deepseek_v31",
     form=Form.NAMED,
+    also_begins=("<｜tool▁call▁begin｜>",),
     section_begin=("<｜tool▁calls▁begin｜>",),
     call_begin=("<｜tool▁call▁begin｜>",),
     arguments_begin=("<｜tool▁sep｜>",),
@@ -191,6 +203,7 @@ _DEEPSEEK_V31: Final = ToolFamily(
 _DEEPSEEK_V32: Final = ToolFamily(
     name="deepseek_v32",
     form=Form.TAGGED,
+    also_begins=('<｜DSML｜invoke name="',),
     section_begin=("<｜DSML｜function_calls>", "\n"),
     call_begin=('<｜DSML｜invoke name="',),
     arguments_begin=('">', "\n"),
@@ -205,6 +218,7 @@ _DEEPSEEK_V32: Final = ToolFamily(
 _KIMI_K2: Final = ToolFamily(
     name="kimi_k2",
     form=Form.NAMED,
+    also_begins=("<|tool_call_begin|>",),
     section_begin=("<|tool_calls_section_begin|>",),
     call_begin=("<|tool_call_begin|>",),
     name_prefix="functions.",
@@ -228,6 +242,7 @@ _GLM: Final = ToolFamily(
 _MINIMAX: Final = ToolFamily(
     name="minimax_m2",
     form=Form.TAGGED,
+    also_begins=('<invoke name="',),
     section_begin=("<minimax:tool_call>", "\n"),
     call_begin=('<invoke name="',),
     arguments_begin=('">', "\n"),

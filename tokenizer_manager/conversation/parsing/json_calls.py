@@ -145,9 +145,13 @@ def collect_value(source: Source, max_chars: int) -> Generator[None, None, str]:
 
 
 def _read_arguments(source: Source, emitter: Emitter, begun: bool) -> Generator[None, None, str]:
-    """Pass the arguments on, if the call has begun; otherwise they are returned."""
+    """Pass the arguments on, if the call has begun; otherwise they are returned.
+
+    Raises:
+        Trouble: the text ends before them; or they are no object, and the call has not begun.
+    """
     if (yield from source.peek()) != "{":
-        held = _object_of((yield from collect_value(source, _MAX_HELD_CHARS)))
+        held = _object_of((yield from collect_value(source, _MAX_HELD_CHARS)), begun)
     elif begun:
         yield from stream_value(source, emitter)
         return ""
@@ -170,14 +174,14 @@ def _read_string(source: Source) -> Generator[None, None, str]:
     raise Trouble
 
 
-def _object_of(value: str) -> str:
-    """Arguments that are not an object: JSON in a string, or null for none."""
+def _object_of(value: str, begun: bool) -> str:
+    """Arguments that are not an object: JSON in a string, an empty value for none; others are lost in a begun call."""
     try:
         parsed = json.loads(value)
-        if isinstance(parsed, str) and isinstance(json.loads(parsed), dict):
-            return parsed
+        if isinstance(parsed, str) and isinstance(json.loads(parsed or "{}"), dict):
+            return parsed or "{}"
     except ValueError:
-        raise Trouble from None
-    if parsed is None:
+        parsed = value
+    if begun or parsed is None or parsed == []:
         return "{}"
     raise Trouble

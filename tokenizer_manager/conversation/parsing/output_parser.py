@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from typing import Final
 
 from ..conversation import ReasoningOptions, Tool
@@ -63,6 +63,7 @@ class OutputParser:
             make_id or _ID_RULES[rule],
         )
         self._ended = False
+        self._marker_size = 0
         self._machine = self._run()
 
     def feed(self, text: str, final: bool = False) -> list[Delta]:
@@ -92,7 +93,7 @@ class OutputParser:
             try:
                 yield from read_generic(source, emitter)
             except Trouble:
-                self._reread(0)
+                self._reread()
             source.mark = None
             yield from self._read_rest()
         else:
@@ -146,7 +147,7 @@ class OutputParser:
         if family.at_start:
             source.mark = source.pos
             yield from source.skip_space()
-            yield from self._try_calls(family, 0)
+            yield from self._try_calls(family, "")
         begins = [piece.strip() for piece in (*family.also_begins, *family.begin[:1])]
         markers = Markers(family.also_begins if family.at_start else begins)
         while True:
@@ -155,65 +156,78 @@ class OutputParser:
                 emitter.content(text)
             if marker:
                 source.mark = source.pos - len(marker)
-                yield from self._try_calls(family, len(marker))
+                yield from self._try_calls(family, marker)
             elif source.final:
                 return
             else:
                 yield
 
-    def _try_calls(self, family: ToolFamily, marker_size: int) -> Waits:
+    def _try_calls(self, family: ToolFamily, marker: str) -> Waits:
         """Read calls from the mark on; what are none is content."""
+        self._marker_size = len(marker)
         try:
-            yield from self._read_calls(family, marker_size)
+            yield from self._read_calls(family, marker)
         except Trouble:
-            self._reread(marker_size)
+            self._reread()
         self._source.mark = None
 
-    def _reread(self, marker_size: int) -> None:
-        """After trouble: the marker is content, and the text after it is read again, unless a call has begun.
+    def _reread(self) -> None:
+        """After trouble: the marker at the mark is content, and the text after it is read again.
 
-        A call that has begun ends, unless the answer is cut inside it.
+        That is so unless a call has begun. A call that has begun ends, unless the answer is cut inside it.
         """
         source = self._source
         if source.mark is None:
             if self._emitter.is_call_open and not source.at_end:
                 self._emitter.end_call()
             return
-        self._emitter.content(source.text[source.mark : source.mark + marker_size])
-        source.pos = source.mark + marker_size
+        source.pos = source.mark + self._marker_size
+        self._emitter.content(source.text[source.mark : source.pos])
         source.mark = None
 
-    def _read_calls(self, family: ToolFamily, marker_size: int) -> Waits:
+    def _read_calls(self, family: ToolFamily, marker: str) -> Waits:
+        """Read one call, or the calls of a section, after the marker at their beginning; "": nothing is read yet."""
         source = self._source
-        if family.alternative is not None and marker_size:
+        if family.alternative is not None and marker:
             yield from source.skip_space()
             if (yield from source.peek()) not in "[{":
                 family = family.alternative
-        first = family.begin[1:] if marker_size and not family.at_start else family.begin
-        if not (yield from source.pieces(first)):
-            raise Trouble
-        has_section = bool(family.section_begin)
-        if has_section and not (yield from source.pieces(family.call_begin)):
+        if not (yield from source.pieces(family.after(marker))):
             raise Trouble
         while True:
             yield from source.skip_space()
             yield from _READERS[family.form](source, self._emitter, family)
             for piece in family.call_end:
                 yield from source.pieces((piece,))
-            if not has_section and not family.at_start:
+            if not family.section_begin and not family.at_start:
                 return
+            if not (yield from self._finds_call(family)):
+                return
+
+    def _finds_call(self, family: ToolFamily) -> Generator[None, None, bool]:
+        """Whether another call may follow in the section; at its end, the end is read. Other text is content."""
+        source = self._source
+        source.mark, self._marker_size = source.pos, 0
+        yield from source.skip_space()
+        separator = "".join(family.separator).strip()
+        found = bool(separator) and (yield from source.literal(separator))
+        if family.section_end and (yield from source.pieces(family.section_end[:1])):
+            source.mark = None
+            for piece in family.section_end[1:]:
+                yield from source.pieces((piece,))
+            return False
+        if family.call_begin:
+            found = yield from source.pieces(family.call_begin)
+        else:
             yield from source.skip_space()
-            separator = "".join(family.separator).strip()
-            found = bool(separator) and (yield from source.literal(separator))
-            if family.section_end and (yield from source.pieces(family.section_end[:1])):
-                for piece in family.section_end[1:]:
-                    yield from source.pieces((piece,))
-                return
-            if family.call_begin:
-                if not (yield from source.pieces(family.call_begin)):
-                    return
-            elif not found:
-                return
+            if family.form is Form.JSON and not found:  # models also write a newline between calls
+                found = (yield from source.peek()) == "{"
+        if source.at_end:  # what has begun is no text for the client
+            source.mark = None
+            return False
+        if not found:
+            source.pos, source.mark = source.mark, None
+        return found
 
 
 def _nine_letters(name: str, call: int) -> str:

@@ -20,13 +20,22 @@ _MAX_HEADER_CHARS: Final = 512
 
 
 def read_generic(source: Source, emitter: Emitter) -> Waits:
-    """Read `{"tool_calls": [...]}` or `{"response": ...}`.
+    """Read `{"tool_calls": [...]}` or `{"response": ...}`. An answer that is cut in this envelope has no content.
 
     Raises:
         Trouble: the answer is neither.
     """
     yield from source.skip_space()
     source.mark = source.pos
+    try:
+        yield from _read_envelope(source, emitter)
+    except Trouble:
+        if not source.at_end:
+            raise
+        source.mark = None
+
+
+def _read_envelope(source: Source, emitter: Emitter) -> Waits:
     if not (yield from source.literal("{")):
         raise Trouble
     yield from source.skip_space()
@@ -34,15 +43,8 @@ def read_generic(source: Source, emitter: Emitter) -> Waits:
         yield from _colon(source)
         source.mark = None
         yield from _read_response(source, emitter)
-    elif (yield from source.literal('"tool_calls"')):
-        try:
-            yield from _read_generic_calls(source, emitter)
-        except Trouble:
-            if not source.final:
-                raise
-            # The answer was cut within its envelope, which is not text for the client.
-            source.mark, source.pos = None, len(source.text)
-            return
+    elif not source.at_end and (yield from source.literal('"tool_calls"')):
+        yield from _read_generic_calls(source, emitter)
     else:
         raise Trouble
     yield from source.pieces(("}",))

@@ -54,10 +54,21 @@ def test_two_calls(family: str):
 
 
 @pytest.mark.parametrize("family", sorted(set(CALLS) - set(AT_START)))
-def test_text_around_calls_is_content_without_the_whitespace_next_to_them(family: str):
-    answer = f" I look. \n\n{CALLS[family]}\n\nDone. "
+@pytest.mark.parametrize("space", ["\n\n", " ", ""])
+def test_the_whitespace_around_calls_is_dropped_and_a_newline_is_between_contents(family: str, space: str):
+    answer = f" I look.{space}{CALLS[family]}{space}Done. "
+    expected = [Content(" I look."), *TWO_CALLS, Content("\nDone. ")]
 
-    assert parse([answer], family) == [Content(" I look."), *TWO_CALLS, Content("Done. ")]
+    assert parse([answer], family) == expected
+    assert parse(list(answer), family) == expected
+    assert parse([CALLS[family] + "\n\nDone."], family) == [*TWO_CALLS, Content("Done.")]
+
+
+def test_text_between_calls_is_not_glued():
+    call = hermes('{"name": "now", "arguments": {}}')
+    deltas = parse(list(f"Hi {call}\nand\n{call} bye"), "hermes")
+
+    assert "".join(delta.text for delta in deltas if isinstance(delta, Content)) == "Hi\nand\nbye"
 
 
 @families
@@ -279,6 +290,35 @@ def test_no_arguments_are_an_empty_object(family: str, answer: str):
     ]
 
 
+@pytest.mark.parametrize("arguments", ["[]", "null", '""', '"{}"', "5", '"text"', "[1, {}]"])
+def test_arguments_that_are_no_object_are_an_empty_one(arguments: str):
+    answer = hermes(f'{{"name": "now", "arguments": {arguments}}}') + "\nDone."
+    expected = [CallBegin(0, "id0", "now"), CallArguments(0, "{}"), CallEnd(0), Content("Done.")]
+
+    assert parse([answer], "hermes") == expected
+    assert parse(list(answer), "hermes") == expected
+
+
+@pytest.mark.parametrize(
+    "family", [name for name in sorted(CALLS) if FAMILIES[name].also_begins and name not in AT_START]
+)
+def test_calls_without_the_marker_in_front_of_them(family: str):
+    row = FAMILIES[family]
+    [marker] = row.also_begins
+    answer = "I look.\n" + marker + CALLS[family].partition(marker)[2]
+    for parts in ([answer], list(answer)):
+        assert parse(parts, family) == [Content("I look."), *TWO_CALLS]
+
+
+def test_llama_writes_a_newline_between_calls():
+    answer = CALLS["llama3_json"]
+    assert parse(list(answer.replace("; ", "\n")), "llama3_json") == TWO_CALLS
+    for text in ("; see above", '; {"x": 1}', '\n{"x": 1}', "; "):
+        deltas = parse(list(answer + text), "llama3_json")
+        assert deltas[:6] == TWO_CALLS
+        assert deltas[6:] == ([Content(text.strip())] if text.strip() != ";" else [])
+
+
 @pytest.mark.parametrize(
     ("schema", "text", "value"),
     [
@@ -377,9 +417,18 @@ def test_a_generic_response_may_be_a_json_value():
     assert parse(['{"response": {"a": [1, 2]}}'], "generic") == [Content('{"a": [1, 2]}')]
 
 
-@pytest.mark.parametrize("answer", ["plain text", '{"other": 1}', "{", '{"resp'])
+@pytest.mark.parametrize("answer", ["plain text", '{"other": 1}', '{"responses'])
 def test_another_answer_of_the_generic_format_is_content(answer: str):
     assert parse([answer], "generic") == [Content(answer)]
+
+
+@pytest.mark.parametrize(
+    "envelope", ['{ "tool_calls" : [ {', '{"tool_calls": [{"name": "no', '{"response" : ']
+)
+def test_an_answer_that_is_cut_in_its_envelope_has_no_content(envelope: str):
+    for size in range(len(envelope) + 1):
+        assert parse([envelope[:size]], "generic") == []
+        assert parse(list(envelope[:size]), "generic") == []
 
 
 def test_halves_of_surrogate_pairs_are_replaced():
