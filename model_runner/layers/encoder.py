@@ -183,7 +183,8 @@ class EncoderMLP:
         if encoder.gated_mlp:
             self.activation = _gated(context.ops, encoder.activation)
         else:
-            self.activation = partial(context.ops.activate, kind=encoder.activation)
+            activate, kind = context.ops.activate, encoder.activation
+            self.activation = lambda x: activate(x, kind)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, size] -> [T, size]."""

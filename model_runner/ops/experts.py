@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -13,12 +14,11 @@ if TYPE_CHECKING:
     from .linear import LinearWeight
 
 
-class Route(Protocol):
-    """Select experts: logits [T, E] -> their shares [T, k] float32 and ids [T, k] int64, in the order of the choice."""
+Route: TypeAlias = "Callable[[Tensor, Routing, Tensor | None], tuple[Tensor, Tensor]]"
+"""(logits, routing, bias) -> shares [T, k] float32 and ids [T, k] int64 of each token's experts, best first.
 
-    def __call__(self, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Select the experts of each token, computed in float32; `bias`: [E] float32, see `Routing.has_bias`."""
-        ...
+`logits`: [T, E]; computed in float32; `bias`: [E] float32, see `Routing.has_bias`.
+"""
 
 
 class ExpertWeights(Protocol):
@@ -71,7 +71,5 @@ class ExpertSource(Protocol):
         ...
 
 
-class PackExperts(Protocol):
-    """Make `ExpertWeights` in the layout of the kernel."""
-
-    def __call__(self, experts: ExpertSource) -> ExpertWeights: ...
+PackExperts = Callable[[ExpertSource], ExpertWeights]
+"""Makes the weights in the layout of the kernel."""

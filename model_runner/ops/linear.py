@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
@@ -66,25 +67,14 @@ class UngateableWeight(GateableWeight, Protocol):
         ...
 
 
-class PackLinear(Protocol):
-    """Make a `LinearWeight` of [N, K], contiguous, in the serving dtype. May copy, so callers drop their reference."""
+PackLinear = Callable[[Tensor], LinearWeight]
+"""Makes a `LinearWeight` of [N, K], contiguous, in the serving dtype. May copy, so callers drop their reference."""
 
-    def __call__(self, weight: Tensor) -> LinearWeight: ...
+HeadMatmul = Callable[[Tensor, Tensor], None]
+"""(x, out): out[:, h] = x[:, h] @ weight[h].T for each head h, rounded once.
 
+x [T, Hq, K] and out [T, Hq, N] have one dtype; both may be parts of wider heads.
+"""
 
-class HeadMatmul(Protocol):
-    """A matrix for each head."""
-
-    def __call__(self, x: Tensor, out: Tensor) -> None:
-        """out[:, h] = x[:, h] @ weight[h].T for each head h, rounded once.
-
-        Args:
-            x: [T, Hq, K], out: [T, Hq, N], in one dtype; both may be parts of wider heads.
-        """
-        ...
-
-
-class PackHeads(Protocol):
-    """Make a `HeadMatmul` of [Hq, N, K] in the serving dtype, which may be a view. Copies what it keeps."""
-
-    def __call__(self, weight: Tensor) -> HeadMatmul: ...
+PackHeads = Callable[[Tensor], HeadMatmul]
+"""Makes a `HeadMatmul` of [Hq, N, K] in the serving dtype, which may be a view. Copies what it keeps."""
