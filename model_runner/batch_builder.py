@@ -7,6 +7,7 @@ All arithmetic is on whole arrays. Only requests with prompt tokens in the step 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 import numpy as np
@@ -33,42 +34,31 @@ Int64s = npt.NDArray[np.int64]
 _NOTHING: Final[Int64s] = np.empty(0, dtype=np.int64)
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class BatchBuilder:
-    """Builds the batch of each step."""
+    """Builds the batch of each step.
 
-    def __init__(
-        self,
-        *,
-        states: RequestStates,
-        counts: TokenCounts,
-        eos_token_ids: tuple[int, ...],
-        buffers: InputBuffers,
-        has_token_types: bool = False,
-        pools_first: bool = False,
-        states_of_layers: StatePlanner | None = None,
-    ) -> None:
-        """Take the parts.
+    Attributes:
+        has_token_types: the model has a type for the second text of a pair.
+        pools_first: a result depends on the first token of a whole text only (an encoder with cls pooling).
+        states_of_layers: plans the states; None: the model has no state layers.
+    """
 
-        Args:
-            has_token_types: the model has a type for the second text of a pair.
-            pools_first: a result depends on the first token of a whole text only (an encoder with cls pooling).
-            states_of_layers: plans the states; None: the model has no state layers.
-        """
-        self._states = states
-        self._counts = counts
-        self._eos_token_ids = eos_token_ids
-        self._buffers = buffers
-        self._has_token_types = has_token_types
-        self._pools_first = pools_first
-        self._states_of_layers = states_of_layers
+    states: RequestStates
+    counts: TokenCounts
+    eos_token_ids: tuple[int, ...]
+    buffers: InputBuffers
+    has_token_types: bool = False
+    pools_first: bool = False
+    states_of_layers: StatePlanner | None = None
 
     def build(self, plan: StepPlan) -> InputBatch:
         """The batch of a plan with at least one token; the plan's new requests must already be in `RequestStates`."""
         if _each_decodes(plan):
             rows, computed = _int64(plan.rows), _int64(plan.num_computed_tokens)
             input_ids = np.full(len(rows), RELAYED, dtype=np.int64)
-            for idx in (computed < self._states.known_len[rows]).nonzero()[0].tolist():
-                input_ids[idx] = self._states[int(rows[idx])].input_ids[int(computed[idx])]
+            for idx in (computed < self.states.known_len[rows]).nonzero()[0].tolist():
+                input_ids[idx] = self.states[int(rows[idx])].input_ids[int(computed[idx])]
             return self._decodes(
                 plan, rows, computed, np.ones_like(rows), _int64(plan.out_cache_loc), input_ids
             )
@@ -122,7 +112,7 @@ class BatchBuilder:
         input_ids = self._known_ids(rows, computed, scheduled, starts)
         drafts = None
         if len(step.draft_ids):
-            drafts = DraftBatch.of(step.num_drafts[sampled], step.draft_ids, self._buffers)
+            drafts = DraftBatch.of(step.num_drafts[sampled], step.draft_ids, self.buffers)
             input_ids[_trailing(lasts, step.num_drafts)] = step.draft_ids
         sampled_tokens = _trailing(lasts[sampled], step.num_drafts[sampled] + 1)
         prompt_targets = self._prompt_targets(rows, computed, scheduled)
@@ -148,12 +138,12 @@ class BatchBuilder:
             drafts=drafts,
             pooled=tuple(chunk._replace(start=int(logits.index_of[chunk.start])) for chunk in pooled),
             adapter_slots=self._adapter_slots(token_rows),
-            token_types=self._token_types(token_rows, positions) if self._has_token_types else None,
+            token_types=self._token_types(token_rows, positions) if self.has_token_types else None,
             state_plan=self._state_plan(plan, rows, computed, scheduled, num_drafts),
         )
 
     def _adapter_slots(self, token_rows: Int64s) -> Int64s | None:
-        slots = self._states.adapter_slot[token_rows]
+        slots = self.states.adapter_slot[token_rows]
         return slots if slots.any() else None
 
     def _state_plan(
@@ -164,13 +154,13 @@ class BatchBuilder:
         extend_lens: Int64s,
         num_drafts: Int64s | None = None,
     ) -> Int64s | None:
-        if self._states_of_layers is None:
+        if self.states_of_layers is None:
             return None
-        return self._states_of_layers.plan(plan, rows, prefix_lens, extend_lens, num_drafts)
+        return self.states_of_layers.plan(plan, rows, prefix_lens, extend_lens, num_drafts)
 
     def _token_types(self, token_rows: Int64s, positions: Int64s) -> Int64s | None:
         """[T] 1 for the tokens of second texts; None if the step has no pairs."""
-        seconds = self._states.second_start[token_rows]
+        seconds = self.states.second_start[token_rows]
         if not seconds.any():
             return None
         return ((seconds > 0) & (positions >= seconds)).astype(np.int64)
@@ -178,37 +168,37 @@ class BatchBuilder:
     def _pooled(self, step: _Step) -> list[PooledChunk]:
         """The chunks of pooling requests, with `start` still counted among the T tokens."""
         chunks = []
-        for idx in np.flatnonzero(self._states.is_pooling[step.rows]).tolist():
+        for idx in np.flatnonzero(self.states.is_pooling[step.rows]).tolist():
             row, start, length = int(step.rows[idx]), int(step.starts[idx]), int(step.scheduled[idx])
-            state, ends = self._states[row], bool(len(step.pools) and step.pools[idx])
+            state, ends = self.states[row], bool(len(step.pools) and step.pools[idx])
             assert state.pooling is not None
             if not state.pooling.all_tokens:
                 if not ends:
                     continue
                 start, length = start + length - 1, 1
             begins = int(step.computed[idx]) == 0
-            if self._pools_first and begins and ends:
+            if self.pools_first and begins and ends:
                 start, length = int(step.starts[idx]), 1
             chunks.append(PooledChunk(idx, row, start, length, state.prompt_len, begins, ends, state.pooling))
         return chunks
 
     def _plan_sampling(self, rows: Int64s, positions: Int64s) -> SamplingBatch:
-        return plan_sampling(rows, positions, self._states, self._counts, self._eos_token_ids)
+        return plan_sampling(rows, positions, self.states, self.counts, self.eos_token_ids)
 
     def _known_ids(self, rows: Int64s, computed: Int64s, scheduled: Int64s, starts: Int64s) -> Int64s:
         """[T] the input tokens, `RELAYED` for those that only the device knows."""
         input_ids = np.full(int(scheduled.sum()), RELAYED, dtype=np.int64)
-        for idx in np.flatnonzero(computed < self._states.known_len[rows]).tolist():
+        for idx in np.flatnonzero(computed < self.states.known_len[rows]).tolist():
             first, start = int(computed[idx]), int(starts[idx])
-            tokens = self._states[int(rows[idx])].input_ids[first : first + int(scheduled[idx])]
+            tokens = self.states[int(rows[idx])].input_ids[first : first + int(scheduled[idx])]
             input_ids[start : start + len(tokens)] = tokens
         return input_ids
 
     def _prompt_targets(self, rows: Int64s, computed: Int64s, scheduled: Int64s) -> dict[int, Int32s]:
         """Targets of prompt logprobs: batch index -> the prompt tokens after those that the request computes here."""
         targets = {}
-        for idx in np.flatnonzero(self._states.flags[rows] & SamplingFlag.PROMPT_LOGPROBS).tolist():
-            state = self._states[int(rows[idx])]
+        for idx in np.flatnonzero(self.states.flags[rows] & SamplingFlag.PROMPT_LOGPROBS).tolist():
+            state = self.states[int(rows[idx])]
             first = int(computed[idx]) + 1
             found = state.input_ids[first : min(first + int(scheduled[idx]), state.prompt_len)]
             if len(found):
@@ -227,8 +217,8 @@ class BatchBuilder:
             PromptSpan(
                 batch_idx=idx,
                 start=int(starts[idx]),
-                targets=self._buffers.put(targets.astype(np.int64)),
-                top_k=self._states[int(rows[idx])].sampling.prompt_logprobs or 0,
+                targets=self.buffers.put(targets.astype(np.int64)),
+                top_k=self.states[int(rows[idx])].sampling.prompt_logprobs or 0,
             )
             for idx, targets in prompt_targets.items()
         )

@@ -11,6 +11,7 @@ calls them in the order that the plan's contract promises.
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
@@ -122,80 +123,50 @@ class RunnerSizes(NamedTuple):
     gathered_token_bytes: int
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class ModelRunner:
     """The runner of one rank.
 
     Attributes:
-        capacity: the capacity of all parts.
-        attention_backend: name of the backend.
-        sizes: device memory of some parts.
-        executor: runs the steps.
-        adapters: the slots of adapters, and their store; None: the server has none.
+        model: the model that `executor` runs; used here only for logits of prompts.
         builder, sampler: make the executor's input, and sample from its output.
+        capacity: the capacity of all parts.
+        sizes: device memory of some parts.
+        drops_steps: True: a step for which the device has no memory is dropped. False: the error is raised.
+        attention_backend: name of the backend that `executor` uses.
+        adapters: the slots of the model's adapters, and their store; None: the server has none.
     """
 
-    def __init__(
-        self,
-        *,
-        model: CausalLM,
-        executor: StepExecutor,
-        kv_pool: KVPool,
-        host_kv_pool: HostPages,
-        slot_table: SlotTable,
-        states: RequestStates,
-        counts: TokenCounts,
-        relay: TokenRelay,
-        builder: BatchBuilder,
-        sampler: SamplerLike,
-        pooler: Pooler,
-        buffers: InputBuffers,
-        outputs: OutputBuffers,
-        capacity: Capacity,
-        sizes: RunnerSizes,
-        drops_steps: bool = True,
-        attention_backend: str = "",
-        adapters: AdapterSlots | None = None,
-    ) -> None:
-        """Take the parts.
-
-        Args:
-            model: the model that `executor` runs; used here only for logits of prompts.
-            capacity: the capacity of all parts.
-            sizes: device memory of some parts.
-            drops_steps: True: a step for which the device has no memory is dropped. False: the error is raised.
-            attention_backend: name of the backend that `executor` uses.
-            adapters: the slots of the model's adapters; None: the server has none.
-        """
-        self.capacity = capacity
-        self.adapters = adapters
-        self.attention_backend = attention_backend
-        self.sizes = sizes
-        self.model = model
-        self.executor = executor
-        self.kv_pool = kv_pool
-        self.host_kv_pool = host_kv_pool
-        self.slot_table = slot_table
-        self._states = states
-        self._counts = counts
-        self._relay = relay
-        self.builder = builder
-        self.sampler = sampler
-        self._pooler = pooler
-        self._buffers = buffers
-        self._outputs = outputs
-        self._drops_steps = drops_steps
+    model: CausalLM
+    executor: StepExecutor
+    kv_pool: KVPool
+    host_kv_pool: HostPages
+    slot_table: SlotTable
+    states: RequestStates
+    counts: TokenCounts
+    relay: TokenRelay
+    builder: BatchBuilder
+    sampler: SamplerLike
+    pooler: Pooler
+    buffers: InputBuffers
+    outputs: OutputBuffers
+    capacity: Capacity
+    sizes: RunnerSizes
+    drops_steps: bool = True
+    attention_backend: str = ""
+    adapters: AdapterSlots | None = None
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, go_on: GoOn = to_the_end, masks: GetMasks = no_masks) -> Pending:
         """Start a step; see `runtime.step_plan` for the order in which the plan's fields apply."""
         fetched: Fetched | StepOutOfMemory | None = None
         further: list[Sampled] = []
-        timer = DeviceTimer(self._buffers.device)
+        timer = DeviceTimer(self.buffers.device)
         with timer:
             swap_timer = self._move_pages(plan)
             self._update_rows(plan)
             if plan.total_num_scheduled_tokens:
-                self._buffers.retried(self.slot_table.update, plan)
+                self.buffers.retried(self.slot_table.update, plan)
                 fetched = self._try_forward(plan if plan.num_rounds == 1 else plan.round(0), masks)
             if plan.num_rounds > 1 and isinstance(fetched, Fetched):
                 further = self._further_rounds(plan, fetched, go_on, masks)
@@ -210,11 +181,11 @@ class ModelRunner:
         keep = len(rows) - 1 - lasts
         if len(rows):
             token_ids = np.frombuffer(sampled.token_ids, dtype=np.int32).astype(np.int64)
-            self._relay.store(self._buffers.put(rows[keep]), self._buffers.put(token_ids[keep]))
+            self.relay.store(self.buffers.put(rows[keep]), self.buffers.put(token_ids[keep]))
 
     def _further_rounds(self, plan: StepPlan, first: Fetched, go_on: GoOn, masks: GetMasks) -> list[Sampled]:
         """Run the rounds of a multi-step decode after its first; it also ends if logits are not finite."""
-        assert self._buffers.device.type == "cpu", (
+        assert self.buffers.device.type == "cpu", (
             "on other devices the tokens are not known yet after the launch"
         )
         rounds: list[Sampled] = []
@@ -232,32 +203,32 @@ class ModelRunner:
     def _update_rows(self, plan: StepPlan) -> None:
         """Remove finished requests and add new ones."""
         for row in np.frombuffer(plan.finished_rows, dtype=np.int32).tolist():
-            self._states.remove(row)
-            self._counts.remove(row)
+            self.states.remove(row)
+            self.counts.remove(row)
         if plan.adapter_loads:
             assert self.adapters is not None, "the plan loads adapters, the model has no slots"
-            self._buffers.retried(self.adapters.load, plan.adapter_loads)
+            self.buffers.retried(self.adapters.load, plan.adapter_loads)
         for new in plan.new_reqs:
-            state = self._states.add(new)
-            if self._states.flags[new.row] & SamplingFlag.PENALTIES:
+            state = self.states.add(new)
+            if self.states.flags[new.row] & SamplingFlag.PENALTIES:
                 prompt_ids, output_ids = np.split(state.input_ids, [new.prompt_len])
-                self._buffers.retried(self._counts.add, new.row, prompt_ids, output_ids)
+                self.buffers.retried(self.counts.add, new.row, prompt_ids, output_ids)
 
     def _move_pages(self, plan: StepPlan) -> DeviceTimer | None:
         """Swap and copy whole pages as planned; returns the timer of the swaps, None without swaps."""
-        timer = DeviceTimer(self._buffers.device) if plan.swap_outs or plan.swap_ins else None
+        timer = DeviceTimer(self.buffers.device) if plan.swap_outs or plan.swap_ins else None
         if timer is not None and plan.swap_outs:
             with timer:
-                self._buffers.retried(self.host_kv_pool.copy_out, *_pairs(plan.swap_outs))
+                self.buffers.retried(self.host_kv_pool.copy_out, *_pairs(plan.swap_outs))
         if plan.page_copies:
-            self._buffers.retried(self._copy_pages, *_pairs(plan.page_copies))
+            self.buffers.retried(self._copy_pages, *_pairs(plan.page_copies))
         if timer is not None and plan.swap_ins:
             with timer:
-                self._buffers.retried(self.host_kv_pool.copy_in, *_pairs(plan.swap_ins))
+                self.buffers.retried(self.host_kv_pool.copy_in, *_pairs(plan.swap_ins))
         return timer
 
     def _copy_pages(self, sources: npt.NDArray[np.int64], destinations: npt.NDArray[np.int64]) -> None:
-        self.kv_pool.copy_pages(self._buffers.put(sources), self._buffers.put(destinations))
+        self.kv_pool.copy_pages(self.buffers.put(sources), self.buffers.put(destinations))
 
     def _try_forward(self, plan: StepPlan, masks: GetMasks) -> Fetched | StepOutOfMemory:
         """Compute the batch, or drop it if the device has no memory for it.
@@ -265,13 +236,13 @@ class ModelRunner:
         Tensor-parallel ranks drop no steps: the other ranks would wait within the step for this rank.
         """
         try:
-            batch = self._buffers.retried(self.builder.build, plan)
+            batch = self.buffers.retried(self.builder.build, plan)
             return self._forward(batch, masks)
         except torch.OutOfMemoryError as error:
-            if not self._drops_steps:
+            if not self.drops_steps:
                 raise
             reason = str(error)
-        free_cached_memory(self._buffers.device)
+        free_cached_memory(self.buffers.device)
         return StepOutOfMemory(reason)
 
     def _forward(self, batch: InputBatch, masks: GetMasks) -> Fetched:
@@ -284,7 +255,7 @@ class ModelRunner:
             return Fetched(batch, sampled, num_tokens=num_tokens, unmasked=unmasked)
         if output.cut_indices is not None:
             cut = hidden.index_select(0, output.cut_indices)
-            cut_finite = self._outputs.fetch(cut.sum(dim=-1).isfinite())
+            cut_finite = self.outputs.fetch(cut.sum(dim=-1).isfinite())
         prompts = [
             self._prompt_logprobs(hidden, span, int(batch.layout.rows[span.batch_idx]))
             for span in batch.prompt_spans
@@ -293,8 +264,8 @@ class ModelRunner:
         return Fetched(batch, sampled, cut_finite, prompts, num_tokens, unmasked, pooled)
 
     def _pool(self, hidden: Tensor, chunks: Sequence[PooledChunk]) -> list[PooledRows]:
-        fetch = self._outputs.fetch
-        return [rows._replace(values=fetch(rows.values)) for rows in self._pooler.pool(hidden, chunks)]
+        fetch = self.outputs.fetch
+        return [rows._replace(values=fetch(rows.values)) for rows in self.pooler.pool(hidden, chunks)]
 
     def _sample(
         self, batch: InputBatch, logits: Tensor, sample_rows: Tensor, masks: GetMasks
@@ -304,7 +275,7 @@ class ModelRunner:
         With drafts there is also a row for each draft, and the number of valid tokens of each request is returned too.
         The third result is for a device that has not computed the tokens yet: see `Fetched`.
         """
-        fetch = self._outputs.fetch
+        fetch = self.outputs.fetch
         unmasked = None
         if masks is no_masks:
             sampled = self.sampler.sample(logits, batch.sampling)
@@ -322,8 +293,8 @@ class ModelRunner:
         if batch.drafts is not None:
             checked = batch.drafts.check(sampled.token_ids)
             last_ids, num_tokens = checked.last_ids, fetch(checked.num_tokens)
-        self._relay.store(sample_rows, last_ids)
-        token_ids, finite = self._outputs.fetch_pair(sampled.token_ids, sampled.finite)
+        self.relay.store(sample_rows, last_ids)
+        token_ids, finite = self.outputs.fetch_pair(sampled.token_ids, sampled.finite)
         fetched = Sampled(
             token_ids=token_ids,
             finite=finite,
@@ -333,42 +304,35 @@ class ModelRunner:
 
     def _prompt_logprobs(self, hidden: Tensor, span: PromptSpan, row: int) -> PromptLogprobs:
         parts, finite = [], []
-        slot = self._states.adapter_slot[row]
+        slot = self.states.adapter_slot[row]
         for done in range(0, len(span.targets), _PROMPT_LOGPROB_ROWS):
             targets = span.targets[done : done + _PROMPT_LOGPROB_ROWS]
             start = span.start + done
-            adapters = runs_or_none(np.full(len(targets), slot), self._buffers.put)
+            adapters = runs_or_none(np.full(len(targets), slot), self.buffers.put)
             logits = logits_of(self.model, hidden[start : start + len(targets)], adapters)
             finite.append(logits.sum(dtype=torch.float32).isfinite())
             parts.append(self.sampler.token_logprobs(logits, targets, span.top_k))
-        fetch = self._outputs.fetch
+        fetch = self.outputs.fetch
         return PromptLogprobs(span, concatenate(parts).through(fetch), fetch(torch.stack(finite).all()))
 
 
+@dataclass(slots=True, eq=False)
 class PendingStep:
-    """A launched step; `wait` may be called once."""
+    """A launched step; `wait` may be called once. `timer` covers all queued work, including the copies to the host."""
 
-    def __init__(
-        self,
-        step_id: int,
-        timer: DeviceTimer,
-        swap_timer: DeviceTimer | None,
-        fetched: Fetched | StepOutOfMemory | None,
-    ) -> None:
-        """Take the queued work of `launch`; `timer` covers all of it, including the copies to the host."""
-        self._step_id = step_id
-        self._timer = timer
-        self._swap_timer = swap_timer
-        self._fetched = fetched
+    step_id: int
+    timer: DeviceTimer
+    swap_timer: DeviceTimer | None
+    fetched: Fetched | StepOutOfMemory | None
 
     def wait(self) -> StepResult:
         """Wait for the device and make the result from the fetched tensors."""
-        forward_s = self._timer.wait_for_seconds()
-        swap_s = self._swap_timer.wait_for_seconds() if self._swap_timer is not None else 0.0
-        if self._fetched is None or isinstance(self._fetched, StepOutOfMemory):
-            reason = self._fetched.reason if self._fetched is not None else ""
-            return StepResult(self._step_id, forward_s=forward_s, swap_s=swap_s, out_of_memory=reason)
-        batch, sampled, cut_finite, prompts, num_tokens, unmasked, pooled = self._fetched
+        forward_s = self.timer.wait_for_seconds()
+        swap_s = self.swap_timer.wait_for_seconds() if self.swap_timer is not None else 0.0
+        if self.fetched is None or isinstance(self.fetched, StepOutOfMemory):
+            reason = self.fetched.reason if self.fetched is not None else ""
+            return StepResult(self.step_id, forward_s=forward_s, swap_s=swap_s, out_of_memory=reason)
+        batch, sampled, cut_finite, prompts, num_tokens, unmasked, pooled = self.fetched
         if unmasked is not None:
             unmasked.pass_on()
         errors: dict[int, str] = {}
@@ -396,7 +360,7 @@ class PendingStep:
             elif batch_idx not in errors:
                 vectors[batch_idx] = vector
         return StepResult(
-            step_id=self._step_id,
+            step_id=self.step_id,
             next_token_ids=b"" if next_ids is None else next_ids.tobytes(),
             logprobs=_pack_logprobs(batch, sampled),
             prompt_logprobs=prompt_logprobs,
@@ -408,21 +372,20 @@ class PendingStep:
         )
 
 
+@dataclass(slots=True, eq=False)
 class PendingMultiStep:
-    """A computed multi-step decode; `wait` may be called once."""
+    """A computed multi-step decode; `wait` may be called once. `further`: the tokens of at least one more round."""
 
-    def __init__(self, first: PendingStep, further: Sequence[Sampled]) -> None:
-        """Take the first round and `further`, the tokens of at least one more round."""
-        self._first = first
-        self._further = further
+    first: PendingStep
+    further: Sequence[Sampled]
 
     def wait(self) -> StepResult:
         """The result of the first round, with the tokens of all rounds."""
-        first = self._first.wait()
+        first = self.first.wait()
         rounds = [np.frombuffer(first.next_token_ids, dtype=np.int32)]
-        rounds += [each.token_ids.numpy().astype(np.int32) for each in self._further]
+        rounds += [each.token_ids.numpy().astype(np.int32) for each in self.further]
         # A multi-step decode ends at the first round with a value that is not finite.
-        finite = self._further[-1].finite.numpy()
+        finite = self.further[-1].finite.numpy()
         return structs.replace(
             first,
             next_token_ids=np.stack(rounds, axis=1).tobytes(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import zmq
@@ -28,18 +29,18 @@ class Sender(Protocol):
     def send(self, message: Message) -> None: ...
 
 
+@dataclass(slots=True, eq=False)
 class RankedRunner:
     """A `Runner`. A plan is sent to the other ranks first; they decode it while rank 0 builds its own batch."""
 
-    def __init__(self, runner: Runner, others: Sender, group: TPGroup) -> None:
-        self._runner = runner
-        self._others = others
-        self._group = group
+    runner: Runner
+    others: Sender
+    group: TPGroup
 
     def launch(self, plan: StepPlan, go_on: GoOn = to_the_end, masks: GetMasks = no_masks) -> Pending:
         assert plan.num_rounds == 1, "the other ranks cannot know when a multi-step decode ends"
-        self._others.send(LaunchStep(plan))
-        return WaitingPending(self._runner.launch(plan, go_on, masks), self._group)
+        self.others.send(LaunchStep(plan))
+        return WaitingPending(self.runner.launch(plan, go_on, masks), self.group)
 
 
 class RankedAdapters:
@@ -66,16 +67,16 @@ class RankedAdapters:
         self._store.drop(store_id)
 
 
+@dataclass(slots=True, eq=False)
 class WaitingPending:
     """A step in flight that may depend on the other ranks: on a GPU a rank waits for them in `wait`."""
 
-    def __init__(self, pending: Pending, group: TPGroup) -> None:
-        self._pending = pending
-        self._group = group
+    pending: Pending
+    group: TPGroup
 
     def wait(self) -> StepResult:
-        with self._group.wait_for_others():
-            return self._pending.wait()
+        with self.group.wait_for_others():
+            return self.pending.wait()
 
 
 class OtherRanks:

@@ -8,6 +8,7 @@ may be in one step in flight only, as `Capacity.num_stages` says.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
@@ -43,15 +44,15 @@ class StoringRunner(Protocol):
     def store_tokens(self, sampled: RowTokens) -> None: ...
 
 
+@dataclass(slots=True, eq=False)
 class StagedRunner:
     """The `Runner` of rank 0. Steps must be waited for in the order of launch."""
 
-    def __init__(self, runner: StoringRunner, others: Sender, wire: StageWire, group: TPGroup) -> None:
-        self._runner = runner
-        self._others = others
-        self._wire = wire
-        self._group = group
-        self._settled: list[RowTokens] = []  # since the last launch
+    runner: StoringRunner
+    others: Sender
+    wire: StageWire
+    group: TPGroup
+    _settled: list[RowTokens] = field(init=False, default_factory=list)
 
     def launch(self, plan: StepPlan, go_on: GoOn = to_the_end, masks: GetMasks = no_masks) -> Pending:
         """Asks for all masks at once, and before the step."""
@@ -61,43 +62,35 @@ class StagedRunner:
         )
         self._settled.clear()
         packed = None if masks is no_masks else _packed(masks())
-        self._others.send(LaunchStep(plan, sampled, packed))
-        get_results = self._wire.expect_results()
-        self._runner.store_tokens(sampled)
-        own = WaitingPending(self._runner.launch(plan), self._group)
+        self.others.send(LaunchStep(plan, sampled, packed))
+        get_results = self.wire.expect_results()
+        self.runner.store_tokens(sampled)
+        own = WaitingPending(self.runner.launch(plan), self.group)
         return StagedPending(own, plan, get_results, masks, self._settled.append)
 
 
+@dataclass(slots=True, eq=False)
 class StagedPending:
-    """A step in flight through all stages; `wait` may be called once."""
+    """A step in flight through all stages; `wait` may be called once, and gives the tokens to `settle`."""
 
-    def __init__(
-        self,
-        pending: Pending,
-        plan: StepPlan,
-        get_results: GetResults,
-        masks: GetMasks,
-        settle: Callable[[RowTokens], None],
-    ) -> None:
-        """Take rank 0's part; `settle` gets the tokens."""
-        self._pending = pending
-        self._plan = plan
-        self._get_results = get_results
-        self._masks = masks
-        self._settle = settle
+    pending: Pending
+    plan: StepPlan
+    get_results: GetResults
+    masks: GetMasks
+    settle: Callable[[RowTokens], None]
 
     def wait(self) -> StepResult:
         """The result of the last stage; its times are the sums over the stages."""
-        own = self._pending.wait()
-        others = [_DECODER.decode(data) for data in self._get_results()]
+        own = self.pending.wait()
+        others = [_DECODER.decode(data) for data in self.get_results()]
         last = others[-1]
         if last.unmasked:
-            self._masks.unmasked(np.frombuffer(last.unmasked, dtype=np.int64))
+            self.masks.unmasked(np.frombuffer(last.unmasked, dtype=np.int64))
         results = [own, *(each.result for each in others)]
-        assert all(each.step_id == self._plan.step_id for each in results), [each.step_id for each in results]
-        rows = np.frombuffer(self._plan.rows, dtype=np.int32)
-        samples = np.frombuffer(self._plan.samples, dtype=np.bool_)
-        self._settle(RowTokens(rows[samples].tobytes(), _last_tokens(last.result)))
+        assert all(each.step_id == self.plan.step_id for each in results), [each.step_id for each in results]
+        rows = np.frombuffer(self.plan.rows, dtype=np.int32)
+        samples = np.frombuffer(self.plan.samples, dtype=np.bool_)
+        self.settle(RowTokens(rows[samples].tobytes(), _last_tokens(last.result)))
         return replace(
             last.result,
             forward_s=sum(each.forward_s for each in results),
@@ -125,21 +118,21 @@ class StageRank:
         return _AnsweringPending(pending, self._wire, masks, self._wire.waited_s - waited_s)
 
 
+@dataclass(slots=True, eq=False)
 class _AnsweringPending:
     """A step with a result for rank 0."""
 
-    def __init__(self, pending: Pending, wire: StageWire, masks: SentMasks | None, waited_s: float) -> None:
-        self._pending = pending
-        self._wire = wire
-        self._masks = masks
-        self._waited_s = waited_s
+    pending: Pending
+    wire: StageWire
+    masks: SentMasks | None
+    waited_s: float
 
     def wait(self) -> StepResult:
         """Wait for the device and send the result."""
-        result = self._pending.wait()
-        result = replace(result, forward_s=max(0.0, result.forward_s - self._waited_s))
-        unmasked = b"" if self._masks is None else self._masks.token_ids.tobytes()
-        self._wire.send_result(_ENCODER.encode(StageResult(result, unmasked)))
+        result = self.pending.wait()
+        result = replace(result, forward_s=max(0.0, result.forward_s - self.waited_s))
+        unmasked = b"" if self.masks is None else self.masks.token_ids.tobytes()
+        self.wire.send_result(_ENCODER.encode(StageResult(result, unmasked)))
         return result
 
 

@@ -9,6 +9,7 @@ Packing pays: all linears of SmolLM2-135M together take 6.0 ms instead of 9.0 (b
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -314,24 +315,24 @@ class ExpertForm:
         return (sums if self._scales_inputs else sums * shares.unsqueeze(-1)).sum(dim=1).to(x.dtype)
 
 
+@dataclass(slots=True, eq=False)
 class GroupedExperts:
     """One grouped matmul for all experts; the group ends stay on the device."""
 
-    def __init__(self, gate_up: Tensor, down: Tensor, form: ExpertForm) -> None:
-        self._gate_up = gate_up
-        self._down = down
-        self._form = form
+    gate_up: Tensor
+    down: Tensor
+    form: ExpertForm
 
     def __call__(self, x: Tensor, shares: Tensor, expert_ids: Tensor) -> Tensor:
         """Tokens are sorted by expert: each expert multiplies all of its tokens at once."""
         sorted_ids, order = expert_ids.flatten().sort(stable=True)
-        rows = self._form.rows(x, shares, order)
-        expert_range = torch.arange(self._gate_up.shape[0], device=x.device)
+        rows = self.form.rows(x, shares, order)
+        expert_range = torch.arange(self.gate_up.shape[0], device=x.device)
         ends = torch.searchsorted(sorted_ids, expert_range, right=True).to(torch.int32)
-        hidden = F.grouped_mm(rows, self._gate_up.transpose(1, 2), offs=ends)
-        hidden = self._form.activate(hidden, sorted_ids)
-        out = F.grouped_mm(hidden, self._down.transpose(1, 2), offs=ends)
-        return self._form.combine(self._form.add_bias(out, sorted_ids), order, shares, x)
+        hidden = F.grouped_mm(rows, self.gate_up.transpose(1, 2), offs=ends)
+        hidden = self.form.activate(hidden, sorted_ids)
+        out = F.grouped_mm(hidden, self.down.transpose(1, 2), offs=ends)
+        return self.form.combine(self.form.add_bias(out, sorted_ids), order, shares, x)
 
 
 class LoopedExperts:

@@ -18,6 +18,8 @@ from .linear import Linear
 from .norm import RMSNorm
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from ..adapter_runs import AdapterRuns
@@ -27,13 +29,12 @@ if TYPE_CHECKING:
     from ..ops.elementwise import GatedActivation
     from .layer import MLP, Attention, SelectRows
     from .norm import Norm
-    from .stream_decoder import InputGate
 
 _HALF: float = 0.5**0.5
 
 
 class AltUpStreams:
-    """The streams before the first layer and after the last one: `Streams`."""
+    """The streams before the first layer and after the last one."""
 
     def __init__(self, context: ModelContext) -> None:
         """Take the projections from the checkpoint."""
@@ -75,13 +76,14 @@ class AltUpLayer:
         norms: tuple[Norm, Norm, Norm, Norm],
         attention: Attention,
         mlp: MLP,
-        gate: InputGate,
+        gate: Callable[[Tensor, Tensor, AdapterRuns | None], Tensor],
     ) -> None:
         """Take what is beside attention and MLP from the checkpoint.
 
         Args:
             name: of the layer.
             norms: before and after attention, before and after the MLP.
+            gate: `InputGate` of the layer.
         """
         self.norms = norms
         self.attention = attention

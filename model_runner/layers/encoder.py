@@ -8,16 +8,17 @@ An encoder has the form of `CausalLM`, so that the runner treats it like a decod
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import chain, repeat
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ...models.weight_files.encoder_tensors import NAMES, is_beside_encoder, prefix_of
 from ..ops.rotation import RotaryStore
-from .layer import SelectRows, all_rows
+from .decoder import select_last
+from .layer import SelectRows
 from .linear import Linear, RowLinear
 from .norm import LayerNorm
 
@@ -33,66 +34,45 @@ if TYPE_CHECKING:
 Angles = tuple[Tensor, Tensor]
 
 
-class EncoderLayer(Protocol):
-    """One layer of an encoder; called with the rotary angles of its kind of layer."""
-
-    def __call__(
-        self, x: Tensor | None, residual: Tensor, angles: Angles, batch: ForwardBatch, select_rows: SelectRows
-    ) -> tuple[Tensor | None, Tensor]:
-        """Output of the previous layer -> output of this one, not added to the residual stream; None: it is added.
-
-        Args:
-            select_rows: applied right after attention, where the other tokens are not read any more.
-        """
-        ...
+EncoderLayer = Callable[
+    ["Tensor | None", Tensor, Tensor, Tensor, "ForwardBatch", SelectRows], "tuple[Tensor | None, Tensor]"
+]
+"""Called as `Layer`; an output of None is added to the residual stream already."""
 
 
+@dataclass(slots=True, eq=False)
 class Encoder:
-    """Token ids to hidden states; see `CausalLM`."""
+    """Token ids to hidden states; see `CausalLM`.
 
-    def __init__(
-        self,
-        context: ModelContext,
-        embed: Callable[[ForwardBatch], Tensor],
-        angles: Callable[[Tensor], Sequence[Angles]],
-        layers: Sequence[EncoderLayer],
-        final_norm: LayerNorm | None,
-    ) -> None:
-        """Take the parts.
+    Attributes:
+        embed: the input of the first layer, [T, hidden].
+        angles: cos and sin of each layer at [T] positions.
+        final_norm: of hidden states; None: there is none after the last layer's own.
+    """
 
-        Args:
-            embed: the input of the first layer, [T, hidden].
-            angles: cos and sin of each layer at [T] positions.
-            final_norm: of hidden states; None: there is none after the last layer's own.
-        """
-        self._embed = embed
-        self._angles = angles
-        self._layers = layers
-        self._final_norm = final_norm
-        self._ops = context.ops
-        self._model_type = context.spec.model_type
+    context: ModelContext
+    embed: Callable[[ForwardBatch], Tensor]
+    angles: Callable[[Tensor], Sequence[Angles]]
+    layers: Sequence[EncoderLayer]
+    final_norm: LayerNorm | None
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """After the last layer's attention only the tokens that need hidden states are computed."""
-        residual = self._embed(batch)
-        row_selections = chain(repeat(all_rows, len(self._layers) - 1), [self._select_rows(batch)])
+        ops, residual = self.context.ops, self.embed(batch)
+        row_selections = select_last(len(self.layers), batch, ops.take_rows)
         x: Tensor | None = None
-        for layer, angles, select_rows in zip(
-            self._layers, self._angles(batch.positions), row_selections, strict=True
+        for layer, (cos, sin), select_rows in zip(
+            self.layers, self.angles(batch.positions), row_selections, strict=True
         ):
-            x, residual = layer(x, residual, angles, batch, select_rows)
-        return residual if x is None else self._ops.add(x, residual)
-
-    def _select_rows(self, batch: ForwardBatch) -> SelectRows:
-        wanted = batch.logits_indices
-        return all_rows if wanted is None else lambda x: self._ops.take_rows(x.contiguous(), wanted)
+            x, residual = layer(x, residual, cos, sin, batch, select_rows)
+        return residual if x is None else ops.add(x, residual)
 
     def final_states(self, hidden: Tensor) -> Tensor:
-        return hidden if self._final_norm is None else self._final_norm(hidden)
+        return hidden if self.final_norm is None else self.final_norm(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Raise: only a bug can ask an encoder for a next token."""
-        raise NotImplementedError(f"{self._model_type} is an encoder, which has no logits")
+        raise NotImplementedError(f"{self.context.spec.model_type} is an encoder, which has no logits")
 
     def write_logits(self, hidden: Tensor, adapters: AdapterRuns | None, out: Tensor) -> None:
         """As `logits`."""
@@ -161,10 +141,12 @@ class EncoderAttention:
         self.o = RowLinear(context, out_name, size, size, bias=spec.biases.attention_out)
         self._rotate_and_store = context.ops.rotate_and_store
 
-    def __call__(self, x: Tensor, angles: Angles, batch: ForwardBatch, select_rows: SelectRows) -> Tensor:
+    def __call__(
+        self, x: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, select_rows: SelectRows
+    ) -> Tensor:
         """[T, hidden] -> [W, hidden]: only the kept rows of the attention output are projected."""
         qkv_THD = self.qkv(x).view(x.shape[0], -1, self.head_dim)
-        store = RotaryStore(*angles, batch.kv_pool.layer(self.layer_id), batch.out_cache_loc)
+        store = RotaryStore(cos, sin, batch.kv_pool.layer(self.layer_id), batch.out_cache_loc)
         q_THD = self._rotate_and_store(qkv_THD, None, store)
         return self.o(select_rows(batch.attention.forward(self.layer_id, q_THD)))
 
@@ -186,8 +168,8 @@ class EncoderMLP:
             activate, kind = context.ops.activate, encoder.activation
             self.activation = lambda x: activate(x, kind)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, size] -> [T, size]."""
+    def __call__(self, x: Tensor, adapters: AdapterRuns | None = None) -> Tensor:
+        """[T, size] -> [T, size]; encoders have no adapters."""
         return self.down(self.activation(self.up(x)))
 
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -49,30 +50,20 @@ class MLP(Protocol):
         ...
 
 
+@dataclass(slots=True, eq=False)
 class Layer:
     """Attention and MLP, or one of them, each between two norms of which any may be missing.
 
     x = after_norm(block(norm(residual))) is added to the residual stream by the next block, fused with its norm.
     """
 
-    def __init__(
-        self,
-        add: AddOp,
-        *,
-        attention_norm: Norm | None = None,
-        attention: Attention | None = None,
-        after_attention_norm: Norm | None = None,
-        mlp_norm: Norm | None = None,
-        mlp: MLP | None = None,
-        after_mlp_norm: Norm | None = None,
-    ) -> None:
-        self.attention_norm = attention_norm
-        self.attention = attention
-        self.after_attention_norm = after_attention_norm
-        self.mlp_norm = mlp_norm
-        self.mlp = mlp
-        self.after_mlp_norm = after_mlp_norm
-        self._add = add
+    add: AddOp
+    attention_norm: Norm | None = None
+    attention: Attention | None = None
+    after_attention_norm: Norm | None = None
+    mlp_norm: Norm | None = None
+    mlp: MLP | None = None
+    after_mlp_norm: Norm | None = None
 
     def __call__(
         self,
@@ -113,18 +104,20 @@ class Layer:
         if x is not None and norm is not None:
             return norm.add(x, residual)
         if x is not None:
-            residual = self._add(x, residual)
+            residual = self.add(x, residual)
         return residual if norm is None else norm(residual), residual
 
 
+@dataclass(slots=True, eq=False)
 class ParallelBlocks:
     """Attention and MLP of the same normalized input; an `Attention` that returns their sum."""
 
-    def __init__(self, attention: Attention, mlp: MLP, add: AddOp) -> None:
-        self._attention, self._mlp, self._add = attention, mlp, add
+    attention: Attention
+    mlp: MLP
+    add: AddOp
 
     def __call__(
         self, x: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, select_rows: SelectRows
     ) -> Tensor:
-        attended = self._attention(x, cos, sin, batch, select_rows)
-        return self._add(attended, self._mlp(select_rows(x), kept_adapters(batch, select_rows)))
+        attended = self.attention(x, cos, sin, batch, select_rows)
+        return self.add(attended, self.mlp(select_rows(x), kept_adapters(batch, select_rows)))

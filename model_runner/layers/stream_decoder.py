@@ -6,11 +6,12 @@ read, so it stays as the file has it: in blocks, or in the serving dtype without
 """
 
 # Shapes: T new tokens in the batch, W of them need logits (see `ForwardBatch`), L layers, P size of a layer's input.
-# Shapes: T new tokens in the batch, L layers, P size of an input.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -30,63 +31,32 @@ if TYPE_CHECKING:
     from ..forward_batch import ForwardBatch
     from ..model_context import ModelContext
     from ..ops.elementwise import AddOp, Scale, TakeRows
+    from .altup import AltUpStreams
     from .decoder import LayerRotary
     from .embedding import OutputHead
     from .layer import Layer, SelectRows
     from .norm import Norm
 
 
-class StreamLayer(Protocol):
-    """One layer; called with the rotary angles of its kind of layer."""
+StreamLayer = Callable[
+    ["Tensor", "Tensor | None", "Tensor", "Tensor", "ForwardBatch", "SelectRows"], "Tensor"
+]
+"""(streams, inputs, cos, sin, batch, select_rows) -> the residual streams of a token, [T, ...] -> [W, ...].
 
-    def __call__(
-        self,
-        streams: Tensor,
-        inputs: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
-        batch: ForwardBatch,
-        select_rows: SelectRows,
-    ) -> Tensor:
-        """The residual streams of a token, [T, ...] -> [W, ...].
-
-        Args:
-            inputs: those of all layers, [T, L * P]; None: the model has none.
-            select_rows: applied after attention, where the other tokens are not read any more.
-        """
-        ...
+`inputs`: those of all layers, [T, L * P]; None: the model has none. `select_rows` is applied after attention, where the
+other tokens are not read any more.
+"""
 
 
-class Streams(Protocol):
-    """Makes the residual streams of a token, and one of them again."""
-
-    def begin(self, embedded: Tensor, adapters: AdapterRuns | None) -> Tensor:
-        """[T, hidden] -> [T, ...]."""
-        ...
-
-    def end(self, streams: Tensor, adapters: AdapterRuns | None) -> Tensor:
-        """[W, ...] -> [W, hidden]."""
-        ...
-
-
-class OneStream:
-    """The residual stream of most models."""
-
-    def begin(self, embedded: Tensor, adapters: AdapterRuns | None) -> Tensor:
-        return embedded
-
-    def end(self, streams: Tensor, adapters: AdapterRuns | None) -> Tensor:
-        return streams
-
-
+@dataclass(slots=True, eq=False)
 class ScaledLayer:
     """Attention and MLP between two norms each, the layer's input, and a factor of the whole residual stream."""
 
-    def __init__(self, inner: Layer, gate: InputGate | None, factor: float, add: AddOp, scale: Scale) -> None:
-        self.inner = inner
-        self.gate = gate
-        self.factor = factor
-        self._add, self._scale = add, scale
+    inner: Layer
+    gate: InputGate | None
+    factor: float
+    add: AddOp
+    scale: Scale
 
     def __call__(
         self,
@@ -98,46 +68,42 @@ class ScaledLayer:
         select_rows: SelectRows,
     ) -> Tensor:
         x, residual = self.inner(None, streams, cos, sin, batch, select_rows)
-        residual = self._add(x, residual)
+        residual = self.add(x, residual)
         if self.gate is not None and inputs is not None:
             gated = self.gate(residual, select_rows(inputs), kept_adapters(batch, select_rows))
-            residual = self._add(gated, residual)
-        return residual if self.factor == 1.0 else self._scale(residual, self.factor)
+            residual = self.add(gated, residual)
+        return residual if self.factor == 1.0 else self.scale(residual, self.factor)
 
 
+@dataclass(slots=True, eq=False)
 class StreamDecoder:
-    """Token ids to hidden states to logits; see `CausalLM`."""
+    """Token ids to hidden states to logits; see `CausalLM`.
 
-    def __init__(
-        self,
-        embedding: Embedding,
-        inputs: LayerInputs | None,
-        streams: Streams,
-        rotary: LayerRotary,
-        layers: Sequence[StreamLayer],
-        norm: Norm,
-        head: OutputHead,
-        take_rows: TakeRows,
-    ) -> None:
-        self.embedding = embedding
-        self.inputs = inputs
-        self.streams = streams
-        self.rotary = rotary
-        self.layers = layers
-        self.norm = norm
-        self.head = head
-        self._take_rows = take_rows
+    Attributes:
+        streams: makes several residual streams of a token, and one of them again; None: there is one.
+    """
+
+    embedding: Embedding
+    inputs: LayerInputs | None
+    streams: AltUpStreams | None
+    rotary: LayerRotary
+    layers: Sequence[StreamLayer]
+    norm: Norm
+    head: OutputHead
+    take_rows: TakeRows
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """After the last layer's attention only the tokens that need logits are computed."""
         tokens = None if batch.adapters is None else batch.adapters.tokens
         embedded = self.embedding(batch.input_ids, tokens)
         inputs = None if self.inputs is None else self.inputs(batch.input_ids, embedded, tokens)
-        streams = self.streams.begin(embedded, tokens)
+        streams = embedded if self.streams is None else self.streams.begin(embedded, tokens)
         angles = self.rotary.at(batch.positions)
-        row_selections = list(select_last(len(self.layers), batch, self._take_rows))
+        row_selections = list(select_last(len(self.layers), batch, self.take_rows))
         for layer, (cos, sin), select_rows in zip(self.layers, angles, row_selections, strict=True):
             streams = layer(streams, inputs, cos, sin, batch, select_rows)
+        if self.streams is None:
+            return streams
         return self.streams.end(streams, kept_adapters(batch, row_selections[-1]))
 
     def final_states(self, hidden: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ chunk that ends it. A retracted request starts again with its first chunk.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import numpy as np
@@ -82,32 +83,24 @@ class PooledRows(NamedTuple):
         ]
 
 
+@dataclass(slots=True, eq=False)
 class Pooler:
-    """See the module. One for each model runner; it holds the state of prompts that are not complete."""
+    """See the module. One for each model runner; it holds the state of prompts that are not complete.
 
-    def __init__(
-        self,
-        model: HiddenStates,
-        pooling: PoolingType,
-        head: Callable[[Tensor], Tensor] | None,
-        device: torch.device,
-        adapters_of: Callable[[Sequence[int]], AdapterRuns | None] = _no_adapters,
-    ) -> None:
-        """Start without state.
+    Attributes:
+        model: gives final hidden states, and logits for labels.
+        pooling: which hidden states make a vector.
+        head: the layers after pooling, [n, K] float32 -> [n, D] float32; None: there are none.
+        device: of the hidden states.
+        adapters_of: the adapters of pool rows, for `CausalLM.logits`.
+    """
 
-        Args:
-            model: gives final hidden states, and logits for labels.
-            pooling: which hidden states make a vector.
-            head: the layers after pooling, [n, K] float32 -> [n, D] float32; None: there are none.
-            device: of the hidden states.
-            adapters_of: the adapters of pool rows, for `CausalLM.logits`.
-        """
-        self._model = model
-        self._pooling = pooling
-        self._head = head
-        self._device = device
-        self._adapters_of = adapters_of
-        self._partial: dict[int, Tensor] = {}  # by pool row
+    model: HiddenStates
+    pooling: PoolingType
+    head: Callable[[Tensor], Tensor] | None
+    device: torch.device
+    adapters_of: Callable[[Sequence[int]], AdapterRuns | None] = _no_adapters
+    _partial: dict[int, Tensor] = field(init=False, default_factory=dict)
 
     def pool(self, hidden: Tensor, chunks: Sequence[PooledChunk]) -> list[PooledRows]:
         """Take a step's hidden states, [W, K]; return the results of the prompts that end in it, by width."""
@@ -120,24 +113,22 @@ class Pooler:
         return results
 
     def _vectors(self, hidden: Tensor, chunks: Sequence[PooledChunk]) -> PooledRows | None:
-        pooled = self._last(hidden, chunks) if self._pooling == "last" else self._accumulated(hidden, chunks)
+        pooled = self._last(hidden, chunks) if self.pooling == "last" else self._accumulated(hidden, chunks)
         ended = [chunk for chunk in chunks if chunk.ends]
         if not ended:
             return None
-        return PooledRows(ended, pooled if self._head is None else self._head(pooled))
+        return PooledRows(ended, pooled if self.head is None else self.head(pooled))
 
     def _last(self, hidden: Tensor, chunks: Sequence[PooledChunk]) -> Tensor:
         """[n, K] float32, the final hidden states of the last tokens."""
         lasts = [chunk.start + chunk.num_tokens - 1 for chunk in chunks if chunk.ends]
-        return self._model.final_states(hidden.index_select(0, self._indices(lasts))).float()
+        return self.model.final_states(hidden.index_select(0, self._indices(lasts))).float()
 
     def _accumulated(self, hidden: Tensor, chunks: Sequence[PooledChunk]) -> Tensor:
         """[n, K] float32: mean or first final hidden state of each prompt that ends; keeps what the others need."""
-        if self._pooling == "cls":
+        if self.pooling == "cls":
             firsts = [chunk for chunk in chunks if chunk.begins]
-            states = self._model.final_states(
-                hidden.index_select(0, self._indices([c.start for c in firsts]))
-            )
+            states = self.model.final_states(hidden.index_select(0, self._indices([c.start for c in firsts])))
             found = dict(zip([chunk.row for chunk in firsts], states.float(), strict=True))
         else:
             found = dict(zip([chunk.row for chunk in chunks], self._sums(hidden, chunks), strict=True))
@@ -150,7 +141,7 @@ class Pooler:
             if not chunk.ends:
                 self._partial[chunk.row] = value
             else:
-                ended.append(value if self._pooling == "cls" else value / chunk.prompt_len)
+                ended.append(value if self.pooling == "cls" else value / chunk.prompt_len)
         return torch.stack(ended) if ended else hidden.new_empty((0, hidden.shape[1]), dtype=torch.float32)
 
     def _sums(self, hidden: Tensor, chunks: Sequence[PooledChunk]) -> Tensor:
@@ -163,8 +154,8 @@ class Pooler:
             hidden = hidden.index_select(
                 0, self._indices(np.arange(num_tokens) + np.repeat(skipped, lengths))
             )
-        states = self._model.final_states(hidden).float()
-        counts = torch.tensor(lengths, device=self._device)
+        states = self.model.final_states(hidden).float()
+        counts = torch.tensor(lengths, device=self.device)
         return torch.segment_reduce(states, "sum", lengths=counts, axis=0)
 
     def _labels(self, hidden: Tensor, chunks: Sequence[PooledChunk]) -> list[PooledRows]:
@@ -172,10 +163,10 @@ class Pooler:
         if not chunks:
             return []
         lasts = self._indices([chunk.start + chunk.num_tokens - 1 for chunk in chunks])
-        adapters = self._adapters_of([chunk.row for chunk in chunks])
+        adapters = self.adapters_of([chunk.row for chunk in chunks])
         last_states = hidden.index_select(0, lasts)
         logits = (
-            self._model.logits(last_states) if adapters is None else self._model.logits(last_states, adapters)
+            self.model.logits(last_states) if adapters is None else self.model.logits(last_states, adapters)
         )
         logits = logits.float()
         logprobs = logits - logits.logsumexp(-1, keepdim=True)
@@ -184,13 +175,13 @@ class Pooler:
             groups.setdefault(len(chunk.params.label_ids), []).append(n)
         results = []
         for members in groups.values():
-            ids = torch.tensor([chunks[n].params.label_ids for n in members], device=self._device)
+            ids = torch.tensor([chunks[n].params.label_ids for n in members], device=self.device)
             values = logprobs.index_select(0, self._indices(members)).gather(1, ids)
             results.append(PooledRows([chunks[n] for n in members], values))
         return results
 
     def _indices(self, indices: Sequence[int] | np.ndarray) -> Tensor:
-        return torch.from_numpy(np.asarray(indices, dtype=np.int64)).to(self._device)
+        return torch.from_numpy(np.asarray(indices, dtype=np.int64)).to(self.device)
 
 
 def _finished(row: np.ndarray, params: PoolingParams) -> bytes | None:

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..forward_batch import ForwardBatch
-    from ..layers.encoder import Angles
     from ..layers.layer import SelectRows
     from ..model_context import ModelContext
 
@@ -41,11 +40,17 @@ class PostNormLayer:
         self.mlp_norm = parts.norm(layer + parts.names.mlp_norm)
 
     def __call__(
-        self, x: Tensor | None, residual: Tensor, angles: Angles, batch: ForwardBatch, select_rows: SelectRows
+        self,
+        x: Tensor | None,
+        residual: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        batch: ForwardBatch,
+        select_rows: SelectRows,
     ) -> tuple[Tensor | None, Tensor]:
         """Nothing is left to add."""
         assert x is None
-        attended = self.attention(residual, angles, batch, select_rows)
+        attended = self.attention(residual, cos, sin, batch, select_rows)
         residual, _ = self.attention_norm.add(attended, select_rows(residual))
         residual, _ = self.mlp_norm.add(self.mlp(residual), residual)
         return None, residual

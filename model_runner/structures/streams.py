@@ -19,7 +19,7 @@ from ..layers.embedding import Embedding
 from ..layers.layer import Layer
 from ..layers.mlp import GatedMLP
 from ..layers.norm import RMSNorm
-from ..layers.stream_decoder import InputGate, LayerInputs, OneStream, ScaledLayer, StreamDecoder
+from ..layers.stream_decoder import InputGate, LayerInputs, ScaledLayer, StreamDecoder
 
 if TYPE_CHECKING:
     from ..model_context import ModelContext
@@ -35,7 +35,7 @@ def build(context: ModelContext) -> StreamDecoder:
     return StreamDecoder(
         embedding,
         None if spec.streams.layer_inputs is None else LayerInputs(context),
-        OneStream() if spec.streams.altup is None else AltUpStreams(context),
+        None if spec.streams.altup is None else AltUpStreams(context),
         LayerRotary(context),
         [make_layer(context, layer_id) for layer_id in range(spec.num_layers)],
         RMSNorm(context, "model.norm", spec.hidden_size, spec.rms_norm_eps),
