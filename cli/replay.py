@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -11,7 +12,7 @@ import typer
 from ..runtime.config.config_fields import AUTO, find_setting
 from ..runtime.errors import ConfigError, EngineError
 from ..runtime.text import counted
-from .console import output_console
+from .console import late_progress, output_console
 from .exit_codes import ExitCode
 from .options import CONTEXT_SETTINGS, GroupedCommand
 
@@ -37,6 +38,14 @@ def replay(
             help="Run with another value of a setting: --set schedule_policy=lpm. May be repeated.",
         ),
     ] = None,
+    html_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--html",
+            metavar="FILE",
+            help="With --set: a file for the result as a page of pictures, without network.",
+        ),
+    ] = None,
 ) -> int:
     """Replay a decision log and compare every decision.
 
@@ -46,7 +55,9 @@ def replay(
     printed.
     """
     if changes:
-        return _what_if(file, parse_changes(changes))
+        return _what_if(file, parse_changes(changes), html_file)
+    if html_file is not None:
+        raise ConfigError("--html shows what other settings change; name one with --set, or leave --html out")
     return _replay_all(file)
 
 
@@ -78,16 +89,19 @@ def parse_changes(changes: list[str]) -> dict[str, str]:
 def _replay_all(path: Path) -> int:
     from rich.console import Console
 
-    from ..scheduler.journal.log_file import read_runs
+    from ..scheduler.journal.log_file import log_bytes, read_runs
     from ..scheduler.journal.replay import replay as replay_run
 
     console = Console(highlight=False, soft_wrap=True)
     all_equal = True
     damages: list[str] = []
+    size = log_bytes(path)
     for number, run in enumerate(read_runs(path, damages.append), 1):
         _print_header(console, number, run.header)
         started_s = time.perf_counter()
-        result = replay_run(run)
+        with late_progress() as progress:
+            run.on_read = partial(progress, "replaying", total=size)
+            result = replay_run(run)
         seconds = time.perf_counter() - started_s
         if run.damage:
             damages.append(run.damage)
@@ -158,21 +172,32 @@ def _print_difference(console: Any, difference: Difference) -> None:
     console.print(table, soft_wrap=False)
 
 
-def _what_if(path: Path, changes: dict[str, str]) -> int:
-    from ..scheduler.journal.log_file import read_runs
+def _what_if(path: Path, changes: dict[str, str], html_file: Path | None) -> int:
+    from ..scheduler.journal.log_file import log_bytes, read_runs
     from ..scheduler.journal.replay import replay as replay_run
     from ..simulator.what_if import what_if
+    from .report_page import check_writable
+    from .simulate.tables import page_of
 
-    for number, run in enumerate(read_runs(path), 1):
-        result = replay_run(run)
-        # Only a replay of the steps shows which request each logged token belongs to.
-        if result.difference is not None:
-            raise EngineError(
-                f"--set needs a log that this engine replays exactly; run {number} differs after "
-                f"{result.num_equal:,} of {counted(result.num_passes, 'pass', 'passes', commas=True)}: "
-                f"`engine replay {path}` shows where"
-            )
-        if result.raised:
-            raise EngineError(f"--set needs a run without a bug; run {number} ends in {result.raised}")
-    output_console().print(what_if(path, changes))
+    if html_file is not None:
+        check_writable(html_file)
+    size = log_bytes(path)
+    with late_progress() as progress:
+        for number, run in enumerate(read_runs(path), 1):
+            run.on_read = partial(progress, "replaying", total=size)
+            result = replay_run(run)
+            # Only a replay of the steps shows which request each logged token belongs to.
+            if result.difference is not None:
+                raise EngineError(
+                    f"--set needs a log that this engine replays exactly; run {number} differs after "
+                    f"{result.num_equal:,} of {counted(result.num_passes, 'pass', 'passes', commas=True)}: "
+                    f"`engine replay {path}` shows where"
+                )
+            if result.raised:
+                raise EngineError(f"--set needs a run without a bug; run {number} ends in {result.raised}")
+        found = what_if(path, changes, on_progress=progress)
+    output_console().print(found)
+    if html_file is not None:
+        title = "what if " + ", ".join(f"{name}={value}" for name, value in changes.items())
+        page_of(title, [found.recorded, found.baseline, found.changed], found.lines()).write(html_file)
     return 0

@@ -178,7 +178,7 @@ class ReportPage:
         try:
             path.write_text(self.html(), encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+            raise cannot_write(path, error) from None
 
     # ------------------------------------------------------------ charts
 
@@ -249,6 +249,27 @@ class ReportPage:
             f'<section><h2>{html.escape(title)}</h2>{legend}<svg viewBox="0 0 {WIDTH} {height}" role="img" '
             f'aria-label="{html.escape(title)}">{"".join(parts)}</svg></section>\n'
         )
+
+
+def check_writable(path: Path) -> None:
+    """Check before work that may take minutes that a file for its results can be written.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    was_there = path.exists()
+    try:
+        with path.open("ab"):
+            pass
+        if not was_there:
+            path.unlink()
+    except OSError as error:
+        raise cannot_write(path, error) from None
+
+
+def cannot_write(path: Path, error: OSError) -> ConfigError:
+    """The error for a file that cannot be written."""
+    return ConfigError(f"cannot write {path}: {error.strerror}")
 
 
 def _cumulative(values: Sequence[float]) -> list[tuple[float, float]]:

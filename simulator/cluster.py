@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import gc
 import heapq
-from collections.abc import Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -25,6 +26,7 @@ from .sim_request import ActiveRequest, SimRequest, Workload
 from .simulated_engine import ReplicaSettings, SimulatedEngine
 
 _NO_LIMIT: Final = 1 << 30
+_EVENTS_PER_REPORT: Final = 256
 _Event = tuple[float, int, SimulatedEngine, ActiveRequest | Call | None]
 
 
@@ -100,19 +102,31 @@ class Cluster:
         """All replicas, the prefill replicas first."""
         return self._entry + self._decoders
 
-    def run(self, workload: Workload, calls: Iterable[tuple[float, Call]] = ()) -> None:
-        """Simulate until every request is finished; `calls`: to every replica, with their times."""
+    def run(
+        self,
+        workload: Workload,
+        calls: Iterable[tuple[float, Call]] = (),
+        on_progress: Callable[[int], None] | None = None,
+    ) -> None:
+        """Simulate until every request is finished.
+
+        Args:
+            calls: to every replica, with their times.
+            on_progress: called now and then with the number of finished requests.
+        """
         for at_s, call in calls:
             for engine in self.replicas:
                 self._push(at_s, engine, call)
         with _no_garbage_collection():
-            self._run(workload)
+            self._run(workload, on_progress)
 
-    def _run(self, workload: Workload) -> None:
+    def _run(self, workload: Workload, on_progress: Callable[[int], None] | None) -> None:
         events = self._events
         upcoming = next(workload, None)
         now_s = 0.0
-        while True:
+        for num_events in itertools.count():
+            if on_progress is not None and num_events % _EVENTS_PER_REPORT == 0:
+                on_progress(self._measurements.num_finished)
             # At equal times arrivals go first: a step includes every request that has arrived.
             while upcoming is not None and (not events or upcoming.arrival_s <= events[0][0]):
                 if not self._has_room():
@@ -224,8 +238,9 @@ def simulate(
     *,
     slo_ms: Mapping[str, float] | None = None,
     name: str = "",
+    on_progress: Callable[[int], None] | None = None,
 ) -> Report:
-    """Run a workload to its end and report; equal arguments give equal reports.
+    """Run a workload to its end and report; equal arguments give equal reports. `on_progress`: see `Cluster.run`.
 
     Raises:
         ConfigError: the cluster's settings contradict each other, or the workload's file is broken.
@@ -233,7 +248,7 @@ def simulate(
     """
     cluster = cluster or ClusterSettings()
     measurements = Measurements()
-    Cluster(cluster, replica, cost, measurements).run(workload)
+    Cluster(cluster, replica, cost, measurements).run(workload, on_progress=on_progress)
     return make_report(
         measurements,
         name=name or replica.scheduler.schedule_policy,

@@ -11,7 +11,7 @@ it ended in the log, for any reason, and a prompt whose KV came from another eng
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -75,8 +75,8 @@ class RecordedRun(NamedTuple):
         return Fitted.to(self.steps, overhead_s=self.overhead_s, swapped_token_s=self.swapped_token_s)
 
 
-def read_recorded_run(path: str | Path) -> RecordedRun:
-    """The last run in a decision log that generated tokens or vectors.
+def read_recorded_run(path: str | Path, on_read: Callable[[int], None] | None = None) -> RecordedRun:
+    """The last run in a decision log that generated tokens or vectors; `on_read`: see `LoggedRun`.
 
     Raises:
         LogFileError: it cannot be read.
@@ -85,6 +85,7 @@ def read_recorded_run(path: str | Path) -> RecordedRun:
     found: RecordedRun | None = None
     error: ConfigError | None = None
     for run in read_runs(path):
+        run.on_read = on_read
         try:
             each = _Reader(run).read()
         except ConfigError as wrong:  # an earlier run of the file may be of another engine

@@ -18,6 +18,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from ..scheduler.records.decision_log import PassRecord
+from ..scheduler.records.verdict import AddReqResult
+
 _NUMBER: Final = re.compile(r"[0-9][0-9,.]*")
 FloatArray = npt.NDArray[np.float64]
 
@@ -89,6 +92,7 @@ class Measurements:
         step_tokens, padded_tokens: tokens computed in steps, padding included; the padding among them.
         kv_use_s: share of KV memory that requests used, integrated over the time of steps.
         peak_kv_use: the largest share.
+        num_passes, num_left_waiting: passes with a waiting request, and those that left one waiting.
     """
 
     def __init__(self) -> None:
@@ -107,11 +111,17 @@ class Measurements:
         self.busy_s = 0.0
         self.step_tokens = self.padded_tokens = 0
         self.kv_use_s = self.peak_kv_use = 0.0
+        self.num_passes = self.num_left_waiting = 0
 
     @property
     def num_answered(self) -> int:
         """Requests that received all their tokens."""
         return len(self.e2e_s)
+
+    @property
+    def num_finished(self) -> int:
+        """Requests that ended in any way."""
+        return self.num_answered + self.num_failed.total()
 
     def step(self, step_s: float, tokens: int, padded_tokens: int, kv_use: float) -> None:
         """Record a planned step."""
@@ -121,6 +131,14 @@ class Measurements:
         self.padded_tokens += padded_tokens
         self.kv_use_s += kv_use * step_s
         self.peak_kv_use = max(self.peak_kv_use, kv_use)
+
+    def queued(self, record: PassRecord) -> None:
+        """Record whether a pass admitted all requests that waited."""
+        if record.num_waiting:
+            self.num_passes += 1
+            self.num_left_waiting += bool(record.num_rest) or any(
+                verdict.result is not AddReqResult.CONTINUE for verdict in record.verdicts
+            )
 
     def answered(
         self, *, arrival_s: float, start_s: float, first_s: float, end_s: float, output_len: int
@@ -145,12 +163,17 @@ SLO_METRICS = ("ttft", "tpot", "e2el")
 
 
 class Percentiles(msgspec.Struct, frozen=True):
-    """Statistics of one latency, in milliseconds; 0 without measurements."""
+    """Statistics of one latency, in milliseconds; 0 without measurements.
+
+    Attributes:
+        quantiles: of 0, 1, ... 100 %; empty without measurements.
+    """
 
     mean: float
     p50: float
     p95: float
     p99: float
+    quantiles: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, values_s: FloatArray) -> Percentiles:
@@ -158,8 +181,8 @@ class Percentiles(msgspec.Struct, frozen=True):
         values_s = values_s[~np.isnan(values_s)]
         if not values_s.size:
             return cls(0.0, 0.0, 0.0, 0.0)
-        p50, p95, p99 = (float(each) for each in np.percentile(values_s, [50, 95, 99]) * 1e3)
-        return cls(float(values_s.mean()) * 1e3, p50, p95, p99)
+        quantiles = tuple((np.percentile(values_s, range(101)) * 1e3).tolist())
+        return cls(float(values_s.mean()) * 1e3, quantiles[50], quantiles[95], quantiles[99], quantiles)
 
     @classmethod
     def of_gaps(cls, gaps: GapHistogram) -> Percentiles:
@@ -181,6 +204,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         mean_kv_use: share of KV memory that requests used, over the time of steps; `peak_kv_use` the largest.
         cache_hit_share: share of the prompts' tokens that were in the prefix cache.
         retractions: how often running requests lost their KV memory.
+        left_waiting_share: share of the passes with waiting requests that left one waiting; in the others the order of
+            the queue has no effect.
         padding_share: share of padding in the tokens that steps computed.
     """
 
@@ -204,6 +229,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     peak_kv_use: float
     cache_hit_share: float
     retractions: int
+    left_waiting_share: float
     padding_share: float
     prompt_tokens: int
     output_tokens: int
@@ -248,6 +274,7 @@ def make_report(
         peak_kv_use=measurements.peak_kv_use,
         cache_hit_share=measurements.cached_tokens / max(measurements.prompt_tokens, 1),
         retractions=measurements.retractions,
+        left_waiting_share=measurements.num_left_waiting / max(measurements.num_passes, 1),
         padding_share=measurements.padded_tokens / max(measurements.step_tokens, 1),
         prompt_tokens=measurements.prompt_tokens,
         output_tokens=measurements.output_tokens,

@@ -168,6 +168,7 @@ class SimulatedEngine:
         self._inbox = []
         while len(in_flight) < self._num_stages and (batch := self._next_batch(now_s)) is not None:
             self._num_idle = 0
+            self._measurements.queued(self.scheduler.decisions.last)
             in_flight.append(self._launch(batch, now_s))
         return in_flight[0].end_s if in_flight else self._idle(now_s)
 

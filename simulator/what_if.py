@@ -7,7 +7,7 @@ reported between the last two, so that most of the model's error cancels.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -18,7 +18,7 @@ from ..runtime.config.config_fields import find_setting
 from ..runtime.errors import ConfigError
 from ..runtime.feasibility import Capacity
 from ..runtime.text import counted
-from ..scheduler.journal.log_file import Header
+from ..scheduler.journal.log_file import Header, log_bytes
 from ..scheduler.records.decision_log import PassRecord
 from ..scheduler.records.verdict import AddReqResult
 from .cluster import Cluster, ClusterSettings
@@ -175,20 +175,27 @@ class WhatIf:
 
 
 def what_if(
-    path: str | Path, overrides: Mapping[str, object], *, slo_ms: Mapping[str, float] | None = None
+    path: str | Path,
+    overrides: Mapping[str, object],
+    *,
+    slo_ms: Mapping[str, float] | None = None,
+    on_progress: Callable[[str, int, int], None] | None = None,
 ) -> WhatIf:
     """Run the workload of a decision log with other settings.
 
     Args:
         overrides: setting -> value or its text, of the groups scheduler and cache; by any name of the setting.
         slo_ms: objectives for goodput; without them every answered request counts.
+        on_progress: called now and then with what is done, how much of it, and of how much in all.
 
     Raises:
         LogFileError: the log cannot be read.
         ConfigError: a setting that does not exist or cannot be changed here, or too few steps for a fit.
     """
     changes = _checked(overrides)
-    run = read_recorded_run(path)
+    size = log_bytes(path)
+    report = on_progress or (lambda what, done, total: None)
+    run = read_recorded_run(path, lambda done: report("reading the log", done, size))
     cost = run.cost_model()
     header = run.header
     before = ReplicaSettings(
@@ -204,8 +211,8 @@ def what_if(
         cache=header.cache_config(**_of_group(changes, "cache")),
         capacity=_capacity(header, changes),
     )
-    baseline, passes = _simulate(run, before, cost, "simulated", slo_ms)
-    changed, changed_passes = _simulate(run, after, cost, "changed", slo_ms)
+    baseline, passes = _simulate(run, before, cost, "simulated", slo_ms, report)
+    changed, changed_passes = _simulate(run, after, cost, "changed", slo_ms, report)
     return WhatIf(
         changes=changes,
         recorded=make_report(run.outcome, name="recorded", num_replicas=1, slo_ms=slo_ms),
@@ -234,10 +241,15 @@ def _simulate(
     cost: Fitted,
     name: str,
     slo_ms: Mapping[str, float] | None,
+    on_progress: Callable[[str, int, int], None],
 ) -> tuple[Report, list[PassRecord]]:
     measurements = Measurements()
     cluster = Cluster(ClusterSettings(), settings, cost, measurements)
-    cluster.run(iter(run.requests), run.calls)
+    cluster.run(
+        iter(run.requests),
+        run.calls,
+        lambda done: on_progress(f"simulating: {name}", done, len(run.requests)),
+    )
     report = make_report(measurements, name=name, num_replicas=1, slo_ms=slo_ms)
     return report, cluster.replicas[0].scheduler.decisions.passes
 

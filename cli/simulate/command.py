@@ -15,6 +15,7 @@ from ...runtime.config.config_sources import MergedConfig
 from ...runtime.config.device_config import DispatchPolicyName
 from ...runtime.config.engine_config import EngineConfig, SchedulePolicyName
 from ...runtime.errors import ConfigError
+from ..console import late_progress
 from ..options import (
     CONTEXT_SETTINGS,
     ConfigFileOption,
@@ -37,6 +38,7 @@ _MODEL_FIELDS: Final = tuple(
     for field in config_fields().values()
     if field.group == "model" and field.name != "max_model_len"
 )
+_POLICIES: Final = get_args(SchedulePolicyName)
 _WORKLOAD, _MACHINES, _OUTPUT = "Workload", "Machines", "Output"
 
 
@@ -133,13 +135,18 @@ def simulate(
         ),
     ] = None,
     compare: Annotated[
-        str | None, _option(_OUTPUT, "Policies to compare, one row each: static,fifo-serial,fcfs,lpm,srtf.")
+        str | None,
+        _option(_OUTPUT, f"Policies to compare, one row each, with commas: {', '.join(_POLICIES)}."),
     ] = None,
     goodput: Annotated[
         str | None, _option(_OUTPUT, "Objectives in ms: 'ttft:500 tpot:50 e2el:30000'.")
     ] = None,
     json_file: Annotated[
         Path | None, _option(_OUTPUT, "File for all results as JSON.", "--json", metavar="FILE")
+    ] = None,
+    html_file: Annotated[
+        Path | None,
+        _option(_OUTPUT, "File for a page of pictures, without network.", "--html", metavar="FILE"),
     ] = None,
     *,
     settings: FlagValues,
@@ -155,9 +162,12 @@ def simulate(
     from ...simulator.cluster import simulate as run
     from ...simulator.setup import context_note, replica_settings
     from ..bench.summary import parse_goodput
+    from ..report_page import check_writable
+    from .tables import idle_policies, page_of
 
-    if json_file is not None:
-        _check_writable(json_file)
+    for file in (json_file, html_file):
+        if file is not None:
+            check_writable(file)
     asked = WorkloadOptions(
         num_requests=num_requests,
         rate=rate,
@@ -191,12 +201,20 @@ def simulate(
     reports: list[Report] = []
     cut = ""
     started_s = time.process_time()
-    for policy, config in _policies(compare, merged):
-        requests = asked.requests(source)
-        settled = replica_settings(config, facts, machine, pp)
-        if not cut:
-            cut = context_note(config, facts)
-        reports.append(run(requests, settled, cost, cluster, slo_ms=objectives, name=policy))
+    num_expected = asked.num_expected(source)
+    with late_progress() as progress:
+        for policy, config in _policies(compare, merged):
+            requests = asked.requests(source)
+            settled = replica_settings(config, facts, machine, pp)
+            if not cut:
+                cut = context_note(config, facts)
+
+            def on_progress(done: int, policy: str = policy) -> None:
+                progress(f"simulating {policy}", done, num_expected)
+
+            reports.append(
+                run(requests, settled, cost, cluster, slo_ms=objectives, name=policy, on_progress=on_progress)
+            )
     spent_s = time.process_time() - started_s
     num_simulated = sum(report.num_requests for report in reports)
     note += f"; simulated in {spent_s:.1f} s, {spent_s / max(num_simulated, 1) * 1e6:.0f} us per request"
@@ -207,6 +225,9 @@ def simulate(
     _print(reports, title, note, warning, has_slo=bool(objectives))
     if json_file is not None:
         _write(json_file, reports)
+    if html_file is not None:
+        notes = [line for line in (*warning.splitlines(), idle_policies(reports), note) if line]
+        page_of(title, reports, notes).write(html_file)
 
 
 def _with_changes(settings: FlagValues, changes: list[str]) -> FlagValues:
@@ -232,7 +253,7 @@ def _policies(compare: str | None, merged: MergedConfig) -> Iterator[tuple[str, 
     if compare is None:
         yield config.scheduler.schedule_policy, config
         return
-    known = get_args(SchedulePolicyName)
+    known = _POLICIES
     names = [name.strip() for name in compare.split(",") if name.strip()]
     for name in names:
         if name not in known:
@@ -286,6 +307,7 @@ def _cost_model(fit: Path | None, model: ModelFacts, device: DeviceFacts) -> tup
 
 def _print(reports: list[Report], title: str, note: str, warning: str, *, has_slo: bool) -> None:
     from ..console import output_console
+    from .tables import note as print_note
     from .tables import print_comparison, print_report
 
     console = output_console()
@@ -294,36 +316,16 @@ def _print(reports: list[Report], title: str, note: str, warning: str, *, has_sl
     else:
         print_comparison(console, reports, title, has_slo=has_slo)
     if warning:
-        console.print(
-            warning, highlight=False, markup=False, style="bold red", soft_wrap=not console.is_terminal
-        )
-    console.print(note, highlight=False, markup=False, style="dim", soft_wrap=not console.is_terminal)
-
-
-def _check_writable(path: Path) -> None:
-    """Check before the simulation, which may take minutes, that its results can be written.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    was_there = path.exists()
-    try:
-        with path.open("ab"):
-            pass
-        if not was_there:
-            path.unlink()
-    except OSError as error:
-        raise _cannot_write(path, error) from None
+        print_note(console, warning, style="bold red")
+    print_note(console, note)
 
 
 def _write(path: Path, reports: list[Report]) -> None:
     import msgspec
 
+    from ..report_page import cannot_write
+
     try:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(reports), indent=2) + b"\n")
     except OSError as error:
-        raise _cannot_write(path, error) from None
-
-
-def _cannot_write(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"cannot write {path}: {error.strerror}")
+        raise cannot_write(path, error) from None

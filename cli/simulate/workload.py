@@ -87,6 +87,11 @@ class WorkloadOptions:
         options = TraceOptions(self.trace_block_size, self.trace_time_unit, self.time_scale)
         return file_requests(Path(source).expanduser(), arrival, options)
 
+    def num_expected(self, source: str) -> int:
+        """The number of requests; 0 if only the file says it."""
+        is_file = source != GIVEN_LENGTHS and self.prompt_lens is None and Path(source).expanduser().exists()
+        return self.num_requests or (0 if is_file else self._arrival().num_requests)
+
     def _arrival(self) -> Arrival:
         from ...simulator.generated_workloads import Arrival
 

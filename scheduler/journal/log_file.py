@@ -25,6 +25,7 @@ a default; any other change needs a new version. `log_writer.py` writes the file
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import os
 import stat
@@ -53,6 +54,7 @@ RUN_HEAD: Final = struct.Struct("<8sI")
 RECORD_HEAD: Final = struct.Struct("<II")
 MAX_RECORD_BYTES: Final = 64 << 20
 _SCAN_BYTES: Final = 1 << 20
+_RECORDS_PER_REPORT: Final = 256
 _RENAMED: Final = {"decode_burst_ms": "multi_step_ms"}
 """Settings that older logs have under another name."""
 
@@ -158,11 +160,13 @@ class LoggedRun:
     Attributes:
         header: the scheduler's configuration.
         damage: the part of the run that could not be read, and why; "" if none is known so far.
+        on_read: called now and then with the number of bytes of the file that were read; may be set.
     """
 
     def __init__(self, file: BinaryIO, path: Path, header: Header) -> None:
         self.header = header
         self.damage = ""
+        self.on_read: Callable[[int], None] | None = None
         self._file = file
         self._path = path
         self._records = self._read()
@@ -180,8 +184,10 @@ class LoggedRun:
         )
 
     def _read(self) -> Iterator[LogRecord]:
-        while True:
+        for number in itertools.count():
             start = self._file.tell()
+            if self.on_read is not None and number % _RECORDS_PER_REPORT == 0:
+                self.on_read(start)
             try:
                 record = _read_record(self._file)
             except _Damage as damage:
@@ -231,6 +237,14 @@ def read_runs(path: str | Path, lost: Callable[[str], None] | None = None) -> It
                 raise LogFileError(f"{path} has no run that can be read")
     except OSError as error:
         raise LogFileError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def log_bytes(path: str | Path) -> int:
+    """Bytes of a decision log; 0 if it cannot be read, which `read_runs` says."""
+    try:
+        return Path(path).expanduser().stat().st_size
+    except OSError:
+        return 0
 
 
 def _open(path: Path) -> BinaryIO:

@@ -174,3 +174,14 @@ def test_prompts_of_another_engine_come_when_they_came(logs):
 def test_a_setting_without_an_effect_says_so(logs):
     lines = what_if(logs["drafts"], {"speculative": "off", "multi_step_ms": 5.0}).lines()
     assert any(line.startswith("note: multi_step_ms, speculative changed nothing") for line in lines)
+
+
+def test_a_what_if_is_a_page_of_pictures(logs, tmp_path):
+    page = tmp_path / "page.html"
+    command = ["replay", str(logs["drafts"]), "--html", str(page)]
+    assert cli.run([*command, "--set", "max_running_requests=3"]) == 0
+    text = page.read_text(encoding="utf-8")
+    assert "what if max_running_requests=3" in text
+    for name in ("recorded", "simulated", "changed"):
+        assert f"{name}: P50 " in text
+    assert cli.run(command) == 2

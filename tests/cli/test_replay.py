@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.cli import main as cli
+from engine.cli.console import OnProgress
 from engine.cli.replay import parse_changes
 from engine.runtime.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.runtime.config.server_config import LogConfig
@@ -178,7 +179,7 @@ def test_what_if_is_asked_with_the_changes(log, capsys, monkeypatch):
     asked = []
     module = types.ModuleType("engine.simulator.what_if")
 
-    def what_if(path: Path, changes: dict[str, str]) -> str:
+    def what_if(path: Path, changes: dict[str, str], *, on_progress: OnProgress) -> str:
         asked.append((path, changes))
         return "TTFT 12 % lower, " * 10
 

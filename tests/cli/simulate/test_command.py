@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from typing import get_args
 
 import pytest
 
 from engine.cli import main as cli
+from engine.cli.simulate.tables import _percent
+from engine.runtime.config.engine_config import SchedulePolicyName
 
 SMALL = ["simulate", "smollm2-135m", "--num-requests", "20", "--rate", "20", "--max-model-len", "4096"]
 
@@ -188,3 +191,45 @@ def test_requests_beyond_the_simulated_context_are_explained(capsys, tmp_path):
     assert "--max-model-len 131072 simulates them" in text
     assert cli.run(["simulate", "llama-3.1-8b", "--workload", str(path), "--max-model-len", "131072"]) == 0
     assert "The simulation holds" not in capsys.readouterr().out
+
+
+def test_compare_says_when_policies_had_nothing_to_decide(capsys):
+    assert cli.run([*SMALL, "--device", "h200", "--compare", "fcfs,lpm"]) == 0
+    out = capsys.readouterr().out
+    assert (
+        "fcfs, lpm: the queue was empty after nearly every pass, so these policies had nothing to decide"
+        in out
+    )
+    assert "req/s: answered requests per second from the first arrival to the last token" in out
+
+    busy = ["simulate", "smollm2-135m", "--prompt-lens", "100", "--num-requests", "60", "--rate", "inf"]
+    assert cli.run([*busy, "--max-running-requests", "4", "--compare", "fcfs,srtf"]) == 0
+    assert "nothing to decide" not in capsys.readouterr().out
+
+
+def test_help_of_compare_lists_every_policy(capsys):
+    assert cli.run(["simulate", "--help"]) == 0
+    words = capsys.readouterr().out.replace("│", " ").split()
+    assert set(get_args(SchedulePolicyName)) <= {word.strip(",.:") for word in words}
+
+
+def test_a_page_of_pictures(tmp_path):
+    page = tmp_path / "page.html"
+    assert cli.run([*SMALL, "--compare", "static,fcfs", "--html", str(page)]) == 0
+    text = page.read_text(encoding="utf-8")
+    assert text.count("<svg") == 6
+    assert "Time to first token" in text
+    assert "static: P50 " in text
+    assert "smollm2-135m on 1 x h200, chat" in text
+    assert cli.run([*SMALL, "--html", str(tmp_path / "none" / "page.html")]) == 2
+
+
+def test_a_small_share_of_memory_is_not_zero():
+    assert [_percent(share) for share in (0.0, 0.0004, 0.004, 0.09, 0.12, 1.0)] == [
+        "0%",
+        "<0.1%",
+        "0.4%",
+        "9.0%",
+        "12%",
+        "100%",
+    ]
