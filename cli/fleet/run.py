@@ -1,7 +1,7 @@
 """`run_fleet`: one fleet from its start to its end: Ray, its loop, its control endpoint and its signals.
 
-All of it happens in one event loop: nothing needs a lock. This process is the driver of Ray: if the cluster loses its
-head, Ray ends the process within a minute, and the servers drain.
+All of it happens in one event loop, in the process that is the driver of Ray (`run_driver`): nothing needs a lock. If
+the cluster loses its head, Ray ends that process within a minute.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ import asyncio
 import dataclasses
 import logging
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -23,6 +22,7 @@ import typer
 from ...runtime.config.server_config import ServerConfig
 from ...runtime.logs import configure_logging
 from ...runtime.text import counted
+from ...supervisor.fleet.driver import DriverSocket, run_driver
 from ...supervisor.fleet.fleet import END_GRACE_S, Fleet, FleetOutcome, FleetSettings
 from ...supervisor.fleet.server import Server, ServerOptions
 from ...supervisor.fleet.worker_list import WorkerList
@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 RAY_USE: Final = RayUse("servers of a fleet run on Ray", "`engine serve --dp N` on this machine", "the fleet")
 _POLL_S: Final = 0.1
+_DRIVER_END_S: Final = 10.0  # from the end of the fleet to that of a Ray that it started
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,15 +62,21 @@ def run_fleet(plan: FleetPlan) -> int:
     """Run it; the exit code is that of `engine serve` in the same case."""
     import setproctitle
 
-    server, settings = plan.serve.merged.config.server, plan.settings
     configure_logging(plan.serve.merged.config.log, "fleet")
     setproctitle.setproctitle("engine: fleet")  # instead of the command line, which may contain a key
+    limit_s = patience_s(plan.settings) + _DRIVER_END_S
+    with WorkerList(plan.worker_list.absolute()) if plan.worker_list else nullcontext() as listing:
+        code, message = run_driver(lambda driver: _drive(plan, listing, driver), limit_s)
+    if message:
+        typer.echo(f"engine: {message}", err=True)
+    return code
+
+
+def _drive(plan: FleetPlan, listing: WorkerList | None, driver: DriverSocket) -> int:
+    server, settings = plan.serve.merged.config.server, plan.settings
     with ExitStack() as stack:
-        folder = tempfile.TemporaryDirectory(prefix="engine-ray-", ignore_cleanup_errors=True)
-        cluster = stack.enter_context(ray_cluster(stack.enter_context(folder), RAY_USE))
-        listing = None
-        if plan.worker_list is not None:
-            listing = stack.enter_context(WorkerList(plan.worker_list.absolute()))
+        cluster = stack.enter_context(ray_cluster(driver.folder, RAY_USE))
+        driver.joined()
         keys = read_keys(server)
         options = ServerOptions(
             plan.serve.needs(settings.replicas),
@@ -84,30 +91,32 @@ def run_fleet(plan: FleetPlan) -> int:
             listing,
         )
         stack.callback(fleet.kill)
-        outcome = asyncio.run(_FleetRun(plan, fleet).run(keys))
+        outcome = asyncio.run(_FleetRun(plan, fleet, driver).run(keys))
         logger.info("stopped exit_code=%d", outcome.exit_code)
     if outcome.exit_code != 0:
         typer.echo(f"engine: {outcome.message}", err=True)
     return outcome.exit_code
 
 
+def patience_s(settings: FleetSettings) -> float:
+    """From the begin of a fleet's end until its servers are killed."""
+    return settings.drain_s + END_GRACE_S + 5.0
+
+
 class _FleetRun:
     """One run."""
 
-    def __init__(self, plan: FleetPlan, fleet: Fleet) -> None:
+    def __init__(self, plan: FleetPlan, fleet: Fleet, driver: DriverSocket) -> None:
         self._plan = plan
         self._fleet = fleet
+        self._driver = driver
         self._signals: list[signal.Signals] = []
         self._wake = asyncio.Event()
         self._is_announced = False
 
     async def run(self, keys: Keys) -> FleetOutcome:
         """Run until a signal or a failure ends it."""
-        loop = asyncio.get_running_loop()
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            # `nohup` sets SIGHUP to be ignored, and it stays ignored.
-            if signum is not signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
-                loop.add_signal_handler(signum, self._on_signal, signum)
+        asyncio.get_running_loop().add_reader(self._driver, self._on_signal)
         with self._control(keys) as serving:
             task = asyncio.create_task(serving())
             try:
@@ -135,15 +144,15 @@ class _FleetRun:
         fleet, before = self._fleet, len(self._signals)
         began_s = time.monotonic()
         fleet.stop(began_s)
-        patience_s = self._plan.settings.drain_s + END_GRACE_S + 5.0
+        limit_s = patience_s(self._plan.settings)
         while not fleet.is_gone:
             if len(self._signals) > max(1, before):
                 signum = self._signals[-1]
                 fleet.kill()
                 return FleetOutcome(128 + signum, f"stopped at once by {signum.name}")
-            if time.monotonic() - began_s > patience_s:
+            if time.monotonic() - began_s > limit_s:
                 fleet.kill()
-                return FleetOutcome(1, f"the servers did not end within {patience_s:g} s and were killed")
+                return FleetOutcome(1, f"the servers did not end within {limit_s:g} s and were killed")
             fleet.poll(time.monotonic())
             await self._pause()
         return outcome
@@ -157,8 +166,8 @@ class _FleetRun:
             pass
         self._wake.clear()
 
-    def _on_signal(self, signum: signal.Signals) -> None:
-        self._signals.append(signum)
+    def _on_signal(self) -> None:
+        self._signals += self._driver.signals()
         self._wake.set()
 
     @contextmanager

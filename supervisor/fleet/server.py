@@ -167,9 +167,11 @@ class Server:
 
     def kill(self) -> None:
         """End it at once, and give its place back."""
-        with contextlib.suppress(self._ray.exceptions.RayError):
-            if self.end is None and self.status is not None:
+        lost = contextlib.suppress(self._ray.exceptions.RayError)
+        if self.end is None and self.status is not None:
+            with lost:  # also if the actor does not answer in time
                 self._ray.get(self._actor.kill.remote(), timeout=_KILL_S)
+        with lost:
             self._ray.kill(self._actor)
         self.end = self.end or (-signal.SIGKILL, "was killed")
 

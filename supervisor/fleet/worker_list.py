@@ -37,6 +37,7 @@ class WorkerList:
         return self
 
     def __exit__(self, *_exc_info: object) -> None:
+        self._written = None  # another process may have written
         with contextlib.suppress(ConfigError):
             self.write([])
 

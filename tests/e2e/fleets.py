@@ -128,19 +128,24 @@ class EngineFleet:
         return self.wait()
 
     def pids_of_session(self) -> list[int]:
-        """Processes that descend from the fleet: they share its session, or were told its directory."""
-        found = []
+        """Processes that descend from the fleet."""
+        return list(self.commands())
+
+    def commands(self) -> dict[int, str]:
+        """Processes that descend from the fleet, by their command: they share its session, or have its directory."""
+        found = {}
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit():
                 continue
             try:
                 state, _, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
                 environment = (entry / "environ").read_bytes()
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
             except OSError:
                 continue
             belongs = int(session) == self.process.pid or f"TMPDIR={self.tmp}".encode() in environment
             if belongs and state != "Z":
-                found.append(int(entry.name))
+                found[int(entry.name)] = command
         return found
 
     def wait_until_nothing_is_left(self, *urls: str) -> None:

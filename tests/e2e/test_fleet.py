@@ -120,6 +120,27 @@ def test_a_mistake_in_the_settings_ends_the_fleet(model: Path):
         )
 
 
+def test_a_signal_while_ray_starts_ends_the_fleet(model: Path):
+    with EngineFleet(str(model), serve=TINY) as fleet:
+        fleet.wait_for(lambda: any("gcs_server" in command for command in fleet.commands().values()))
+        assert fleet.stop() == 128 + signal.SIGTERM, fleet.log
+        fleet.wait_until_nothing_is_left()
+        assert "engine: stopped at once by SIGTERM" in fleet.log
+
+
+def test_the_end_of_ray_is_the_end_of_the_fleet_with_a_line(model: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "2")  # 60 s
+    with EngineFleet(str(model), "--replicas", "1", serve=TINY) as fleet:
+        fleet.wait_until_ready(1)
+        [head] = [pid for pid, command in fleet.commands().items() if "gcs_server" in command.split()[0]]
+        os.kill(head, signal.SIGKILL)
+        assert fleet.wait() == 1, fleet.log
+        assert re.search(r"^engine: the connection to Ray has ended, and", fleet.log, re.MULTILINE)
+        assert fleet.listed() == []
+        while fleet.pids_of_session():
+            threading.Event().wait(0.1)
+
+
 @pytest.fixture
 def fleet(model: Path) -> Iterator[EngineFleet]:
     with EngineFleet(str(model), "--replicas", "2", serve=TINY) as fleet:

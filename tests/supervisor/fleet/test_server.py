@@ -94,6 +94,16 @@ def test_drain_and_kill_reach_the_server():
     assert early.end == (0, "was not started")
 
 
+def test_an_actor_that_does_not_answer_is_killed_too():
+    ray = ActorRay()
+    server = Server(ray, ["serve"], OPTIONS)
+    ray.answers(ray.actors[0], UP)
+    server.poll()
+    ray.ended["actor 0 kill"] = RayError("Get timed out: some object(s) not ready.")
+    server.kill()
+    assert ray.events[-1] == "killed actor 0"
+
+
 def test_without_ray_there_is_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     rule = r"servers of a fleet run on Ray, but Ray cannot be imported .*, or use `engine serve --dp N`"
