@@ -62,16 +62,21 @@ def titles(tab: Tab) -> list[str]:
 
 def fill(tab: Tab, field: str, text: str) -> None:
     """Replace the value of a field of the settings."""
-    if tab.run("document.querySelector('#settings').hidden"):
-        tab.click("#open-settings")
+    open_settings(tab)
     tab.click(f"#set-{field}")
     tab.run("document.activeElement.select?.()")
     tab.type(text)
 
 
-def choose(tab: Tab, field: str, value: str) -> None:
+def open_settings(tab: Tab) -> None:
+    """Open the panel and unfold its groups."""
     if tab.run("document.querySelector('#settings').hidden"):
         tab.click("#open-settings")
+    tab.run("document.querySelectorAll('#settings details').forEach((each) => { each.open = true; })")
+
+
+def choose(tab: Tab, field: str, value: str) -> None:
+    open_settings(tab)
     tab.run(
         f"(() => {{ const field = document.querySelector('#set-{field}'); field.value = {json.dumps(value)}; "
         "field.dispatchEvent(new Event('change', { bubbles: true })); })()"

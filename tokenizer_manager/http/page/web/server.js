@@ -15,11 +15,12 @@ class ServerError extends Error {
   get wantsAdminKey() { return this.status === 403 && this.code === "admin_key_required"; }
 }
 
-const MAX_TRIES = 8, MAX_WAIT_S = 60;  // of a request that a busy server refuses
+const MAX_TRIES = 5, MAX_WAIT_S = 60;  // of a request that a busy server refuses; the seconds in all
 const HEALTH_MS = 4000;
 
 export class Server {
   isUp = null;
+  isWaiting = false;  // before it asks a busy server again
 
   // `onState(isUp)`: the server answers, or does not.
   constructor(onState) { this.onState = onState; }
@@ -81,13 +82,19 @@ export class Server {
   }
 
   async #sendPatiently(path, options, say) {
-    for (let tries = 1; ; tries++) {
+    for (let tries = 1, waited_s = 0; ; tries++) {
       try {
         return await this.#send(path, options());
       } catch (error) {
         const wait_s = Number(error.retryAfter);
-        if (![429, 503].includes(error.status) || !(wait_s > 0 && wait_s <= MAX_WAIT_S) || tries === MAX_TRIES) throw error;
-        await pause(wait_s, options().signal, (left) => say(`The server is busy; it is asked again in ${left} s.`));
+        waited_s += wait_s;
+        if (![429, 503].includes(error.status) || !(wait_s > 0 && waited_s <= MAX_WAIT_S) || tries === MAX_TRIES) throw error;
+        this.isWaiting = true;
+        try {
+          await pause(wait_s, options().signal, (left) => say(`The server is busy; it is asked again in ${left} s.`));
+        } finally {
+          this.isWaiting = false;
+        }
       }
     }
   }

@@ -157,11 +157,12 @@ export class Chat {
       }
     };
     this.#scrollToEnd();
+    const reading = this.#sayHowLong();
     try {
       await this.keys.withKey(async () => {
         answer = new Answer();
         for await (const event of this.server.stream(PATH, body, this.#abort.signal, (text) => this.say(text))) {
-          if (answer.add(event)) this.say("The model answers…");
+          if (answer.add(event)) { clearInterval(reading); this.say("The model answers…"); }
           wanted ||= requestAnimationFrame(show);
         }
       });
@@ -169,6 +170,7 @@ export class Chat {
       if (error.name === "AbortError") stopped = true;
       else this.#error = error;
     }
+    clearInterval(reading);
     cancelAnimationFrame(wanted);
     show();
     if (!message.reasoning) delete message.reasoning;
@@ -178,6 +180,12 @@ export class Chat {
     message.note = stopped ? "Stopped." : this.#error ? `Interrupted: ${this.#error.message}` : answer.note(this.model.maxContext);
     message.footer = answer.footer(this.model.maxContext);
     return answer.isEmpty;
+  }
+
+  // Until the first token, the seconds that the prompt has taken; the server does not tell how much of it is read.
+  #sayHowLong() {
+    let past = 0;
+    return setInterval(() => { if (++past > 1 && !this.server.isWaiting) this.say(`The model reads the conversation… ${past} s`); }, 1000);
   }
 
   // Without `text`, the answer is made again; with it, the question is asked in another form. Both are branches.

@@ -52,7 +52,7 @@ export class Composer {
   }
 
   async attach(files) {
-    for (const file of files) {
+    for (const file of [...files]) {  // the field's list is emptied meanwhile
       try {
         this.#add(file.name, await this.#textOf(file));
       } catch (error) {

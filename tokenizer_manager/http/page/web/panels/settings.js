@@ -3,7 +3,16 @@
 const STORE = "engine.settings";
 
 // The fields that the page offers. Kind, default, range and description come from the API's own document.
-export const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "repetition_penalty", "frequency_penalty", "presence_penalty"];
+export const NUMBERS = { temperature: "Temperature", top_p: "Top p", top_k: "Top k", min_p: "Min p", max_tokens: "Longest answer", seed: "Seed",
+  repetition_penalty: "Repetition penalty", frequency_penalty: "Frequency penalty", presence_penalty: "Presence penalty" };
+// Values of the first four; what a preset does not name is the model's default.
+export const PRESETS = {
+  "Model's defaults": {},
+  Precise: { temperature: "0" },
+  Balanced: { temperature: "0.7", top_p: "0.9" },
+  Creative: { temperature: "1.1", top_p: "0.95", min_p: "0.05" },
+};
+const OF_PRESETS = ["temperature", "top_p", "top_k", "min_p"];
 export const FORMS = { text: "Text", json: "A JSON object", schema: "JSON of a schema" };
 export const EFFORTS = ["none", "minimal", "low", "medium", "high"];
 
@@ -31,6 +40,9 @@ export class Settings {
     }
   }
 
+  usePreset(name) { for (const field of OF_PRESETS) this.set(field, PRESETS[name][field] ?? ""); }
+  hasPreset(name) { return OF_PRESETS.every((field) => this.get(field) === (PRESETS[name][field] ?? "")); }
+
   reset() {
     this.values = {};
     try { localStorage.removeItem(STORE); } catch { /* not allowed */ }
@@ -41,7 +53,7 @@ export class Settings {
   // The fields of a request that are not at their defaults.
   body() {
     const body = {};
-    for (const name of NUMBERS) {
+    for (const name of Object.keys(NUMBERS)) {
       if (this.get(name) === "") continue;
       const value = Number(this.get(name));
       if (!Number.isFinite(value)) throw new Error(`${name} is ${JSON.stringify(this.get(name))}, but it must be a number; change it in the settings.`);

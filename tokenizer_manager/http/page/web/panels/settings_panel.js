@@ -1,7 +1,7 @@
 // `SettingsPanel`: the system prompt, sampling settings, tools and the form of answers, each with its default.
 
 import { button, make } from "../dom.js";
-import { EFFORTS, FORMS, NUMBERS, schemaOf, toolsOf } from "./settings.js";
+import { EFFORTS, FORMS, NUMBERS, PRESETS, schemaOf, toolsOf } from "./settings.js";
 
 const REQUEST = "ChatRequest";
 const TOOLS_EXAMPLE = '[{"name": "get_weather", "description": "…", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}]';
@@ -20,19 +20,37 @@ export class SettingsPanel {
     this.fields = document?.components?.schemas?.[REQUEST]?.properties ?? {};
     const { settings } = this;
     const reset = button("Reset all", () => { settings.reset(); this.redraw(); this.box.querySelector("textarea").focus(); }, { className: "quiet" });
+    const effort = { "": "default", ...Object.fromEntries(EFFORTS.map((each) => [each, each])) };
     this.box.replaceChildren(
       make("div", { className: "row title" }, make("h2", {}, "Settings"), reset),
       this.#text("system", "System prompt", { rows: 3, hint: "Comes before the conversation." }),
-      make("fieldset", {}, make("legend", {}, "Sampling"), ...NUMBERS.map((name) => this.#number(name)),
-        this.#text("stop", "stop", { rows: 2, hint: "Strings that end the answer, one in a line." }),
-        this.#choice("reasoning_effort", "reasoning_effort", { "": "default", ...Object.fromEntries(EFFORTS.map((each) => [each, each])) })),
-      make("fieldset", {}, make("legend", {}, "Tools"),
+      make("div", { className: "presets", role: "group", "aria-label": "Presets of the sampling" }, ...Object.keys(PRESETS).map((name) => this.#preset(name))),
+      this.#group("Sampling", ["temperature", "top_p", "max_tokens", "seed"], true),
+      this.#group("More sampling", ["top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "stop"], false,
+        this.#text("stop", "Stop strings", { rows: 2, hint: "They end the answer; one in a line." })),
+      this.#group("Reasoning", ["reasoning_effort"], false, this.#choice("reasoning_effort", "Effort", effort)),
+      this.#group("Tools", ["tools", "tool_choice"], false,
         this.#text("tools", "Definitions, as JSON", { rows: 4, placeholder: TOOLS_EXAMPLE, check: toolsOf, className: "mono" }),
-        this.#choice("tool_choice", "tool_choice", { "": "auto (default)", none: "none", required: "required" })),
-      make("fieldset", {}, make("legend", {}, "Answer"),
+        this.#choice("tool_choice", "Calls", { "": "auto (default)", none: "none", required: "required" })),
+      this.#group("Form of the answer", ["form", "schema"], false,
         this.#choice("form", "Form", { "": FORMS.text, json: FORMS.json, schema: FORMS.schema }),
         this.#text("schema", "JSON schema", { rows: 4, placeholder: SCHEMA_EXAMPLE, check: schemaOf, className: "mono" })),
     );
+  }
+
+  // A group that folds; it is open where a value is not the default. The numbers among `names` come first.
+  #group(title, names, isOpen, ...more) {
+    const open = isOpen || names.some((name) => this.settings.get(name) !== "");
+    return make("details", { open }, make("summary", {}, title), ...names.filter((name) => name in NUMBERS).map((name) => this.#number(name)), ...more);
+  }
+
+  #preset(name) {
+    const act = () => { this.settings.usePreset(name); this.redraw(); this.box.querySelector(".presets [aria-pressed=true]").focus(); };
+    return button(name, act, { "aria-pressed": String(this.settings.hasPreset(name)) });
+  }
+
+  #showPreset() {
+    for (const each of this.box.querySelectorAll(".presets button")) each.setAttribute("aria-pressed", String(this.settings.hasPreset(each.textContent)));
   }
 
   #number(name) {
@@ -47,10 +65,10 @@ export class SettingsPanel {
       problem.hidden = !wrong;
       field.setAttribute("aria-invalid", String(Boolean(wrong)));
     };
-    field.addEventListener("input", () => { this.settings.set(name, field.value.trim()); check(); this.onChange(); });
+    field.addEventListener("input", () => { this.settings.set(name, field.value.trim()); check(); this.#showPreset(); this.onChange(); });
     check();
     const hint = [schema.description, range].filter(Boolean).join(" ");
-    return make("div", { className: "setting number" }, make("label", { htmlFor: id }, name), field,
+    return make("div", { className: "setting number" }, make("label", { htmlFor: id, title: name }, NUMBERS[name]), field,
       make("p", { className: "hint", id: `${id}-hint` }, hint), problem);
   }
 

@@ -1,0 +1,239 @@
+"""The rest of the page in a real browser: files, import, continue, adapters, a busy or lost server, colors, presets."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+
+import pytest
+
+from engine.runtime.messages import Finish, FinishKind
+from tests.adapter_files import loaded, write_adapter
+from tests.browser import Tab
+from tests.tokenizer_manager.fake_engine import SPEC, row, say_all
+
+from .chat_page import ANSWERED, ask, kept, open_settings, prompt_of
+from .test_endpoints import pdf
+
+pytestmark = pytest.mark.slow
+
+
+def put_files(tab: Tab, selector: str, files: dict[str, bytes]) -> None:
+    """Choose files, as in the dialog of the browser."""
+    contents = {name: base64.b64encode(content).decode() for name, content in files.items()}
+    tab.run(
+        f"(() => {{ const all = new DataTransfer(), field = document.querySelector('{selector}'); "
+        f"for (const [name, content] of Object.entries({json.dumps(contents)})) "
+        "all.items.add(new File([Uint8Array.from(atob(content), (each) => each.charCodeAt(0))], name)); "
+        "field.files = all.files; field.dispatchEvent(new Event('change')); })()"
+    )
+
+
+def send_event(tab: Tab, kind: str, content: str) -> bool:
+    """Paste a text, or drop it as the file notes.txt; whether the page lets the browser act, too."""
+    text = json.dumps(content)
+    make = f"new File([{text}], 'notes.txt')" if kind == "drop" else f"{text}, 'text/plain'"
+    event = (
+        "new DragEvent('drop', { dataTransfer: data, bubbles: true, cancelable: true })"
+        if kind == "drop"
+        else "new ClipboardEvent('paste', { clipboardData: data, bubbles: true, cancelable: true })"
+    )
+    goes_on: bool = tab.run(
+        f"(() => {{ const data = new DataTransfer(); data.items.add({make}); "
+        f"return document.querySelector('#question').dispatchEvent({event}); }})()"
+    )
+    return goes_on
+
+
+def test_files_go_with_the_message(open_page):
+    tab, served = open_page(say_all("Read."))
+    hello = pdf("BT /F1 12 Tf 20 100 Td (Hello from a PDF) Tj ET")
+    put_files(tab, "#files", {"a.py": b"print('x')\n", "b.pdf": hello, "c.bin": b"\0\1"})
+    tab.wait("document.querySelectorAll('#attached li').length === 2")
+    tab.wait("document.querySelector('#status').textContent.includes('c.bin: this is no text')")
+    put_files(tab, "#files", {"gone.txt": b"gone"})
+    tab.click("[aria-label='Remove gone.txt']")
+    ask(tab, "What is it?")
+    tab.wait(ANSWERED)
+    prompt = prompt_of(served.engine.next_request())
+    assert "What is it?\n\na.py:\n```\nprint('x')\n```\n\nb.pdf:\n```\nHello from a PDF\n```" in prompt
+    assert "gone" not in prompt
+    assert tab.text(".user .plain") == "What is it?"
+    assert [name.split("\n")[0] for name in tab.text(".user .body").split("\n") if "." in name] == [
+        "a.py",
+        "b.pdf",
+    ]
+    assert tab.run("document.querySelector('#attached').hidden")
+
+    tab.click(".user [aria-label='Edit your message']")
+    tab.type("!")
+    tab.click(".edit [type=submit]")
+    assert "Hello from a PDF" in prompt_of(served.engine.next_request())  # they stay with it
+
+
+def test_a_dropped_file_and_a_long_paste_are_files_and_a_short_paste_is_text(open_page):
+    tab, _ = open_page()
+    assert not send_event(tab, "drop", "dropped")  # the browser does not open it in the page's place
+    tab.wait("document.querySelectorAll('#attached li').length === 1")
+    assert not send_event(tab, "paste", "word " * 1000)
+    tab.wait("document.querySelectorAll('#attached li').length === 2")
+    assert "notes.txt" in tab.text("#attached")
+    assert "Pasted text 1" in tab.text("#attached")
+    assert "5,000 characters" in tab.text("#attached")
+    assert send_event(tab, "paste", "short")
+
+
+def test_an_exported_conversation_is_imported(open_page):
+    tab, served = open_page(say_all("Next."))
+    body = {
+        "model": "x",
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+            {"role": "assistant", "content": "Hello **you**."},
+        ],
+    }
+    put_files(tab, "#import-file", {"conversation.json": json.dumps(body).encode()})
+    tab.wait("document.querySelector('.assistant strong')")
+    tab.wait("document.querySelector('#status').textContent === 'conversation.json was imported.'")
+    ask(tab, "More")
+    tab.wait(f"document.querySelectorAll('.assistant').length === 2 && {ANSWERED}")
+    assert "Be brief." in prompt_of(served.engine.next_request())
+    assert [message["content"] for message in kept(tab)] == ["Hi", "Hello **you**.", "More", "Next."]
+
+    put_files(tab, "#import-file", {"other.json": b"[1]"})
+    tab.wait("document.querySelector('#status').textContent.includes('other.json cannot be imported')")
+
+
+@pytest.mark.parametrize("ended_by", ["reader", "server"])
+def test_a_stopped_answer_goes_on(open_page, ended_by):
+    tab, served = open_page()
+    ask(tab, "Count")
+    request = served.engine.next_request()
+    served.engine.say(row(request, "1, 2,", total=4))
+    tab.wait("document.querySelector('.assistant .text')?.innerText.includes('1, 2,')")
+    if ended_by == "reader":
+        tab.click("#stop")
+    else:
+        failed = Finish(FinishKind.ERROR, message="out of luck", status=500)
+        served.engine.say(row(request, "", total=4, finish=failed))
+    tab.wait(ANSWERED)
+    if ended_by == "server":
+        assert "out of luck" in tab.text(".assistant .note")  # also after the next message, and a reload
+    served.engine.script = say_all(" 3")
+    tab.click(".assistant .end button")
+    tab.wait("document.querySelector('.assistant .text').innerText === '1, 2, 3'")
+    tab.wait(ANSWERED)
+    assert prompt_of(served.engine.next_request()).endswith("assistant\n1, 2,")
+    assert [message["content"] for message in kept(tab)] == ["Count", "1, 2, 3"]
+    assert tab.run("document.querySelector('.assistant .end button')") is None
+
+
+def test_an_adapter_is_chosen(open_page, tmp_path: Path):
+    write_adapter(tmp_path / "sql", SPEC)
+    tab, served = open_page(say_all("x"), adapters=[loaded(tmp_path / "sql", SPEC, 1, "sql")])
+    assert tab.run("[...document.querySelector('#choice').options].map((each) => each.text)") == [
+        "no adapter",
+        "sql",
+    ]
+    tab.run(
+        "(() => { const field = document.querySelector('#choice'); field.value = 'sql'; "
+        "field.dispatchEvent(new Event('change')); })()"
+    )
+    ask(tab, "Hi")
+    tab.wait(ANSWERED)
+    assert served.engine.next_request().lora_id
+    assert tab.text(".assistant h2") == "sql"
+
+
+def test_a_busy_server_is_asked_again(open_page):
+    tab, served = open_page(say_all("x"))
+    tab.run(
+        "(() => { const real = fetch; let refusals = 2; window.fetch = (url, options) => "
+        "String(url).endsWith('chat/completions') && refusals-- > 0 "
+        '? Promise.resolve(new Response(\'{"error": {"message": "full"}}\', '
+        "{ status: refusals ? 429 : 503, headers: { 'Retry-After': '1' } })) : real(url, options); })()"
+    )
+    ask(tab, "Hi")
+    tab.wait("document.querySelector('#status').textContent.includes('asked again in 1 s')")
+    tab.wait(ANSWERED)
+    assert served.engine.next_request()
+    assert tab.run("document.querySelector('#messages .error')") is None
+
+
+def test_the_wait_for_a_busy_server_can_be_stopped(open_page):
+    tab, served = open_page(say_all("x"))
+    tab.run(
+        "(() => { const real = fetch; window.fetch = (url, options) => String(url).endsWith('chat/completions') "
+        "? Promise.resolve(new Response('', { status: 503, headers: { 'Retry-After': '30' } })) "
+        ": real(url, options); })()"
+    )
+    ask(tab, "Hi")
+    tab.wait("document.querySelector('#status').textContent.includes('asked again in')")
+    tab.press("Escape")
+    tab.wait("document.querySelector('#stop').hidden")
+    assert served.engine.generate.empty()
+
+
+def test_the_dot_follows_the_server(open_page):
+    tab, _ = open_page()
+    assert tab.run("document.querySelector('#state').className") == "dot up"
+    tab.run("window.real = fetch; window.fetch = () => Promise.reject(new TypeError('gone'))")
+    tab.wait("document.querySelector('#state').className === 'dot down'")
+    assert tab.run("document.querySelector('#state').ariaLabel") == "The server does not answer"
+    tab.run("window.fetch = window.real")
+    tab.wait("document.querySelector('#state').className === 'dot up'")
+
+
+def test_the_colors_are_chosen_and_kept(open_page):
+    tab, served = open_page()
+    background = "getComputedStyle(document.body).backgroundColor"
+    light = tab.run(background)
+    tab.click("#theme")
+    assert (tab.run(background), tab.run("document.querySelector('#theme').ariaLabel")) == (
+        light,
+        "Colors: light",
+    )
+    tab.click("#theme")
+    dark = tab.run(background)
+    assert dark != light
+    tab.go(served.url + "/")
+    tab.wait("document.documentElement.dataset.ready")
+    assert tab.run(background) == dark
+
+
+def test_an_example_is_a_click(open_page):
+    tab, served = open_page(say_all("x"))
+    tab.click("#examples button:nth-child(2)")
+    tab.wait(ANSWERED)
+    assert "Write a Python function" in prompt_of(served.engine.next_request())
+    assert tab.run("document.querySelector('#empty').hidden")
+
+
+def test_a_preset_sets_the_sampling_and_its_groups_fold(open_page):
+    tab, served = open_page(say_all("x"))
+    tab.click("#open-settings")
+    folded = "[...document.querySelectorAll('#settings details')].map((each) => each.open)"
+    assert tab.run(folded) == [True, False, False, False, False]
+    tab.click(".presets button:nth-child(4)")
+    assert tab.run("document.querySelector('#set-temperature').value") == "1.1"
+    assert tab.run(folded) == [True, True, False, False, False]  # min_p is in the second group
+    assert tab.text(".presets [aria-pressed=true]") == "Creative"
+    ask(tab, "Hi")
+    tab.wait(ANSWERED)
+    sampling = served.engine.next_request().sampling
+    assert (sampling.temperature, sampling.top_p, sampling.min_p) == pytest.approx((1.1, 0.95, 0.05))
+    open_settings(tab)
+    tab.click("#set-temperature")
+    tab.type("5")
+    assert tab.run("document.querySelector('.presets [aria-pressed=true]')") is None
+
+
+def test_the_time_of_a_long_prompt_is_said(open_page):
+    tab, served = open_page()
+    ask(tab, "Hi")
+    request = served.engine.next_request()
+    tab.wait("/reads the conversation… [2-9] s/.test(document.querySelector('#status').textContent)")
+    served.engine.say(row(request, "x", total=1))
+    tab.wait("document.querySelector('#status').textContent === 'The model answers…'")
