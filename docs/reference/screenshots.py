@@ -22,11 +22,11 @@ from tests.browser import Browser, Tab
 FOLDER: Final = Path(__file__).parent.parent / "images"
 QUESTION: Final = "What is a prefix cache? Answer in two sentences."
 CODE_QUESTION: Final = "Write a Python function that adds two numbers."
-SETTINGS: Final = {"temperature": "0", "max_tokens": "120"}
+SETTINGS: Final = {"temperature": "0", "max_tokens": "100"}
 SERVER: Final = ("--max-total-tokens", "8192", "--max-running-requests", "3")
 LOAD: Final = {"prompt": "The sea is " * 200, "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
 NUM_LOADS: Final = 4
-MAX_BYTES: Final = 150_000
+MAX_BYTES: Final = 170_000
 _DARK: Final = {"prefers-color-scheme": "dark"}
 
 
@@ -37,12 +37,19 @@ def main() -> None:
     try:
         url = _url_of(server)
         FOLDER.mkdir(exist_ok=True)
-        with tempfile.TemporaryDirectory() as folder, Browser(Path(folder)) as browser:
+        with (
+            tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+            Browser(Path(folder)) as browser,
+        ):
             with ThreadPoolExecutor(NUM_LOADS) as threads:
                 _chat(browser, url, "page-light.png", panel="#open-live", threads=threads)
                 httpx.post(f"{url}/abort_request", json={"abort_all": True})
             _chat(browser, url, "page-dark.png", features=_DARK, panel="#open-settings")
-            _chat(browser, url, "page-400.png", size=(400, 760))
+            for name, features in (("page-400.png", {}), ("page-400-dark.png", _DARK)):
+                _chat(browser, url, name, size=(400, 760), features=features)
+            tab = browser.open(url)
+            tab.wait("document.documentElement.dataset.ready")
+            _shoot(tab, "page-start.png")
             for name, features in (("docs-light.png", {}), ("docs-dark.png", _DARK)):
                 _shoot(browser.open(f"{url}/docs", size=(1180, 660), features=features), name)
     finally:
@@ -78,6 +85,7 @@ def _chat(
         tab.type(question)
         tab.press("Enter")
         tab.wait(f"document.querySelectorAll('.assistant .figures').length === {number}")
+        tab.wait("!document.querySelector('.assistant .text:not([data-rendered])')")
     if threads is not None:
         for number in range(NUM_LOADS):
             body = LOAD | {"prompt": f"{number} {LOAD['prompt']}"}

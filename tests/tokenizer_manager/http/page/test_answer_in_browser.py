@@ -24,8 +24,8 @@ def test_an_answer_is_shown_while_it_arrives_and_ends_with_its_figures(open_page
     assert tab.text(".assistant .text") == "Very well."
     assert tab.run("document.querySelector('.assistant strong').textContent") == "well"
     figures = tab.text(".assistant .figures").split(" · ")
-    assert [figures[0][:5], figures[1][-5:], *figures[2:]] == [
-        *("TTFT ", "tok/s", "31 in (16 cached)", "4 out", "ctx 35/8,192"),
+    assert [figures[0][:12], figures[1][-5:], *figures[2:]] == [
+        *("first token ", "tok/s", "31 in (16 cached)", "4 out", "context 35/8,192"),
     ]
     assert tab.run("document.querySelector('#messages').getAttribute('aria-busy')") == "false"
     assert tab.text("#status") == "The answer is complete."

@@ -176,6 +176,15 @@ def test_the_wait_for_a_busy_server_can_be_stopped(open_page):
     assert served.engine.generate.empty()
 
 
+def test_a_message_that_is_too_long_is_said_in_a_visitor_s_words(open_page):
+    tab, _ = open_page(say_all("x"))
+    ask(tab, "word " * 2000)
+    tab.wait("document.querySelector('#messages .error')")
+    assert "too long for the model. Send less, remove a file, or begin a new chat." in tab.text(
+        "#messages .error"
+    )
+
+
 def test_the_dot_follows_the_server(open_page):
     tab, _ = open_page()
     assert tab.run("document.querySelector('#state').className") == "dot up"

@@ -41,10 +41,10 @@ export class Answer {
 
   get isEmpty() { return !this.text && !this.reasoning && !this.calls.length; }
 
-  // As `engine chat` shows it: `TTFT 41 ms · 62.3 tok/s · 512 in (480 cached) · 211 out · ctx 723/32768`.
+  // `first token 41 ms · 62.3 tok/s · 512 in (480 cached) · 211 out · context 723/32,768`.
   footer(maxContext) {
     const parts = [], usage = this.usage;
-    if (this.#first !== null) parts.push(`TTFT ${Math.round(this.#first - this.#started)} ms`);
+    if (this.#first !== null) parts.push(`first token ${Math.round(this.#first - this.#started)} ms`);
     if (usage && this.#first !== null && usage.completion_tokens > 1) {
       const rate = (usage.completion_tokens - 1) / Math.max((this.#last - this.#first) / 1000, 1e-6);
       if (rate < 1e6) parts.push(`${rate.toFixed(1)} tok/s`);
@@ -52,7 +52,7 @@ export class Answer {
     if (usage) {
       const cached = usage.prompt_tokens_details?.cached_tokens, used = usage.prompt_tokens + usage.completion_tokens;
       parts.push(`${count(usage.prompt_tokens)} in${cached ? ` (${count(cached)} cached)` : ""}`, `${count(usage.completion_tokens)} out`);
-      parts.push(maxContext ? `ctx ${count(used)}/${count(maxContext)}` : `ctx ${count(used)}`);
+      parts.push(maxContext ? `context ${count(used)}/${count(maxContext)}` : `context ${count(used)}`);
     }
     return parts.join(" · ");
   }

@@ -126,15 +126,18 @@ export class Chat {
     this.#setBusy(true);
     const isEmpty = await this.#receive(body, message, view);
     this.#abort = null;
+    let rendered = null;
     if (isEmpty && !begun) view.node.remove();
     else {
       this.#views.set(message, view);
       if (message.id) this.conversation.keep(message);
       else this.conversation.add(message);
-      view.settle();
+      rendered = view.settle();
     }
     this.#setBusy(false);
     this.#draw();
+    const at = this.#scroller.scrollTop;
+    rendered?.then(() => { if (this.#scroller.scrollTop === at) this.#scrollToEnd(); });  // Markdown is higher than its text
     if (!this.#error) this.say(message.note || "The answer is complete.");
   }
 

@@ -94,10 +94,10 @@ export class MessageView {
 
   closeReasoning() { if (!this.touched) this.reasoning.open = false; }
 
-  // All has arrived: the server renders the whole text.
+  // All has arrived: the server renders the whole text. A promise of that.
   settle() {
     this.node.classList.remove("arriving");
-    this.rendered.finish(this.#source(this.message));
+    return this.rendered.finish(this.#source(this.message));
   }
 
   // What can be done with a message, its note and its figures.
@@ -127,10 +127,13 @@ function fileView({ name, text }) {
     make("span", { className: "hint" }, `${count(text.length)} characters`)), make("pre", { tabIndex: 0 }, text));
 }
 
+// What a visitor can do about an error, where the server's words are for the person who runs it.
+const ADVICE = { context_length_exceeded: "This is too long for the model. Send less, remove a file, or begin a new chat." };
+
 // An error in the server's words, with a button to try again.
 export function errorView(error, onRetry) {
   const facts = [error.status && error.status !== 200 ? `status ${error.status}` : null, error.code, error.param && `field ${error.param}`,
     error.retryAfter && `try again in ${error.retryAfter} s`].filter(Boolean).join(" · ");
-  return make("div", { className: "error", role: "alert" }, make("p", {}, error.message),
+  return make("div", { className: "error", role: "alert" }, ADVICE[error.code] && make("p", {}, ADVICE[error.code]), make("p", {}, error.message),
     facts && make("p", { className: "figures" }, facts), button("Try again", onRetry));
 }

@@ -105,7 +105,7 @@ export class LivePanel {
     const rows = data.map((each) => make("tr", {}, make("td", { className: "mono", title: each.id }, shortId(each.id)), make("td", {}, each.phase),
       make("td", {}, seconds(each.age_s)), make("td", {}, seconds(each.ttft_s)), make("td", {}, count(each.prompt_tokens)),
       make("td", {}, `${count(each.completion_tokens)}/${count(each.max_tokens)}`), make("td", {}, whyOf(each))));
-    this.table.replaceChildren(make("table", {}, make("thead", {}, make("tr", {}, ...head.map((text) => make("th", { scope: "col" }, text)))),
+    this.table.replaceChildren(make("table", {}, make("thead", {}, make("tr", {}, ...head.map((text) => make("th", { scope: "col", title: text === "TTFT" ? "time to the first token" : null }, text)))),
       make("tbody", {}, ...rows)), ...(total > data.length ? [make("p", { className: "hint" }, `and ${count(total - data.length)} more`)] : []));
   }
 }
