@@ -1,4 +1,4 @@
-"""The AI SDK (`ai` with `@ai-sdk/openai-compatible`, by `ai_sdk.mjs`) with the default model.
+"""The AI SDK (`ai` with three of its providers, by `ai_sdk.mjs`) with the default model.
 
 The packages are installed into pytest's cache by the first run. Skipped where there is no Node, or no npm registry.
 """
@@ -28,7 +28,13 @@ pytestmark = [
 ]
 
 SCRIPT: Final = Path(__file__).with_name("ai_sdk.mjs")
-PACKAGES: Final = {"ai": "6.0.326", "@ai-sdk/openai-compatible": "2.0.92", "zod": "4.6.7"}
+PACKAGES: Final = {
+    "ai": "6.0.326",
+    "@ai-sdk/anthropic": "3.0.140",
+    "@ai-sdk/openai": "3.0.141",
+    "@ai-sdk/openai-compatible": "2.0.92",
+    "zod": "4.6.7",
+}
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +118,19 @@ def test_a_stream_is_the_answer(found: dict[str, Any]):
     assert text["reasons"][0] == text["reasons"][1]
     assert text["usages"][0] == text["usages"][1]
     assert text["usages"][0]["outputTokens"] > 0
+
+
+@pytest.mark.parametrize("vendor", ["openai", "openai.chat", "anthropic", "compatible"])
+def test_a_loop_of_each_provider_with_its_defaults(found: dict[str, Any], vendor: str):
+    got = found["vendors"][vendor]
+
+    assert got["text"]
+    assert got["error"] is None
+    for steps in got["steps"]:
+        assert len(steps) == 2
+        assert steps[0]["reason"] == "tool-calls"
+        assert len(steps[0]["results"]) == 1
+        assert "18 degrees in " in steps[0]["results"][0]
 
 
 def test_an_error_has_its_status_and_text(found: dict[str, Any]):
