@@ -91,12 +91,12 @@ class Route(NamedTuple):
 
     Attributes:
         request: the type of the body; None for no body.
-        admin: it affects all requests, and needs an admin.
         answer: the type of a successful JSON response; None for another media type.
         events: the type of the JSON of each event, if it can stream.
+        fails: statuses of failures beyond those of every route, or of every route with a body.
+        admin: it affects all requests, and needs an admin.
         stream_type: media type of the stream.
         media_type: of a successful response.
-        fails: statuses of failures beyond those of every route, or of every route with a body.
         bodiless: the body may be left out.
     """
 
@@ -105,258 +105,195 @@ class Route(NamedTuple):
     handler: Handler
     summary: str
     request: type[msgspec.Struct] | None = None
-    admin: bool = False
     answer: Any = None
     events: type[msgspec.Struct] | None = None
+    fails: tuple[int, ...] = ()
+    admin: bool = False
     stream_type: str = "text/event-stream"
     media_type: str = "application/json"
-    fails: tuple[int, ...] = ()
     bodiless: bool = False
 
 
 _GENERATING: Final = (404, 504)
 _NDJSON: Final = "application/x-ndjson"
-_OTHER_MODELS: Final = "this server serves one model, which is chosen when it starts"
 
 
-def _unavailable(method: str, path: str, why: str) -> Route:
-    """A route of Ollama's that answers 501."""
-    return Route(method, path, ollama_models.unavailable(path, why), f"Not available: {why}.", fails=(501,))
+def _get(paths: str, handler: Handler, summary: str, answer: Any = None, **more: Any) -> list[Route]:
+    """A route for each of these paths, which blanks separate; the first one is the usual one."""
+    return [Route("GET", path, handler, summary, None, answer, **more) for path in paths.split()]
+
+
+def _post(
+    paths: str, handler: Handler, summary: str, request: type[msgspec.Struct] | None, answer: Any, **more: Any
+) -> list[Route]:
+    """As `_get`, with a body."""
+    return [Route("POST", path, handler, summary, request, answer, **more) for path in paths.split()]
+
+
+def _answering(
+    paths: str,
+    handler: Handler,
+    summary: str,
+    request: type[msgspec.Struct],
+    answer: Any,
+    events: type[msgspec.Struct] | None = None,
+    **more: Any,
+) -> list[Route]:
+    """As `_post`, for what the model is asked for."""
+    return _post(paths, handler, summary, request, answer, events=events, fails=_GENERATING, **more)
+
+
+def _unavailable(method: str, *paths: str) -> list[Route]:
+    """Routes of Ollama's that answer 501."""
+    why = "this server serves one model, which is chosen when it starts"
+    handlers = ((path, ollama_models.unavailable(path, why)) for path in paths)
+    return [
+        Route(method, path, handler, f"Not available: {why}.", fails=(501,)) for path, handler in handlers
+    ]
 
 
 ROUTES: Final = (
-    Route(
-        "POST",
+    *_answering(
         "/v1/chat/completions",
         chat_completions,
         "Answer a chat (OpenAI).",
         ChatRequest,
-        answer=ChatCompletion,
-        events=ChatChunk,
-        fails=_GENERATING,
+        ChatCompletion,
+        ChatChunk,
     ),
-    Route(
-        "POST",
+    *_answering(
         "/v1/completions",
         completions,
         "Continue prompts (OpenAI).",
         CompletionRequest,
-        answer=Completion,
-        events=Completion,
-        fails=_GENERATING,
+        Completion,
+        Completion,
     ),
-    Route(
-        "POST",
+    *_answering(
         "/v1/chat/completions/render",
         rendering.render_chat,
         "The prompt of a chat as token ids; nothing is generated.",
         ChatRequest,
-        answer=RenderedBody,
-        fails=_GENERATING,
+        RenderedBody,
     ),
-    Route(
-        "POST",
+    *_post(
         "/v1/completions/render",
         rendering.render_completions,
         "The prompts of completions as token ids; nothing is generated.",
         CompletionRequest,
-        answer=list[RenderedBody],
+        list[RenderedBody],
         fails=(404,),
     ),
-    Route(
-        "POST",
-        "/v1/embeddings",
-        embeddings,
-        "Vectors of texts (OpenAI).",
-        EmbeddingsRequest,
-        answer=EmbeddingsBody,
-        fails=_GENERATING,
+    *_answering(
+        "/v1/embeddings", embeddings, "Vectors of texts (OpenAI).", EmbeddingsRequest, EmbeddingsBody
     ),
-    Route(
-        "POST",
-        "/v1/rerank",
+    *_answering(
+        "/v1/rerank /rerank /v2/rerank",
         rerank,
         "Documents by relevance to a query (Jina, Cohere).",
         RerankRequest,
-        answer=RerankBody,
-        fails=_GENERATING,
+        RerankBody,
     ),
-    Route(
-        "POST",
-        "/rerank",
-        rerank,
-        "Documents by relevance to a query (Jina, Cohere).",
-        RerankRequest,
-        answer=RerankBody,
-        fails=_GENERATING,
-    ),
-    Route(
-        "POST",
-        "/v2/rerank",
-        rerank,
-        "Documents by relevance to a query (Jina, Cohere).",
-        RerankRequest,
-        answer=RerankBody,
-        fails=_GENERATING,
-    ),
-    Route(
-        "POST",
-        "/v1/score",
+    *_answering(
+        "/v1/score /score",
         score,
         "Scores of pairs of texts, or of labels as the next token.",
         ScoreRequest,
-        answer=ScoreBody,
-        fails=_GENERATING,
+        ScoreBody,
     ),
-    Route(
-        "POST",
-        "/score",
-        score,
-        "Scores of pairs of texts, or of labels as the next token.",
-        ScoreRequest,
-        answer=ScoreBody,
-        fails=_GENERATING,
-    ),
-    Route(
-        "POST",
+    *_answering(
         "/v1/responses",
         responses,
         "Answer a chat (OpenAI's Responses).",
         ResponsesRequest,
-        answer=ResponseBody,
-        events=ResponseEvent,
-        fails=_GENERATING,
+        ResponseBody,
+        ResponseEvent,
     ),
-    Route(
-        "POST",
+    *_post(
         "/v1/responses/input_tokens",
         response_input_tokens,
         "The tokens of a response's prompt.",
         ResponsesRequest,
-        answer=InputTokensBody,
+        InputTokensBody,
         fails=(404,),
     ),
-    Route(
-        "POST",
-        "/v1/messages",
-        messages,
-        "Answer a chat (Anthropic).",
-        MessagesRequest,
-        answer=MessageBody,
-        events=MessageEvent,
-        fails=_GENERATING,
+    *_answering(
+        "/v1/messages", messages, "Answer a chat (Anthropic).", MessagesRequest, MessageBody, MessageEvent
     ),
-    Route(
-        "POST",
+    *_post(
         "/v1/messages/count_tokens",
         count_tokens,
         "The tokens of a message's prompt.",
         CountTokensRequest,
-        answer=CountBody,
+        CountBody,
         fails=(404,),
     ),
-    Route("GET", operations.MODELS_PATH, operations.models, "The served model (OpenAI).", answer=ModelsBody),
-    Route(
-        "GET",
+    *_get(operations.MODELS_PATH, operations.models, "The served model (OpenAI).", ModelsBody),
+    *_get(
         f"{operations.MODELS_PATH}/{{model}}",
         operations.model,
         "One model by name (OpenAI).",
-        answer=ModelBody,
+        ModelBody,
         fails=(404,),
     ),
-    Route(
-        "POST",
+    *_answering(
         "/generate",
         generate,
         "Generate from texts or token ids.",
         NativeRequest,
-        answer=GenerateBody | list[GenerateBody],
-        events=GenerateBody,
-        fails=_GENERATING,
+        GenerateBody | list[GenerateBody],
+        GenerateBody,
     ),
-    Route(
-        "POST",
+    *_post(
         "/tokenize",
         tokenizing.tokenize,
         "Token ids of a text or a chat.",
         TokenizeRequest,
-        answer=TokensBody,
+        TokensBody,
         fails=(404,),
     ),
-    Route(
-        "POST",
-        "/detokenize",
-        tokenizing.detokenize,
-        "Text of token ids.",
-        DetokenizeRequest,
-        answer=TextBody,
-        fails=(404,),
+    *_post(
+        "/detokenize", tokenizing.detokenize, "Text of token ids.", DetokenizeRequest, TextBody, fails=(404,)
     ),
-    Route(
-        "GET",
+    *_get(
         operations.REQUESTS_PATH,
         operations.live_requests,
         "The live requests, in numbers.",
+        LiveRequestsBody,
         admin=True,
-        answer=LiveRequestsBody,
     ),
-    Route(
-        "GET",
+    *_get(
         f"{operations.REQUESTS_PATH}/{{id}}/why",
         operations.why,
         "Why a request waited, was retracted or missed the cache.",
-        answer=WhyBody,
+        WhyBody,
         fails=(404,),
     ),
-    Route(
-        "POST",
+    *_post(
         "/v1/cache/pins",
         pin_prefix,
         "Keep a cached prefix for a time, or unpin it.",
         PinRequest,
-        answer=PinnedBody,
+        PinnedBody,
         fails=(404,),
     ),
-    Route(
-        "POST",
+    *_post(
         "/v1/grammar/check",
         check_grammar,
         "What is enforced of a JSON Schema or another constraint.",
         GrammarCheckRequest,
-        answer=GrammarCheckBody,
+        GrammarCheckBody,
         fails=(404,),
     ),
-    Route(
-        "POST",
-        "/abort_request",
-        operations.abort_request,
-        "End running requests.",
-        AbortBody,
-        answer=AbortedBody,
-    ),
-    Route(
-        "POST",
-        "/flush_cache",
-        operations.flush_cache,
-        "Empty the prefix cache.",
-        admin=True,
-        answer=FlushedBody,
-    ),
-    Route(
-        "GET",
-        "/flush_cache",
-        operations.old_flush_cache,
-        "As POST, as older routers ask.",
-        admin=True,
-        answer=FlushedBody,
-    ),
-    Route(
-        "GET",
+    *_post("/abort_request", operations.abort_request, "End running requests.", AbortBody, AbortedBody),
+    *_post("/flush_cache", operations.flush_cache, "Empty the prefix cache.", None, FlushedBody, admin=True),
+    *_get("/flush_cache", operations.flush_cache, "As POST, as older routers ask.", FlushedBody, admin=True),
+    *_get(
         diagnosis.LOG_LEVEL_PATH,
         diagnosis.log_level,
         "The lowest severity that is logged.",
+        LogLevelBody,
         admin=True,
-        answer=LogLevelBody,
     ),
     Route(
         "PUT",
@@ -364,191 +301,112 @@ ROUTES: Final = (
         diagnosis.set_log_level,
         "Log more or less, in all processes.",
         diagnosis.LogLevelRequest,
+        LogLevelBody,
         admin=True,
-        answer=LogLevelBody,
     ),
-    Route(
-        "POST",
+    *_post(
         "/start_profile",
         diagnosis.start_profile,
         "Profile every process.",
         diagnosis.ProfileRequest,
-        admin=True,
-        answer=ProfileStartedBody,
+        ProfileStartedBody,
         fails=(409,),
+        admin=True,
         bodiless=True,
     ),
-    Route(
-        "POST",
+    *_post(
         "/stop_profile",
         diagnosis.stop_profile,
         "End the profile early.",
-        admin=True,
-        answer=ProfileBody,
+        None,
+        ProfileBody,
         fails=(409,),
+        admin=True,
     ),
-    Route(
-        "GET",
-        "/health",
-        operations.health,
-        "Whether requests are expected to work; needs no key.",
-        answer=HealthBody,
+    *_get(
+        "/health /ping", operations.health, "Whether requests are expected to work; needs no key.", HealthBody
     ),
-    Route(
-        "GET",
-        "/ping",
-        operations.ping,
-        "As /health, under the name that SageMaker asks for; needs no key.",
-        answer=HealthBody,
-    ),
-    Route("GET", "/version", operations.version, "The version that runs.", answer=BuildInfo),
-    Route(
-        "GET",
-        "/health_generate",
-        operations.health_generate,
-        "Whether a token can be generated.",
-        answer=HealthBody,
-    ),
-    Route(
-        "GET",
-        "/server_info",
+    *_get("/version", operations.version, "The version that runs.", BuildInfo),
+    *_get("/health_generate", operations.health_generate, "Whether a token can be generated.", HealthBody),
+    *_get(
+        "/server_info /get_server_info",
         operations.server_info,
         "Settings, capacity and state.",
-        answer=ServerInfoBody,
+        ServerInfoBody,
     ),
-    Route(
-        "GET",
-        "/get_server_info",
-        operations.old_server_info,
-        "As /server_info, under the name that older routers ask for.",
-        answer=ServerInfoBody,
-    ),
-    Route(
-        "GET",
-        "/model_info",
+    *_get(
+        "/model_info /get_model_info",
         worker.model_info,
         "The model and the folder of its tokenizer, for routers.",
-        answer=worker.ModelInfoBody,
+        worker.ModelInfoBody,
     ),
-    Route(
-        "GET",
-        "/get_model_info",
-        worker.old_model_info,
-        "As /model_info, under the name that older routers ask for.",
-        answer=worker.ModelInfoBody,
-    ),
-    Route(
-        "GET",
-        "/v1/loads",
+    *_get(
+        "/v1/loads /loads",
         worker.loads,
         "Running and waiting requests and tokens, for routers.",
-        answer=worker.LoadsBody,
+        worker.LoadsBody,
     ),
-    Route("GET", "/loads", worker.short_loads, "As /v1/loads.", answer=worker.LoadsBody),
-    Route(
-        "GET",
-        "/get_load",
-        worker.old_load,
-        "The load, for older routers.",
-        answer=list[worker.OldLoadBody],
-    ),
-    Route(
-        "POST",
+    *_get("/get_load", worker.old_load, "The load, for older routers.", list[worker.OldLoadBody]),
+    *_answering(
         "/api/chat",
         ollama_chat,
         "Answer a chat (Ollama).",
         OllamaChatRequest,
-        answer=OllamaChatBody,
-        events=OllamaChatBody,
+        OllamaChatBody,
+        OllamaChatBody,
         stream_type=_NDJSON,
-        fails=_GENERATING,
     ),
-    Route(
-        "POST",
+    *_answering(
         "/api/generate",
         ollama_generate,
         "Answer a prompt (Ollama).",
         OllamaGenerateRequest,
-        answer=OllamaGenerateBody,
-        events=OllamaGenerateBody,
+        OllamaGenerateBody,
+        OllamaGenerateBody,
         stream_type=_NDJSON,
-        fails=_GENERATING,
     ),
-    Route("GET", "/api/tags", ollama_models.tags, "The served model (Ollama).", answer=TagsBody),
-    Route("GET", "/api/ps", ollama_models.running, "The loaded model (Ollama).", answer=RunningBody),
-    Route(
-        "POST",
+    *_get("/api/tags", ollama_models.tags, "The served model (Ollama).", TagsBody),
+    *_get("/api/ps", ollama_models.running, "The loaded model (Ollama).", RunningBody),
+    *_post(
         "/api/show",
         ollama_models.show,
         "Facts about the model (Ollama).",
         OllamaShowRequest,
-        answer=ShowBody,
+        ShowBody,
         fails=(404,),
     ),
-    Route("GET", "/api/version", ollama_models.ollama_version, "The version (Ollama).", answer=VersionBody),
-    Route("GET", "/", ollama_models.greeting, "Whether a server is there.", media_type="text/plain"),
-    _unavailable("POST", "/api/pull", _OTHER_MODELS),
-    _unavailable("POST", "/api/push", _OTHER_MODELS),
-    _unavailable("POST", "/api/create", _OTHER_MODELS),
-    _unavailable("POST", "/api/copy", _OTHER_MODELS),
-    _unavailable("DELETE", "/api/delete", _OTHER_MODELS),
-    Route(
-        "POST",
-        "/api/embed",
-        ollama_embed,
-        "Vectors of texts (Ollama).",
-        OllamaEmbedRequest,
-        answer=OllamaEmbedBody,
-        fails=_GENERATING,
+    *_get("/api/version", ollama_models.ollama_version, "The version (Ollama).", VersionBody),
+    *_get("/", ollama_models.greeting, "Whether a server is there.", media_type="text/plain"),
+    *_answering(
+        "/api/embed", ollama_embed, "Vectors of texts (Ollama).", OllamaEmbedRequest, OllamaEmbedBody
     ),
-    Route(
-        "POST",
+    *_answering(
         "/api/embeddings",
         ollama_embeddings,
         "The vector of a text (Ollama, older form).",
         OllamaOldEmbedRequest,
-        answer=OllamaOldEmbedBody,
-        fails=_GENERATING,
+        OllamaOldEmbedBody,
     ),
-    Route(
-        "POST",
-        "/v1/load_lora_adapter",
+    *_post(
+        "/v1/load_lora_adapter /load_lora_adapter",
         load_adapter,
         "Load a LoRA adapter.",
         LoadAdapterRequest,
-        admin=True,
-        answer=AdaptersBody,
+        AdaptersBody,
         fails=(409,),
-    ),
-    Route(
-        "POST",
-        "/load_lora_adapter",
-        load_adapter,
-        "Load a LoRA adapter.",
-        LoadAdapterRequest,
         admin=True,
-        answer=AdaptersBody,
-        fails=(409,),
     ),
-    Route(
-        "POST",
-        "/v1/unload_lora_adapter",
+    *_post(
+        "/v1/unload_lora_adapter /unload_lora_adapter",
         unload_adapter,
         "Unload a LoRA adapter.",
         UnloadAdapterRequest,
-        admin=True,
-        answer=AdaptersBody,
+        AdaptersBody,
         fails=(404, 409),
-    ),
-    Route(
-        "POST",
-        "/unload_lora_adapter",
-        unload_adapter,
-        "Unload a LoRA adapter.",
-        UnloadAdapterRequest,
         admin=True,
-        answer=AdaptersBody,
-        fails=(404, 409),
     ),
-    Route("GET", "/metrics", operations.metrics, "Prometheus metrics.", media_type="text/plain"),
+    *_get("/metrics", operations.metrics, "Prometheus metrics.", media_type="text/plain"),
+    *_unavailable("POST", "/api/pull", "/api/push", "/api/create", "/api/copy"),
+    *_unavailable("DELETE", "/api/delete"),
 )
+"""The route table."""

@@ -286,6 +286,14 @@ def test_a_result_without_its_call_is_refused_as_vendors_do(serve: Serve, path):
         assert "before it has this id" in reply.text
 
 
+@pytest.mark.parametrize("arguments", ['{"a": 1}', {"a": 1}])
+def test_arguments_may_be_an_object(serve: Serve, arguments):
+    served = serve(say_all("x"), capacity=ROOMY)
+    item = call_in(RESPONSES) | {"arguments": arguments}
+    assert post(served, RESPONSES, [USER, item, result_in(RESPONSES, "1")]).status_code == 200
+    assert '"arguments": {"a": 1}' in prompt_of(served)
+
+
 def test_ids_may_be_left_out_in_chats(serve: Serve):
     served = serve(say_all("x"))
     call = call_in(CHAT)

@@ -67,11 +67,6 @@ async def health(exchange: Exchange, engine: Engine) -> None:
     await exchange.send_json(HealthBody())
 
 
-async def ping(exchange: Exchange, engine: Engine) -> None:
-    """As `health`; a route of its own, since the OpenAPI document names each operation once."""
-    await health(exchange, engine)
-
-
 async def health_generate(exchange: Exchange, engine: Engine) -> None:
     """200 if one token could be generated, or one vector made."""
     _check_healthy(engine)
@@ -170,11 +165,6 @@ def _replicas(engine: EngineState) -> list[ReplicaBody]:
     ]
 
 
-async def old_server_info(exchange: Exchange, services: Services) -> None:
-    """As `server_info`; a route of its own, since the OpenAPI document names each operation once."""
-    await server_info(exchange, services)
-
-
 async def models(exchange: Exchange, engine: Engine) -> None:
     """The model, and its LoRA adapters."""
     adapters = [_adapter_model(engine, adapter) for adapter in engine.adapters.adapters]
@@ -243,11 +233,6 @@ async def flush_cache(exchange: Exchange, engine: Engine) -> None:
     """Empty the prefix cache."""
     done = await engine.manager.control.flush_cache()
     await exchange.send_json(FlushedBody(done.flushed_tokens, done.kept_tokens))
-
-
-async def old_flush_cache(exchange: Exchange, engine: Engine) -> None:
-    """As `flush_cache`."""
-    await flush_cache(exchange, engine)
 
 
 def _model(engine: Engine) -> ModelBody:

@@ -104,11 +104,6 @@ async def model_info(exchange: Exchange, engine: Engine) -> None:
     )
 
 
-async def old_model_info(exchange: Exchange, engine: Engine) -> None:
-    """As `model_info`; a route of its own, since the OpenAPI document names each operation once."""
-    await model_info(exchange, engine)
-
-
 async def loads(exchange: Exchange, engine: Engine) -> None:
     """Requests and tokens, running and waiting."""
     each = all_loads(engine)
@@ -120,11 +115,6 @@ async def loads(exchange: Exchange, engine: Engine) -> None:
             loads=each,
         )
     )
-
-
-async def short_loads(exchange: Exchange, engine: Engine) -> None:
-    """As `loads`."""
-    await loads(exchange, engine)
 
 
 async def old_load(exchange: Exchange, engine: Engine) -> None:

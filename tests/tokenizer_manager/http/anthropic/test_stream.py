@@ -18,7 +18,7 @@ from engine.tokenizer_manager.conversation.deltas import (
     Reasoning,
     merged,
 )
-from engine.tokenizer_manager.http.anthropic.convert import MessageStream
+from engine.tokenizer_manager.http.anthropic.endpoint import MessageStream
 from engine.tokenizer_manager.http.anthropic.wire import MessageBody, MessageUsage, OutputTokensDetails
 from tests.selection import examples
 
