@@ -1,4 +1,5 @@
-"""64 grammars that cannot be compiled beside 64 streams: refused in time, no process and no memory left.
+"""64 grammars that cannot be compiled beside 64 streams: refused in time, no process and no memory left; and small
+schemas on a machine with other work: none of them refused.
 
 What the storm costs the streams is measured by `benchmarks/structured.py --storm`.
 """
@@ -6,8 +7,12 @@ What the storm costs the streams is measured by `benchmarks/structured.py --stor
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -110,3 +115,51 @@ def test_a_storm_of_bombs(start_serve: StartServe, model: Path, monkeypatch: pyt
     assert engine.leftovers() == []
     assert not [pid for pid in left if Path(f"/proc/{pid}").exists()]
     assert "Traceback" not in engine.log
+
+
+NUM_BUSY: Final = 10
+
+
+@pytest.fixture
+def busy_machine() -> Iterator[None]:
+    """Processes that never wait, at the usual priority."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(NUM_BUSY):
+            process = stack.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+            stack.callback(process.kill)
+        yield
+
+
+def small_schema(number: int) -> dict[str, Any]:
+    properties = {f"name_{number}": {"type": "string"}, "age": {"type": "integer", "minimum": number}}
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+async def ask(client: httpx.AsyncClient, number: int) -> list[httpx.Response]:
+    """Send a new small schema, again after `Retry-After` as long as the compiler starts; the answers."""
+    replies: list[httpx.Response] = []
+    while not replies or "Retry-After" in replies[-1].headers:
+        if replies:
+            await asyncio.sleep(float(replies[-1].headers["Retry-After"]))
+        body = {"prompt": "x", "max_tokens": 60, "guided_json": small_schema(number)}
+        replies.append(await client.post("/v1/completions", json=body))
+    return replies
+
+
+def test_small_schemas_on_a_busy_machine(busy_machine: None, start_serve: StartServe, model: Path):
+    engine = start_serve(str(model), "--dtype", "float32").wait_until_ready()
+
+    async def run() -> None:
+        async with httpx.AsyncClient(base_url=engine.url, timeout=4 * DEADLINE_S) as client:
+            first = await ask(client, 0)
+            assert {reply.status_code for reply in first[:-1]} <= {503}, [reply.text for reply in first]
+            rest = await asyncio.gather(*(ask(client, number) for number in range(1, 25)))
+            assert [reply.status_code for replies in rest for reply in replies] == [200] * 24
+            body = {"prompt": "x", "max_tokens": 60, "guided_json": small_schema(99)}
+            with pytest.raises(
+                httpx.TimeoutException
+            ):  # a client that gives up does not lose the compilation
+                await client.post("/v1/completions", json=body, timeout=0.05)
+            assert [reply.status_code for reply in await ask(client, 99)] == [200]
+
+    asyncio.run(run())
