@@ -19,12 +19,10 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .backend import MaskRow, Matcher, Vocabulary
+from .backend import CompiledGrammar, MaskRow, Matcher, Vocabulary
 
 _MAX_RANK: Final = 16
 """Longer tokens are not preferred: they are runs of blanks and the like."""
-_MAX_SHORT_TOKENS: Final = 2048
-"""Tokens of the document whose forced tokens are counted."""
 _STRING: Final = (b'"',)
 _CHARACTER: Final = (b"\x80", b"\xa0", b"\x90")
 _ESCAPE: Final = (b"n", b"0")
@@ -342,23 +340,15 @@ def growth_of(schema: str) -> int:
     return largest
 
 
-def forced_share(matcher: Matcher, vocabulary: Vocabulary) -> float | None:
-    """The share of forced tokens in a short document of a schema, as `shortest_end` makes it.
-
-    Args:
-        matcher: of the schema, at the beginning; it is advanced.
-        vocabulary: of the matcher.
-
-    Returns:
-        In [0, 1]; None where the search finds no document.
-    """
-    way = shortest_end(matcher, vocabulary, JsonState(), _MAX_SHORT_TOKENS)
-    if not way:
+def forced_share(compiled: CompiledGrammar) -> float | None:
+    """The share of forced tokens in the short answer of a grammar, in [0, 1]; None if it has none."""
+    if not compiled.short_answer:
         return None
-    for token_id in way:
+    matcher = compiled.matcher()
+    for token_id in compiled.short_answer:
         matcher.forced()  # it counts them
         matcher.accept((token_id,))
-    return round(matcher.num_forced / len(way), 3)
+    return round(matcher.num_forced / len(compiled.short_answer), 3)
 
 
 def is_complete(matcher: Matcher, vocabulary: Vocabulary) -> bool:

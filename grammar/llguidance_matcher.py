@@ -23,6 +23,8 @@ _TOO_COMPLEX: Final = re.compile(
 )
 _UNSATISFIABLE: Final = re.compile(r"unsatisfiable", re.IGNORECASE)
 _TOO_DEEP: Final = re.compile(r"recursion limit|nested too|too deeply", re.IGNORECASE)
+_PANIC: Final = re.compile(r"\bpanic|backtrace")
+"""A limit of the library that it does not check, such as 65,525 symbols."""
 _DUMP: Final = re.compile(r":?\s*\((?:And|Or|Not|Concat|Literal|Regex|SearchRegex)\b.*", re.DOTALL)
 """The library's own form of a regular expression in its message."""
 _UNSUPPORTED: Final = re.compile(r"unimplemented|not supported|unknown format|unsupported", re.IGNORECASE)
@@ -214,6 +216,9 @@ def translate_error(kind: GrammarKind, text: str, source: str = "") -> GrammarEr
         if kind is GrammarKind.JSON_SCHEMA and _UNSUPPORTED.search(match["cause"]):
             code = "unsupported_schema"
         return GrammarError(f"{noun} has an invalid pattern: {_regex_cause(match)}", code)
+    if _PANIC.search(text):
+        text = f"{noun} has {len(source):,} characters and is too complex for the library; simplify it"
+        return GrammarError(text, "schema_too_complex")
     if _TOO_DEEP.search(text):
         return GrammarError(
             f"{noun} is nested too deep; make it flatter, as with $defs", "schema_too_complex"

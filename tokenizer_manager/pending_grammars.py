@@ -53,8 +53,8 @@ class PendingGrammars:
         return replace(use, compiles=self._queue is None or self._queue.compiles(use))
 
     async def measure(self, use: GrammarUse) -> list[CompileResult]:
-        """Compile all grammars of a request that is not sent, and measure that; [] if none is compiled."""
-        return [] if self._queue is None else await self._queue.compile(use, measures=True)
+        """Compile all grammars of a request that is not sent; [] if none is compiled."""
+        return [] if self._queue is None else await self._queue.compile(use)
 
     def begin(self, generation: Generation, request: GenerationRequest) -> None:
         """Have the grammars of a generation compiled that has just been sent for a request."""

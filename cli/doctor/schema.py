@@ -112,7 +112,7 @@ async def _report(request: GrammarCheckRequest, config: EngineConfig, facts: Mod
     queue = CompileQueue(lambda: CompileWorker.start(setup), limit_s)
     try:
         await queue.start()
-        return await report(checked, load_tokenizer(source), lambda use: queue.compile(use, measures=True))
+        return await report(checked, load_tokenizer(source), queue.compile)
     finally:
         await queue.close()
 

@@ -32,15 +32,13 @@ from ..backend import GrammarBackend, GrammarError, Matcher, MatcherErrorCode, V
 from ..closing import forced_share
 from ..llguidance_backend import LLGuidanceBackend
 from ..vocabulary import TokenizerVocabulary
-from .worker import CompileRequest, CompileResult, SandboxSetup
+from .worker import CompileResult, SandboxSetup
 
 MAX_WALL: Final = 4.0
 """Times the limit of CPU time: a compilation ends after it, also if it got less time than the limit."""
 _NICENESS: Final = 10
 _NUM_WALKS: Final = 2
 _WALK_TOKENS: Final = 24
-
-Compile = Callable[[CompileRequest], CompileResult]
 
 
 def main() -> None:
@@ -52,34 +50,28 @@ def main() -> None:
     setup = msgspec.json.decode(sys.argv[2], type=SandboxSetup)
     try:
         vocabulary = TokenizerVocabulary(load_tokenizer(setup.source), setup.vocab_size, setup.eos_token_ids)
-        backend = LLGuidanceBackend(vocabulary)
+        backend = LLGuidanceBackend(vocabulary)  # with the tables of the vocabulary, which all forks share
     except (ConfigError, ImportError) as error:
         failed = CompileResult(lost=str(error))
-        _serve(setup, lambda request: failed)
-        return
-    # Makes the tables of the vocabulary, which all forks share.
-    null = CompileRequest(GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type":"null"}'), measures=True)
-    compile_grammar(backend, vocabulary, null)
-    _serve(setup, lambda request: compile_grammar(backend, vocabulary, request))
+        _serve(setup, lambda spec: failed)
+    else:
+        _serve(setup, lambda spec: compile_grammar(backend, vocabulary, spec))
 
 
-def compile_grammar(
-    backend: GrammarBackend, vocabulary: Vocabulary, request: CompileRequest
-) -> CompileResult:
-    """Compile the grammar, and walk some tokens through it."""
+def compile_grammar(backend: GrammarBackend, vocabulary: Vocabulary, spec: GrammarSpec) -> CompileResult:
+    """Compile a grammar, and walk some tokens through it."""
     try:
         begin_s = time.perf_counter()
-        compiled = backend.compile(request.spec)
+        compiled = backend.compile(spec)
         compile_s = time.perf_counter() - begin_s
-        for seed in range(_NUM_WALKS):
-            if error := _walk(compiled.matcher(), vocabulary, seed):
-                text = f"the grammar goes beyond a limit while text is generated: {error}"
-                return CompileResult("schema_too_complex", text)
     except GrammarError as error:
         return CompileResult(error.code, error.message)
-    is_measured = request.measures and request.spec.kind is GrammarKind.JSON_SCHEMA
-    share = forced_share(compiled.matcher(), vocabulary) if is_measured else None
-    return CompileResult(compile_s=compile_s, forced_share=share)
+    for seed in range(_NUM_WALKS):
+        if error_text := _walk(compiled.matcher(), vocabulary, seed):
+            text = f"the grammar goes beyond a limit while text is generated: {error_text}"
+            return CompileResult("schema_too_complex", text)
+    is_json = spec.kind is GrammarKind.JSON_SCHEMA
+    return CompileResult(compile_s=compile_s, forced_share=forced_share(compiled) if is_json else None)
 
 
 def _walk(matcher: Matcher, vocabulary: Vocabulary, seed: int) -> str:
@@ -91,21 +83,19 @@ def _walk(matcher: Matcher, vocabulary: Vocabulary, seed: int) -> str:
     rng = random.Random(seed)
     for _ in range(_WALK_TOKENS):
         matcher.fill(mask)
-        if matcher.ended or matcher.error:
-            break
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
         choices = np.setdiff1d(allowed, vocabulary.eos_token_ids)
-        if not len(choices):
+        if matcher.ended or matcher.error or not len(choices):
             break
         matcher.accept((int(choices[rng.randrange(len(choices))]),))
     return matcher.error if matcher.error_code is MatcherErrorCode.LIMIT else ""
 
 
-def _serve(setup: SandboxSetup, compile_one: Compile) -> None:
-    """Fork for each request that arrives, and answer for the forks that die."""
+def _serve(setup: SandboxSetup, compile_one: Callable[[GrammarSpec], CompileResult]) -> None:
+    """Fork for each grammar that arrives, and answer for the forks that die."""
     gc.freeze()
     control = socket.socket(fileno=0)
-    running: dict[int, tuple[int, socket.socket, CompileRequest]] = {}  # pidfd -> process id, ...
+    running: dict[int, tuple[int, socket.socket, GrammarSpec]] = {}  # pidfd -> process id, ...
     poll = select.poll()
     poll.register(control, select.POLLIN)
     while True:
@@ -113,28 +103,30 @@ def _serve(setup: SandboxSetup, compile_one: Compile) -> None:
             if fd in running:
                 poll.unregister(fd)
                 os.close(fd)
-                pid, channel, request = running.pop(fd)
+                pid, channel, spec = running.pop(fd)
                 if exit_code := os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
-                    _send(channel, _result_of_dead(exit_code, request.spec, setup))
+                    _send(channel, _result_of_dead(exit_code, spec, setup))
                 channel.close()
-                continue
-            fds = socket.recv_fds(control, 1, 1)[1]
-            if not fds:
+            elif fds := socket.recv_fds(control, 1, 1)[1]:
+                channel = socket.socket(fileno=fds[0])
+                with channel.makefile("rb") as file:
+                    spec = msgspec.msgpack.decode(file.read(), type=GrammarSpec)
+                own_pid, pid = os.getpid(), os.fork()
+                if pid == 0:
+                    _run(own_pid, setup, channel, spec, compile_one)
+                pidfd = os.pidfd_open(pid)
+                running[pidfd] = pid, channel, spec
+                poll.register(pidfd, select.POLLIN)
+            else:
                 return  # the parent has closed it; forks die with this process
-            channel = socket.socket(fileno=fds[0])
-            with channel.makefile("rb") as file:
-                request = msgspec.msgpack.decode(file.read(), type=CompileRequest)
-            own_pid = os.getpid()
-            pid = os.fork()
-            if pid == 0:
-                _run(own_pid, setup, channel, lambda: compile_one(request))  # noqa: B023  (called here and now)
-            pidfd = os.pidfd_open(pid)
-            running[pidfd] = pid, channel, request
-            poll.register(pidfd, select.POLLIN)
 
 
 def _run(
-    parent_pid: int, setup: SandboxSetup, channel: socket.socket, compile_it: Callable[[], CompileResult]
+    parent_pid: int,
+    setup: SandboxSetup,
+    channel: socket.socket,
+    spec: GrammarSpec,
+    compile_one: Callable[[GrammarSpec], CompileResult],
 ) -> NoReturn:
     """Answer one request in a fork."""
     exit_code = 1
@@ -144,7 +136,7 @@ def _run(
         _limit_memory(setup.memory_bytes)
         signal.setitimer(signal.ITIMER_REAL, MAX_WALL * setup.limit_s)
         signal.setitimer(signal.ITIMER_PROF, setup.limit_s)
-        result = compile_it()
+        result = compile_one(spec)
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         _send(channel, result)
         exit_code = 0
@@ -159,9 +151,8 @@ def _run(
 def _result_of_dead(exit_code: int, spec: GrammarSpec, setup: SandboxSetup) -> CompileResult:
     """The result of a fork that has ended without one; a negative exit code is that of a signal."""
     if exit_code == -signal.SIGALRM:
-        return CompileResult(
-            lost=f"the grammar was not compiled within {MAX_WALL * setup.limit_s:g} s beside others"
-        )
+        why = f"the grammar was not compiled within {MAX_WALL * setup.limit_s:g} s beside others"
+        return CompileResult(lost=why)
     if exit_code > 0 or exit_code == -signal.SIGKILL:
         return CompileResult(lost="a compilation was killed")
     why = "takes too much memory to compile; simplify it"

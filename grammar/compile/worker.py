@@ -1,7 +1,7 @@
 """`CompileWorker`: the sandbox process, as its parent sees it.
 
 The tokenizer manager starts it, not the supervisor: it holds no state, and its end is no failure of the engine. Its
-standard input is a control socket. Each message on it carries one end of a new socket, on which a `CompileRequest` is
+standard input is a control socket. Each message on it carries one end of a new socket, on which a `GrammarSpec` is
 answered by a `CompileResult`; each side ends its message by a shutdown.
 """
 
@@ -41,20 +41,13 @@ class SandboxSetup(Message, frozen=True):
     memory_bytes: int = 1 << 30
 
 
-class CompileRequest(Message, frozen=True):
-    """Compile a grammar, and fill some masks; `measures`: measure it, too."""
-
-    spec: GrammarSpec
-    measures: bool = False
-
-
 class CompileResult(Message, frozen=True):
     """The end of a compilation.
 
     Attributes:
         code, message: of the `GrammarError`; "" if the grammar compiles.
-        forced_share: of the tokens of a short answer, in [0, 1]; None if not measured, or if no short answer is known.
-        lost: why there is no result; "" if there is.
+        forced_share: of the tokens of a short answer, in [0, 1]; None if no short answer is known.
+        lost: why there is no result, which is not the grammar; "" if there is.
     """
 
     code: str = ""
@@ -66,10 +59,6 @@ class CompileResult(Message, frozen=True):
 
 class WorkerLostError(Exception):
     """The process has ended, or has not started; this says nothing about a grammar."""
-
-
-class CompilationLostError(WorkerLostError):
-    """One compilation has ended without a result; the process goes on."""
 
 
 class CompileWorker:
@@ -100,22 +89,20 @@ class CompileWorker:
         worker = cls(setup)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                await worker.compile(GrammarSpec(GrammarKind.REGEX, "a"))
+                if lost := (await worker.compile(GrammarSpec(GrammarKind.REGEX, "a"))).lost:
+                    raise WorkerLostError(lost)
         except BaseException:
             await worker.kill()
             raise
         return worker
 
-    async def compile(self, spec: GrammarSpec, *, measures: bool = False) -> CompileResult:
-        """Compile one grammar, beside others; see `CompileRequest`.
+    async def compile(self, spec: GrammarSpec) -> CompileResult:
+        """Compile one grammar, beside others, and fill some masks.
 
         Raises:
-            WorkerLostError: there is no result, for a reason that is not the grammar.
+            WorkerLostError: the process has ended.
         """
-        result = await asyncio.to_thread(self._ask, CompileRequest(spec, measures))
-        if result.lost:
-            raise CompilationLostError(result.lost)
-        return result
+        return await asyncio.to_thread(self._ask, spec)
 
     async def kill(self) -> None:
         """End the process, with all compilations, and wait until it is gone."""
@@ -124,13 +111,13 @@ class CompileWorker:
         await asyncio.shield(asyncio.to_thread(self._process.wait))
         self._control.close()
 
-    def _ask(self, request: CompileRequest) -> CompileResult:
+    def _ask(self, spec: GrammarSpec) -> CompileResult:
         ours, theirs = socket.socketpair()
         try:
             with ours, ours.makefile("rb") as file:
                 with theirs:
                     socket.send_fds(self._control, [b"?"], [theirs.fileno()])
-                ours.sendall(msgspec.msgpack.encode(request))
+                ours.sendall(msgspec.msgpack.encode(spec))
                 ours.shutdown(socket.SHUT_WR)
                 return msgspec.msgpack.decode(file.read(), type=CompileResult)
         except (OSError, msgspec.DecodeError) as error:

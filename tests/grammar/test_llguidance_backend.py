@@ -10,6 +10,7 @@ import pytest
 
 from engine.grammar.backend import GrammarError, Matcher, MatcherErrorCode, Vocabulary
 from engine.grammar.llguidance_backend import LLGuidanceBackend
+from engine.grammar.llguidance_matcher import translate_error
 from engine.grammar.markers import allows
 from engine.grammar.vocabulary import TokenizerVocabulary
 from engine.runtime.errors import ConfigError
@@ -350,6 +351,14 @@ def test_error_codes_and_texts(backend, spec, code, text):
     assert text in caught.value.message
     assert "\n" not in caught.value.message
     assert not any(internal in caught.value.message for internal in ("<non-verbose", "(And", "SearchRegex"))
+
+
+def test_a_panic_of_the_library_is_an_error_without_its_backtrace():
+    text = "panic: assertion failed: grammar.symbols.len() < u16::MAX as usize - 10\n<backtrace>\n   0: <unknown>"
+    error = translate_error(GrammarKind.JSON_SCHEMA, text, "x" * 2000)
+
+    assert error.code == "schema_too_complex"
+    assert error.message == "the schema has 2,000 characters and is too complex for the library; simplify it"
 
 
 def test_a_schema_of_all_booleans_and_options_of_the_library(backend):

@@ -49,9 +49,7 @@ class FakeQueue(CompileQueue):
     def compiles(self, use: GrammarUse) -> bool:
         return use in self.known
 
-    async def compile(
-        self, use: GrammarUse, waited_s: float = 0.0, *, measures: bool = False
-    ) -> list[CompileResult]:
+    async def compile(self, use: GrammarUse, waited_s: float = 0.0) -> list[CompileResult]:
         self.waited_s.append(waited_s)
         compiled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.running.append(compiled)

@@ -16,7 +16,7 @@ from engine.grammar.compile.compile_queue import (
     MAX_WALL,
     CompileQueue,
 )
-from engine.grammar.compile.worker import CompilationLostError, CompileResult, CompileWorker, WorkerLostError
+from engine.grammar.compile.worker import CompileResult, CompileWorker, WorkerLostError
 from engine.runtime.errors import RequestError
 from engine.runtime.grammar_use import GrammarKind, GrammarSpec, GrammarUse, Triggered
 from tests.grammar.compile.virtual_time import VirtualTimeLoop
@@ -39,13 +39,11 @@ class Bench:
     Attributes:
         may_start: workers wait for it, if it is given.
         asked: texts of the grammars in the order in which workers got them.
-        measured: of each, whether it is to be measured.
         alive, started: numbers of workers.
     """
 
     def __init__(self) -> None:
         self.asked: list[str] = []
-        self.measured: list[bool] = []
         self.alive = self.started = 0
         self.automatic: Callable[[str], Answer] | None = None
         self.start_error: WorkerLostError | None = None
@@ -83,8 +81,7 @@ class FakeWorker(CompileWorker):
         self._bench = bench
         self._is_alive = True
 
-    async def compile(self, spec: GrammarSpec, *, measures: bool = False) -> CompileResult:
-        self._bench.measured.append(measures)
+    async def compile(self, spec: GrammarSpec) -> CompileResult:
         return await self._bench.ask(spec.text)
 
     async def kill(self) -> None:
@@ -358,18 +355,13 @@ def test_a_worker_that_does_not_start_is_started_again_by_the_next_grammar():
     run(test)
 
 
-def test_measuring_compiles_a_known_grammar_again():
+def test_the_figures_of_a_compilation_are_kept():
     async def test(bench: Bench) -> None:
         measured = CompileResult(compile_s=0.5, forced_share=0.25)
         bench.automatic = lambda text: measured
-        assert await outcome(bench, "a") == "good"
-        assert await bench.queue.compile(use("a"), measures=True) == [measured]
-        assert bench.asked == ["a", "a"] and bench.measured == [False, True]
-        bench.automatic = lambda text: BOMB
-        with pytest.raises(GrammarError, match="longer than 5 s"):
-            await bench.queue.compile(use("b"), measures=True)
-        bench.automatic = lambda text: GOOD
-        assert await outcome(bench, "b") == "good", "measuring does more than compiling"
+        for _ in range(2):
+            assert await bench.queue.compile(use("a")) == [measured]
+        assert bench.asked == ["a"]
 
     run(test)
 
@@ -387,7 +379,7 @@ def test_a_lost_worker_is_replaced_and_its_grammars_are_not_blamed():
 
 def test_a_lost_compilation_costs_neither_its_worker_nor_its_grammar():
     async def test(bench: Bench) -> None:
-        bench.automatic = lambda text: CompilationLostError("busy") if text == "a" else GOOD
+        bench.automatic = lambda text: CompileResult(lost="busy") if text == "a" else GOOD
         assert await outcome(bench, "a") == "503 grammar_unavailable"
         assert await outcome(bench, "b") == "good"
         bench.automatic = lambda text: GOOD

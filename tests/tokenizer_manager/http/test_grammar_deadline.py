@@ -50,9 +50,7 @@ class BusyQueue(CompileQueue):
         super().__init__(no_worker, 5.0)
         self.waited_s: list[float] = []
 
-    async def compile(
-        self, use: GrammarUse, waited_s: float = 0.0, *, measures: bool = False
-    ) -> list[CompileResult]:
+    async def compile(self, use: GrammarUse, waited_s: float = 0.0) -> list[CompileResult]:
         self.waited_s.append(waited_s)
         raise RequestError("others wait", code="queue_full", status=429)
 

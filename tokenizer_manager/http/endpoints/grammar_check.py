@@ -84,7 +84,7 @@ async def check_grammar(exchange: Exchange, engine: Engine) -> None:
 
 
 Measure = Callable[[GrammarUse], Awaitable[list[CompileResult]]]
-"""`CompileQueue.compile` with `measures`."""
+"""`CompileQueue.compile`."""
 
 
 async def report(checked: CheckedGrammar, tokenizer: Tokenizer | None, measure: Measure) -> GrammarCheckBody:
