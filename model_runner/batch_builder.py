@@ -34,7 +34,7 @@ Int64s = npt.NDArray[np.int64]
 _NOTHING: Final[Int64s] = np.empty(0, dtype=np.int64)
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class BatchBuilder:
     """Builds the batch of each step.
 

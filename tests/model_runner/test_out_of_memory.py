@@ -99,7 +99,7 @@ def test_rows_leave_and_pages_move_also_in_a_step_that_is_dropped(driver, fail):
 
 
 def test_where_several_ranks_share_the_model_it_ends_the_runner(driver, fail):
-    driver.runner._drops_steps = False
+    driver.runner.drops_steps = False
     req = driver.start(PROMPT)
     fail("executor.run")
     with pytest.raises(torch.OutOfMemoryError):
@@ -111,7 +111,7 @@ def test_where_several_ranks_share_the_model_it_ends_the_runner(driver, fail):
 def test_uploads_are_made_once_more(driver, fail, where, drops_steps):
     """Also on ranks of a group, which drop no steps."""
     alone = driver.generate([PROMPT], num=4)[0]
-    driver.runner._drops_steps = drops_steps
+    driver.runner.drops_steps = drops_steps
     req = driver.start(PROMPT)
     fail(where)
 
@@ -181,15 +181,15 @@ def move_there_and_back(driver: Driver, sampling: SamplingParams) -> list[int]:
         ("host_kv_pool", "copy_out"),
         ("host_kv_pool", "copy_in"),
         ("kv_pool", "copy_pages"),
-        ("_counts", "_grow"),
-        ("_counts.buffers", "put"),
+        ("counts", "_grow"),
+        ("counts.buffers", "put"),
         ("slot_table", "update"),
     ],
 )
 def test_what_later_steps_rest_on_is_tried_once_more(swapping, monkeypatch, part, method):
     """Pages that move, counts of penalties, and the slot table."""
     expected = swapping.generate([PROMPT], PENALISED, num=6)[0]
-    counts = swapping.runner._counts
+    counts = swapping.runner.counts
     counts.__init__(counts.in_prompt.shape[1], counts.buffers)  # so that it grows again
     owner: Any = swapping.runner
     for name in part.split("."):

@@ -300,7 +300,7 @@ def test_recording_touches_only_the_dummy_page(tiny):
     driver = make(tiny, RecordingDevice())
     runner = driver.runner
     assert not runner.slot_table.req_to_token.any()
-    assert not runner._relay._last.any()
+    assert not runner.relay._last.any()
 
 
 # ------------------------------------------------------------ lives

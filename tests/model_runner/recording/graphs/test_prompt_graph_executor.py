@@ -274,7 +274,7 @@ def test_vectors_of_chunked_texts_beside_decodes(tiny):
     vectors: list[bytes] = []
     for driver in (recorded, eager):
         for pooling in ("last", "mean", "cls"):
-            driver.runner._pooler._pooling = pooling
+            driver.runner.pooler.pooling = pooling
             req, text = driver.start(prompt_of(9)), driver.start(prompt_of(60), pooling=POOLED)
             driver.step([(req, 9), (text, 20)])
             driver.step([(text, 30), (req, 1)])
@@ -397,7 +397,7 @@ def test_padding_does_not_see_what_another_step_left(make_tiny_model, model_type
 def test_recording_touches_only_the_dummy_page(tiny):
     runner = make(tiny, RecordingDevice(), prompts=True).runner
     assert not runner.slot_table.req_to_token.any()
-    assert not runner._relay._last.any()
+    assert not runner.relay._last.any()
 
 
 @pytest.mark.parametrize("layer", [0, 1])
