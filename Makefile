@@ -22,13 +22,16 @@ PIP := $(RUN) $(INSTALL)
 TRITON := triton==3.6.0
 ROUTERS := smg==1.13.0 sglang-router==0.3.2 vllm-router==0.1.17
 RAY := ray==2.60.0
+AGENTS := @anthropic-ai/claude-code@2.1.332 @openai/codex@0.171.0 opencode-ai@1.18.33 @qwen-code/qwen-code@0.24.4 \
+  ai@7.0.173 @ai-sdk/openai@4.0.118 @ai-sdk/anthropic@4.0.105 @ai-sdk/openai-compatible@3.0.92 zod@4.6.7
+AIDER := aider-chat==0.86.2
 TRANSFER := nixl:nixl-cu12==1.5.1 mooncake:mooncake-transfer-engine-non-cuda==0.3.13.post1
 VALIDATOR := kubernetes-validate==1.37.0
 # One worker per core, tests that belong together on one, in the order of tests/conftest.py. To see them one by one:
 # make test ARGS="-n 0 -v".
 PYTEST := $(RUN) -m pytest -n auto --maxprocesses 8 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help venv test-env dev-env serve test test-slow routers transfer-libraries ray validator chaos soak check lint \
+.PHONY: help venv test-env dev-env serve test test-slow routers transfer-libraries agents ray validator chaos soak check lint \
   typecheck package-check house docs screenshots format clean gpu-bundle gpu-check gpu-bench
 
 help: ## this list
@@ -43,7 +46,7 @@ test: test-env ## run the tests that need neither a model file nor a GPU
 	@$(PYTEST) -m "not slow and not model" $(ARGS)
 
 # The default model is fetched once.
-test-slow: test-env routers ray validator transfer-libraries ## run the slow tests, those of the default model, and all examples of Hypothesis
+test-slow: test-env routers ray validator transfer-libraries agents ## run the slow tests, those of the default model, and all examples of Hypothesis
 	@$(RUN) -c 'from engine.models.hub.built_in.fetch import ensure_model; ensure_model()'
 	@$(PYTEST) -m "slow or model or hypothesis" $(ARGS)
 
@@ -57,6 +60,19 @@ routers: $(VENV)/.created ## install the routers that the slow tests put in fron
 	  { $(RUN) -m venv --clear "$$folder" && "$$folder/bin/python" $(INSTALL) "$$pin" && touch "$$stamp"; } || \
 	    { rm -rf "$$folder"; echo "make: $$pin could not be installed; its tests are skipped" >&2; }; \
 	done
+
+# Coding agents and the AI SDK, from the npm registry (1 GB), and aider in an environment of its own (700 MB). Without
+# Node.js or a registry their tests are skipped.
+agents: $(VENV)/.created ## install the coding agents that the slow tests run against a server, into build/agents
+	@stamp="build/agents/.npm-$(shell echo '$(AGENTS)' | cksum | cut -d' ' -f1)"; \
+	  test -e "$$stamp" || { echo 'Installing $(AGENTS) into build/agents ...'; mkdir -p build/agents; \
+	  npm install --prefix build/agents --no-audit --no-fund --loglevel=error $(AGENTS) && touch "$$stamp"; } || \
+	    { rm -rf build/agents; echo 'make: the agents could not be installed; their tests are skipped' >&2; }
+	@stamp="build/aider/.$(AIDER)"; test -e "$$stamp" && exit; \
+	  echo 'Installing $(AIDER) into build/aider ...'; \
+	  { $(RUN) -m venv --clear build/aider && build/aider/bin/python -m pip install --quiet --disable-pip-version-check \
+	    $(PIP_ARGS) $(AIDER) && touch "$$stamp"; } || \
+	    { rm -rf build/aider; echo 'make: $(AIDER) could not be installed; its test is skipped' >&2; }
 
 # In a folder of its own, which only the tests of Ray have on their path: the engine must work without it. Half a minute and
 # 260 MB. Without it (no package index) those tests are skipped.

@@ -431,8 +431,11 @@ def make_services(
 
 @functools.cache
 def _compiled(chat_template: str) -> ChatTemplate:
-    """Compiled once for hundreds of servers."""
-    return ChatTemplate(chat_template, TOKENIZER.special_tokens)
+    """Compiled and probed, as at start, once for hundreds of servers."""
+    template = ChatTemplate(chat_template, TOKENIZER.special_tokens)
+    template.find_part_roles()
+    template.find_shape()
+    return template
 
 
 @functools.cache
