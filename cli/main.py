@@ -11,9 +11,10 @@ import difflib
 import errno
 import functools
 import importlib
+import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Final
 
 import typer
@@ -24,7 +25,7 @@ from ..runtime.config.migration import COMMANDS as ELSEWHERE
 from ..runtime.config.migration import answer_for
 from ..runtime.errors import ConfigError, EngineError
 from ..runtime.installation import __version__
-from .arguments import check_arguments, show_what_cannot_be_encoded
+from ..runtime.text import check_os_text
 from .exit_codes import ExitCode, exit_code_of
 from .options import CONTEXT_SETTINGS
 
@@ -220,6 +221,38 @@ def _fail(message: str, code: int) -> int:
     with contextlib.suppress(OSError):  # the exit code remains
         typer.echo(f"{PROG_NAME}: {message}", err=True)
     return code
+
+
+def check_arguments(arguments: Sequence[str]) -> list[str]:
+    """The arguments, which must be Unicode text, and not empty, as `"$MODEL"` is where the variable is not set.
+
+    Raises:
+        ConfigError: one is not; the message names its place and not its text, which may be a key.
+    """
+    for index, text in enumerate(arguments):
+        place = _place(arguments, index)
+        check_os_text(text, place)
+        if not text or (text.startswith("-") and text.endswith("=")):
+            raise ConfigError(f"{place} is empty; is a variable not set? Give a value, or leave it out")
+    return list(arguments)
+
+
+def show_what_cannot_be_encoded(streams: Iterable[object]) -> None:
+    """Write a replacement for characters that the encoding of a stream lacks, instead of an error.
+
+    A terminal or a pipe may have any encoding (`LC_ALL=C` with `PYTHONUTF8=0` is ASCII).
+    """
+    for stream in streams:
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+            stream.reconfigure(errors="replace")
+
+
+def _place(arguments: Sequence[str], index: int) -> str:
+    """`argument 3 (--api-key)`, counted from 1."""
+    own, before = arguments[index], arguments[index - 1] if index else ""
+    option = own.partition("=")[0] if own.startswith("--") and "=" in own else before
+    named = option.startswith("-") and len(option) > 1 and option.isascii()
+    return f"argument {index + 1} ({option})" if named else f"argument {index + 1}"
 
 
 if __name__ == "__main__":

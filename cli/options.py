@@ -33,6 +33,7 @@ from ..runtime.config.config_sources import (
     merge,
 )
 from ..runtime.config.environment import CONFIG_FILE, from_environment
+from ..runtime.config.migration import SAME_IN_CHAT, SHORT
 from ..runtime.errors import ConfigError
 from ..runtime.text import variable
 
@@ -88,6 +89,12 @@ class GroupedCommand(TyperCommand):
     typer's own boxes cut long option names at that width. Needs `rich_markup_mode=None` in the `typer.Typer`.
     """
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments; flags of other engines become the options with the same meaning, where there are."""
+        own = {name for param in self.params for name in (*param.opts, *param.secondary_opts)}
+        end = args.index("--") if "--" in args else len(args)
+        return super().parse_args(ctx, [_own_flag(word, own) for word in args[:end]] + args[end:])
+
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """The words of the usage line; a required argument is `NAME`, where typer writes `{NAME}`."""
         return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
@@ -110,6 +117,14 @@ class GroupedCommand(TyperCommand):
         for title, records in sections.items():
             with formatter.section(title):
                 formatter.write_dl(records, col_max=min(_NAME_COLUMNS, formatter.width // 2))
+
+
+def _own_flag(word: str, own: Collection[str]) -> str:
+    """`--model` for `-m`, `--temperature=0` for `--temp=0`."""
+    flag, equals, value = word.partition("=")
+    name = SHORT.get(flag)
+    same = SAME_IN_CHAT.get(flag) or (name and flag_of(name))
+    return f"{same}{equals}{value}" if flag not in own and same in own else word
 
 
 def takes_config_options(

@@ -108,7 +108,6 @@ def chat(
         _sampling(
             "Sampling temperature; 0 is greedy  [default: the model's]",
             "--temperature",
-            "-t",
             metavar="NUMBER",
         ),
     ] = None,

@@ -50,7 +50,6 @@ _model = _option(
     "Model",
     "Folder in Hugging Face layout, .gguf file or name of a model; with --url, which of its models  [default: minilm]",
     "--model",
-    "-m",
     metavar="TEXT",
 )
 _url = _option("Where it runs", "Ask this server instead of loading a model.", "--url", metavar="URL")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from engine.runtime.config.config_fields import flag_of, setting_names
-from engine.runtime.config.migration import ANSWERS, CHAT_ANSWERS, COMMANDS, SHORT
+from engine.runtime.config.migration import ANSWERS, CHAT_ANSWERS, COMMANDS, SAME_IN_CHAT, SHORT
 
 from .common_flags import COMMON
 from .markdown import bullet, code, link_to, page, paragraph
@@ -15,6 +15,7 @@ NAME: Final = "migration.md"
 
 def migration_page() -> str:
     """The text of the page."""
+    works = {short: name for short, name in SHORT.items() if name in setting_names()}
     return page(
         "# Coming from vLLM, SGLang, llama.cpp or Ollama",
         "<!-- Generated from the code by `make docs`; do not edit. -->",
@@ -30,8 +31,19 @@ def migration_page() -> str:
         bullet(link_to("Benchmarks")),
         *(block for engine, names in COMMON.items() for block in (f"## {engine}", *map(_line, names))),
         "## Short flags",
-        paragraph("A short flag is an error that names the long one or the answer:"),
-        *(bullet(f"{code(short)}: {code(flag_of(name))}") for short, name in SHORT.items()),
+        paragraph(
+            "These work in every command that has the setting. `-c` is the context of one request; it is not divided."
+        ),
+        *(
+            bullet(f"{code(short)}: {code(setting_names()[name].field.flag)}")
+            for short, name in works.items()
+        ),
+        paragraph("The others are errors with the answer of the long name:"),
+        *(
+            bullet(f"{code(short)}: {code(flag_of(name))}")
+            for short, name in SHORT.items()
+            if short not in works
+        ),
         "## Commands",
         paragraph(
             "`pull`, `list`, `rm`, `ps`, `serve` and `bench` have the names that they have in Ollama and vLLM:"
@@ -39,6 +51,7 @@ def migration_page() -> str:
         *(bullet(f"{code(name)}: {answer}") for name, answer in COMMANDS.items()),
         "## Flags of engine chat",
         paragraph("For flags of llama-cli and `ollama run`; those of llama-server have the answers above:"),
+        *(bullet(f"{code(flag)}: the same as {code(own)}") for flag, own in SAME_IN_CHAT.items()),
         *(bullet(f"{code(flag_of(name))}: {answer}") for name, answer in CHAT_ANSWERS.items()),
         "## Benchmarks",
         paragraph(

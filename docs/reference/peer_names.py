@@ -58,7 +58,9 @@ SETTINGS: Final[Mapping[str, PeerNames]] = {
     "served_model_name": PeerNames(
         sglang=("served_model_name",), vllm=("served_model_name",), llama_server=("alias",)
     ),
-    "max_model_len": PeerNames(sglang=("context_length",), vllm=("max_model_len",)),
+    "max_model_len": PeerNames(
+        sglang=("context_length",), vllm=("max_model_len",), llama_server=("ctx_size",)
+    ),
     "dtype": _both("dtype"),
     "load_format": _both("load_format"),
     "model_impl": _both(
@@ -143,9 +145,10 @@ SETTINGS: Final[Mapping[str, PeerNames]] = {
         note="SGLang has `fcfs`, `lpm`, `dfs-weight`, `lof`, `random` and, as a switch, `enable_priority_scheduling`. "
         "vLLM has `fcfs` and `priority`, where smaller numbers go first.",
     ),
-    "priority_preemption": _sglang("disable_priority_preemption", note="The SGLang switch is the negation."),
+    "max_running_requests": PeerNames(
+        sglang=("max_running_requests",), vllm=("max_num_seqs",), llama_server=("parallel",)
+    ),
     "priority_preemption_threshold": _sglang("priority_scheduling_preemption_threshold"),
-    "max_running_requests": PeerNames(sglang=("max_running_requests",), vllm=("max_num_seqs",)),
     "max_queued_requests": _sglang("max_queued_requests"),
     "phases": _sglang(
         "enable_mixed_chunk",

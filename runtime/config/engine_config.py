@@ -88,7 +88,10 @@ class ModelConfig:
         Alias("alias", in_help=False),
     ] = None
     max_model_len: Annotated[
-        int | Auto, "Longest sequence in tokens, prompt and output together.", Alias("context_length")
+        int | Auto,
+        "Longest sequence in tokens, prompt and output together.",
+        Alias("context_length"),
+        Alias("ctx_size", in_help=False),
     ] = "auto"
     len_is_estimate: bool = field(default=False, metadata=DERIVED)
     """Whether `max_model_len` was computed for "auto", so that a measured device may choose a smaller value."""
@@ -135,6 +138,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_at_least("max_model_len", self.max_model_len, 2)
+        if not self.model.strip():
+            raise ConfigError("model is empty; give a model, or leave it out for the default one")
         check_at_least("num_threads", self.num_threads, 1)
         check_at_least("seed", self.seed, 0)
         if not self.language_model_only:
@@ -238,7 +243,10 @@ class SchedulerConfig:
         float, "static policy: seconds to wait for a full batch before a smaller one starts."
     ] = 1.0
     max_running_requests: Annotated[
-        int | Auto, "Requests that may run at the same time.", Alias("max_num_seqs")
+        int | Auto,
+        "Requests that may run at the same time.",
+        Alias("max_num_seqs"),
+        Alias("parallel", in_help=False),
     ] = "auto"
     max_queued_requests: Annotated[int, "Requests that may wait; further ones get 429 (see --overload)."] = (
         4096

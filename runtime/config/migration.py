@@ -30,8 +30,6 @@ ANSWERS: Final[Mapping[str, str]] = {
     "--max-total-tokens",
     "mem_fraction_static": "use --mem-fraction, the share of the memory that remains after the weights, or "
     "--max-total-tokens",
-    "ctx_size": "use --max-model-len for one request, and --max-total-tokens for all together",
-    "parallel": "use --max-running-requests",
     "batch_size": "use --max-num-batched-tokens",
     "ubatch_size": "use --chunked-prefill-size",
     "cpu_offload_gb": "the weights stay on one device; --swap-space is host memory for the KV of waiting requests",
@@ -167,18 +165,12 @@ ANSWERS: Final[Mapping[str, str]] = {
 """Name, with underscores -> what to do."""
 
 CHAT_ANSWERS: Final[Mapping[str, str]] = {
-    "temp": "use --temperature",
-    "predict": "use --max-tokens",
-    "n_predict": "use --max-tokens",
-    "max_new_tokens": "use --max-tokens",
-    "reverse_prompt": "use --stop",
+    "parallel": f"{_ALWAYS}: a chat is one conversation",
     "json_schema": "use --schema FILE",
-    "json_schema_file": "use --schema FILE",
     "format": "use --schema FILE",
     "grammar": "use --schema FILE; a server takes grammars, as docs/structured_output.md describes",
     "prompt": 'give the question as an argument: engine chat "QUESTION"',
     "file": 'pipe the file: engine chat "QUESTION" < FILE',
-    "system_prompt": "use --system",
     "system_prompt_file": "use --system with the text of the file",
     "conversation": f"{_ALWAYS}: without a question it is a conversation",
     "interactive": f"{_ALWAYS}: without a question it is a conversation",
@@ -225,12 +217,26 @@ SHORT: Final[Mapping[str, str]] = {
     "-dp": "data_parallel_size",
     "-pp": "pipeline_parallel_size",
 }
-"""Short flags of these engines -> their long names."""
+"""Short flags of these engines -> their long names: those of settings work, the others have answers."""
+
+SAME_IN_CHAT: Final[Mapping[str, str]] = {
+    "--temp": "--temperature",
+    "-n": "--max-tokens",
+    "--predict": "--max-tokens",
+    "--n-predict": "--max-tokens",
+    "--max-new-tokens": "--max-tokens",
+    "-r": "--stop",
+    "--reverse-prompt": "--stop",
+    "-sys": "--system",
+    "--system-prompt": "--system",
+    "-jf": "--schema",
+    "--json-schema-file": "--schema",
+}
+"""Flags of llama-cli and vLLM that work in `engine chat` -> its options; `--temp` in `engine bench`, too."""
 
 CHAT_SHORT: Final[Mapping[str, str]] = {
     "-p": "prompt",
     "-f": "file",
-    "-r": "reverse_prompt",
     "-i": "interactive",
     "-j": "json_schema",
     "-cnv": "conversation",

@@ -72,7 +72,6 @@ def test_help_loads_no_command_and_nothing_heavy():
     assert set(ours.split()) == {
         "engine.cli",
         "engine.cli.main",
-        "engine.cli.arguments",
         "engine.cli.exit_codes",
         "engine.cli.options",
     }

@@ -33,6 +33,7 @@ SERVE_FLAGS = """
 --cors-origin
 --crash-dir
 --crash-dump-folder
+--ctx-size
 --cuda-graph
 --cuda-graph-max-bs
 --data-parallel-size
@@ -165,6 +166,7 @@ SERVE_FLAGS = """
 --overload
 --page
 --page-size
+--parallel
 --phases
 --pin-fraction
 --pipeline-parallel-size

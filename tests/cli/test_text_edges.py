@@ -15,7 +15,7 @@ import pytest
 from typer.main import get_command
 
 from engine.cli import main as cli
-from engine.cli.arguments import show_what_cannot_be_encoded
+from engine.cli.main import show_what_cannot_be_encoded
 
 LATIN_1 = "caf\udce9"
 """`caf\\xe9` as Python passes it on."""

@@ -168,9 +168,11 @@ def test_python_arguments_are_checked_like_all_others():
     ("key", "value", "setting", "means"),
     [
         ("max_num_seqs", 5, "max_running_requests", 5),
+        ("parallel", 5, "max_running_requests", 5),
         ("max-num-seqs", "auto", "max_running_requests", "auto"),
         ("block_size", 32, "page_size", 32),
         ("context_length", 512, "max_model_len", 512),
+        ("ctx_size", 512, "max_model_len", 512),
         ("enable_prefix_caching", False, "radix_cache", False),
         ("disable_radix_cache", True, "radix_cache", False),
         ("async_scheduling", True, "overlap", True),

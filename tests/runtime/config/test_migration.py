@@ -10,7 +10,7 @@ from docs.reference.common_flags import COMMON
 from engine.cli import main as cli
 from engine.cli.bench.serve_run import ServerSettings  # noqa: F401  (its options are among the answers)
 from engine.runtime.config.config_fields import find_setting, flag_of, setting_names
-from engine.runtime.config.config_sources import from_arguments, from_yaml_file
+from engine.runtime.config.config_sources import from_arguments, from_yaml_file, merge
 from engine.runtime.config.migration import (
     ANSWERS,
     CHAT_ANSWERS,
@@ -49,8 +49,14 @@ def test_each_common_flag_works_or_is_answered_everywhere(capsys, tmp_path, engi
 
 
 @pytest.mark.parametrize("short", SHORT)
-def test_a_short_flag_names_the_long_one(capsys, short):
+def test_a_short_flag_is_the_long_one_or_has_its_answer(capsys, short):
     name = SHORT[short]
+    if name in setting_names():
+        setting = setting_names()[name]
+        assert cli.run(["serve", short, "no number", "--port", "none"]) == 2
+        refused = flag_of(name) if setting.field.kind is not str else "--port"
+        assert capsys.readouterr().err.startswith(f"engine: {refused} is ")
+        return
     answer = ANSWERS.get(name, f"use {flag_of(name)}")
     assert answer_for(short) == answer
     assert cli.run(["serve", short, "1"]) == 2
@@ -90,6 +96,74 @@ def test_a_flag_of_llama_cli_is_answered_with_an_option_of_chat(capsys, name):
     assert cli.run(["chat", "--help"]) == 0
     help_text = capsys.readouterr().out
     assert all(flag in help_text for flag in re.findall(r"--[\w-]+", CHAT_ANSWERS[name]))
+
+
+LLAMA = "-m /nope.gguf -c 4096 -t 2 --temp 0.5 -n 8 -sys Brief -r END"
+
+
+def test_a_line_of_llama_server_is_pasted(capsys, monkeypatch, tmp_path):
+    words = (
+        f"serve -m {tmp_path} -c 4096 -t 2 -np 4 --host 127.0.0.1 --port 0 --load-format dummy --print-config"
+    )
+    (tmp_path / "config.json").write_text("{}")
+    seen = []
+    monkeypatch.setattr(
+        "engine.launch.resolve.prepare.prepare", lambda merged, **_: seen.append(merged) or 1 / 0
+    )
+    with pytest.raises(ZeroDivisionError):
+        cli.run(words.split())
+    (merged,) = seen
+    model, scheduler = merged.config.model, merged.config.scheduler
+    assert (model.model, model.max_model_len, model.num_threads) == (str(tmp_path), 4096, 2)
+    assert scheduler.max_running_requests == 4
+    assert merged.origins["max_model_len"] == "--ctx-size"
+
+
+def test_a_line_of_llama_cli_is_pasted(capsys, monkeypatch):
+    seen = []
+
+    def start(merged, *_args):
+        seen.append(merged.config.model)
+        raise ConfigError("it starts")
+
+    monkeypatch.setattr("engine.cli.chat.command._start", start)
+    monkeypatch.setattr("engine.cli.chat.command.ChatSession", lambda *given: seen.append(given))
+    assert cli.run(["chat", "hi", "--temp=9", *LLAMA.split()[2:]]) == 2, "the last one wins, as in llama.cpp"
+    assert capsys.readouterr().err.endswith("engine: it starts\n")
+    (system, settings), model = seen
+    assert (system, settings.temperature, settings.max_tokens, settings.stop) == ("Brief", 0.5, 8, ("END",))
+    assert (model.max_model_len, model.num_threads) == (4096, 2)
+    assert cli.run(["chat", "hi", "-np", "2"]) == 2
+    assert capsys.readouterr().err.endswith("-np: leave it out: a chat is one conversation\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "place"),
+    [
+        (["serve", ""], "argument 2"),
+        (["serve", "--model", ""], "argument 3 (--model)"),
+        (["serve", "--model=", "--port", "1"], "argument 2 (--model)"),
+        (["serve", "--host", ""], "argument 3 (--host)"),
+        (["chat", "--url", "", "hi"], "argument 3 (--url)"),
+        (["chat", ""], "argument 2"),
+        (["doctor", ""], "argument 2"),
+        (["pull", ""], "argument 2"),
+        (["embed", ""], "argument 2"),
+        (["replay", ""], "argument 2"),
+        (["bench", "compare", "", ""], "argument 3"),
+    ],
+)
+def test_an_empty_value_is_named(capsys, arguments, place):
+    assert cli.run(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"engine: {place} is empty; is a variable not set?") and error.count("\n") == 1
+
+
+def test_an_empty_model_is_refused_in_python_and_files_too(tmp_path):
+    (tmp_path / "engine.yaml").write_text('model: ""')
+    for layer in (from_arguments({"model": ""}), from_yaml_file(tmp_path / "engine.yaml")):
+        with pytest.raises(ConfigError, match="model is empty; give a model"):
+            merge(layer)
 
 
 @pytest.mark.parametrize("short", CHAT_SHORT)
