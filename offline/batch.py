@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ..launch.startup_display import shows_live
 from ..models.tokenizer.tokenizer import Tokenizer
 from ..runtime.errors import EngineDeadError
 from ..runtime.grammar_use import GrammarUse
 from ..runtime.messages import GenerateRequest
+from ..runtime.request_checks import check_flag
 from ..runtime.sampling_params import SamplingParams
 from ..tokenizer_manager.conversation.parsing.output_parser import OutputParser
 from ..tokenizer_manager.scheduling_options import Scheduling
@@ -110,6 +112,18 @@ class Batch:
             grammar=request.grammar,
             keep_special_ids=request.keep_special_ids,
         )
+
+
+def shows_bar(wanted: bool | None, num_items: int) -> bool:
+    """Whether to show a bar: as the caller says, else for several items in a terminal or notebook.
+
+    Raises:
+        RequestError: no boolean.
+    """
+    if wanted is not None:
+        check_flag("progress_bar", wanted)
+        return wanted
+    return num_items > 1 and shows_live()
 
 
 def _ignore(_chunk: GenerationChunk) -> None:

@@ -24,10 +24,11 @@ from ..runtime.errors import EngineDeadError, RequestError
 from ..runtime.messages import Explain, Explanation, FlushCache, FlushCacheDone, PinDone, PinPrefix
 from ..runtime.request_checks import check_integer, check_number, check_text, plain
 from ..runtime.sampling_params import MAX_COUNT, SamplingParams
+from ..tokenizer_manager.generation import Constraint
 from ..tokenizer_manager.http.schema.constraints import chat_grammar, check_constraint_with_tools
 from ..tokenizer_manager.pooling.embedding import check_task
 from .adapters import Adapter, LocalAdapters
-from .batch import Batch
+from .batch import Batch, CheckedRequest, shows_bar
 from .build import start_engine
 from .options import (
     CallOptions,
@@ -39,7 +40,7 @@ from .options import (
 )
 from .outputs import GenerationChunk, GenerationOutput, encode_token_ids
 from .pooled import PooledCalls, RankedDocument, Vectors
-from .prompts import as_params, as_prompts, own_names
+from .prompts import as_conversations, as_params, as_prompts, located, own_names
 from .request_preparer import ChatPlanner, RequestPreparer
 
 Prompt = str | list[int]
@@ -62,6 +63,7 @@ class LLM:
         tokenizer: of the model.
     """
 
+    @own_names()
     def __init__(
         self,
         model: str | os.PathLike[str] = "default",
@@ -149,7 +151,7 @@ class LLM:
         params: Params | None = None,
         *,
         stream: Literal[False] = False,
-        progress_bar: bool = False,
+        progress_bar: bool | None = None,
         add_special_tokens: bool = True,
         **options: Unpack[CallOptions],
     ) -> GenerationOutput: ...
@@ -161,7 +163,7 @@ class LLM:
         params: Params | Sequence[Params] | None = None,
         *,
         stream: Literal[False] = False,
-        progress_bar: bool = False,
+        progress_bar: bool | None = None,
         add_special_tokens: bool = True,
         **options: Unpack[CallOptions],
     ) -> list[GenerationOutput]: ...
@@ -173,7 +175,7 @@ class LLM:
         params: Params | Sequence[Params] | None = None,
         *,
         stream: Literal[True],
-        progress_bar: bool = False,
+        progress_bar: bool | None = None,
         add_special_tokens: bool = True,
         **options: Unpack[CallOptions],
     ) -> Iterator[GenerationChunk]: ...
@@ -185,7 +187,7 @@ class LLM:
         params: Params | Sequence[Params] | None = None,
         *,
         stream: bool = False,
-        progress_bar: bool = False,
+        progress_bar: bool | None = None,
         add_special_tokens: bool = True,
         **options: Unpack[CallOptions],
     ) -> GenerationOutput | list[GenerationOutput] | Iterator[GenerationChunk]:
@@ -197,7 +199,8 @@ class LLM:
             params: for all prompts, or one per prompt; None: the defaults. A dict has the fields that differ from the
                 defaults; a `SamplingParams` is taken as it is.
             stream: return an iterator of chunks instead; closing it aborts unfinished requests.
-            progress_bar: show finished prompts and tokens per second on standard error.
+            progress_bar: show finished prompts and tokens per second on standard error; None: of several prompts, in a
+                terminal or notebook.
             add_special_tokens: put BOS before texts if the model requires it; False for a text that has it.
             options: `json_schema`, `regex`, `choice` and `grammar` say what the answers match; `lora` is the name of a
                 LoRA adapter; `priority`, `timeout` and others say how the requests are scheduled. See
@@ -223,7 +226,7 @@ class LLM:
         batch = Batch(self._engine, self.tokenizer, requests, scheduling)
         if stream:
             return batch.chunks()
-        outputs = batch.run(progress_bar=progress_bar)
+        outputs = batch.run(progress_bar=shows_bar(progress_bar, len(items)))
         return outputs[0] if is_single else outputs
 
     @own_names()
@@ -260,36 +263,56 @@ class LLM:
         params: Params | None = None,
         *,
         stream: Literal[False] = False,
+        progress_bar: bool | None = None,
         **options: Unpack[ChatOptions],
     ) -> GenerationOutput: ...
 
     @overload
     def chat(
         self,
-        messages: Sequence[ChatMessage],
-        params: Params | None = None,
+        messages: Sequence[Sequence[ChatMessage]],
+        params: Params | Sequence[Params] | None = None,
+        *,
+        stream: Literal[False] = False,
+        progress_bar: bool | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> list[GenerationOutput]: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]],
+        params: Params | Sequence[Params] | None = None,
         *,
         stream: Literal[True],
+        progress_bar: bool | None = None,
         **options: Unpack[ChatOptions],
     ) -> Iterator[GenerationChunk]: ...
 
     @own_names()
     def chat(
         self,
-        messages: Sequence[ChatMessage],
-        params: Params | None = None,
+        messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]],
+        params: Params | Sequence[Params] | None = None,
         *,
         stream: bool = False,
+        progress_bar: bool | None = None,
         **options: Unpack[ChatOptions],
-    ) -> GenerationOutput | Iterator[GenerationChunk]:
-        """Answer a conversation, rendered with the model's chat template.
+    ) -> GenerationOutput | list[GenerationOutput] | Iterator[GenerationChunk]:
+        """Answer a conversation, or a list of them in one batch, rendered with the model's chat template.
 
         Args:
-            messages: in the forms of the chat API: roles system, user, assistant and tool, tool calls, text parts.
-            params: the sampling parameters, or a dict, as for `generate`; None: the defaults.
+            messages: in the forms of the chat API: roles system, user, assistant and tool, tool calls, text parts; or a
+                list of such conversations.
+            params: the sampling parameters, or a dict, for all conversations or one for each, as for `generate`; None:
+                the defaults.
             stream: return an iterator of chunks instead.
-            options: those of `generate`, `tools`, `tool_choice`, `reasoning_effort` and others. See
-                `engine.offline.options.ChatOptions`.
+            progress_bar: as for `generate`.
+            options: those of `generate`, `tools`, `tool_choice`, `reasoning_effort` and others, for all conversations.
+                See `engine.offline.options.ChatOptions`.
+
+        Returns:
+            One output for one conversation, a list in the order of the conversations for a list.
 
         Raises:
             RequestError: a message the template refuses, or as for `generate`.
@@ -297,8 +320,21 @@ class LLM:
         self._engine.check_usable()
         check_task(self._spec, "generate")
         scheduling = checked_options(options, self._adapters.lora_id, tuple(ChatOptions.__annotations__))
-        (sampling,) = as_params(params, 1, self._sampling_defaults)
+        chats, is_single = as_conversations(messages)
         constraint = checked_constraint(options, self.config)
+        requests = []
+        for number, sampling in enumerate(as_params(params, len(chats), self._sampling_defaults)):
+            with located("messages" if is_single else f"conversation {number}: messages", "messages"):
+                requests.append(self._chat_request(chats[number], sampling, options, constraint))
+        batch = Batch(self._engine, self.tokenizer, requests, scheduling)
+        if stream:
+            return batch.chunks()
+        outputs = batch.run(progress_bar=shows_bar(progress_bar, len(chats)))
+        return outputs[0] if is_single else outputs
+
+    def _chat_request(
+        self, messages: object, sampling: SamplingParams, options: ChatOptions, constraint: Constraint | None
+    ) -> CheckedRequest:
         spec = None if constraint is None else constraint.use.spec
         conversation = conversation_of(messages, options, self.config.limits, spec)
         check_constraint_with_tools(conversation, constraint)
@@ -307,9 +343,7 @@ class LLM:
         plan = self._chats.plan(conversation, sampling.max_new_tokens)
         use = chat_grammar(plan, constraint)
         request = self._preparer.prepare(plan.prompt, sampling, use, add_special_tokens=False)
-        request = dataclasses.replace(request, keep_special_ids=plan.keep_special_ids, parser=plan.parser())
-        batch = Batch(self._engine, self.tokenizer, [request], scheduling)
-        return batch.chunks() if stream else batch.run(progress_bar=False)[0]
+        return dataclasses.replace(request, keep_special_ids=plan.keep_special_ids, parser=plan.parser())
 
     # ------------------------------------------------------------ vectors and scores
 
@@ -323,7 +357,7 @@ class LLM:
         prompt_name: str | None = None,
         input_type: str | None = None,
         truncate: bool = False,
-        progress_bar: bool = False,
+        progress_bar: bool | None = None,
         **options: Unpack[SchedulingOptions],
     ) -> Vectors:
         """The vectors of one or many texts; for a model that makes vectors.
@@ -365,7 +399,7 @@ class LLM:
         top_n: int | None = None,
         instruction: str | None = None,
         truncate: bool = False,
-        progress_bar: bool = False,
+        progress_bar: bool | None = None,
         **options: Unpack[SchedulingOptions],
     ) -> list[RankedDocument]:
         """Documents by their relevance to a query, the most relevant first.
@@ -400,7 +434,7 @@ class LLM:
         *,
         instruction: str | None = None,
         truncate: bool = False,
-        progress_bar: bool = False,
+        progress_bar: bool | None = None,
         **options: Unpack[SchedulingOptions],
     ) -> list[float] | list[list[float]]:
         """The score of each pair of texts; a list of numbers per pair from a classifier with several labels.

@@ -50,14 +50,15 @@ class CallOptions(SchedulingOptions, total=False):
     """The options of a generation: how it is scheduled, and what its answers match.
 
     Attributes:
-        response_format: as in the chat API: {"type": "json_schema", "json_schema": {"schema": ...}} and others.
+        response_format: as in the chat API: {"type": "json_schema", "json_schema": {"schema": ...}} and others, or a
+            class of pydantic's.
         json_schema: the answers are JSON that matches this JSON Schema: an object, its text, or a class of pydantic's.
         regex: the answers match this regular expression as a whole.
         choice: the answers are one of these texts.
         grammar: the answers match this GBNF or Lark grammar.
     """
 
-    response_format: dict[str, Any] | None
+    response_format: dict[str, Any] | type[Any] | None
     json_schema: dict[str, Any] | str | type[Any] | None
     regex: str | None
     choice: list[str] | None
@@ -97,8 +98,7 @@ def conversation_of(
     for number, message in enumerate(messages):
         if isinstance(message, Sequence) and not isinstance(message, str | bytes):
             raise RequestError(
-                f"messages[{number}] is a list, but `chat` answers one conversation; for a batch of them: "
-                "generate([llm.render_chat(messages) for messages in conversations])",
+                f"messages[{number}] is a list beside messages; pass one conversation, or a list of conversations",
                 param="messages",
                 code="invalid_type",
             )
@@ -187,10 +187,12 @@ def checked_constraint(options: CallOptions, config: EngineConfig) -> Constraint
         RequestError: a value has the wrong type, or is no schema or grammar; or there are two constraints.
     """
     given = {name: value for name in _CONSTRAINTS if (value := options.get(name)) is not None}
+    if "json_schema" not in given and hasattr(given.get("response_format"), "model_json_schema"):
+        given["json_schema"] = given.pop("response_format")
     schema: Any = given.get("json_schema")
     is_class = hasattr(
         schema, "model_json_schema"
-    )  # of pydantic, which has no other fields, and does not say so
+    )  # of pydantic: it has no other fields, and does not say so
     if is_class:
         given["json_schema"] = schema.model_json_schema()
     if "choice" in given:
@@ -206,7 +208,7 @@ def checked_constraint(options: CallOptions, config: EngineConfig) -> Constraint
 
 _ELSEWHERE: Final = {
     "sampling_params": "the sampling parameters are `params`",
-    "use_tqdm": "use progress_bar=True with `generate`",
+    "use_tqdm": "use progress_bar",
     "prompt": "the prompts of `generate` are `prompts`",
     "prompt_token_ids": "token ids are prompts: generate([1, 2, 3])",
     "input_ids": "token ids are prompts: generate([1, 2, 3])",

@@ -41,7 +41,7 @@ from ..tokenizer_manager.pooling.scoring import (
     uses_pairs,
 )
 from ..tokenizer_manager.preparation import check_pooled_length, truncated
-from .batch import progress_of
+from .batch import progress_of, shows_bar
 from .prompts import as_prompts, checked_token_ids
 
 if TYPE_CHECKING:
@@ -89,11 +89,10 @@ class PooledCalls:
         prompt_name: str | None,
         input_type: str | None,
         truncate: bool,
-        progress_bar: bool,
+        progress_bar: bool | None,
     ) -> Vectors:
         pooling = self._pooling("embed")
         check_flag("truncate", truncate)
-        check_flag("progress_bar", progress_bar)
         if dimensions is not None:
             dimensions = check_integer("dimensions", plain(dimensions), 1, MAX_COUNT)
         if normalize is not None:
@@ -121,7 +120,7 @@ class PooledCalls:
         top_n: int | None,
         instruction: str | None,
         truncate: bool,
-        progress_bar: bool,
+        progress_bar: bool | None,
     ) -> list[RankedDocument]:
         if not isinstance(query, str):
             raise wrong_type("query", query, "a text", has_default=False)
@@ -147,7 +146,7 @@ class PooledCalls:
         *,
         instruction: str | None,
         truncate: bool,
-        progress_bar: bool,
+        progress_bar: bool | None,
     ) -> list[float] | list[list[float]]:
         ones, others = _texts("first", first), _texts("second", second)
         if len(ones) == 1:
@@ -202,11 +201,10 @@ class PooledCalls:
         scheduling: Scheduling,
         instruction: str | None,
         truncate: bool,
-        progress_bar: bool,
+        progress_bar: bool | None,
     ) -> list[list[float]]:
         pooling = self._pooling("score")
         check_flag("truncate", truncate)
-        check_flag("progress_bar", progress_bar)
         _check_texts(instruction=instruction)
         check_instruction(pooling, instruction)
         if uses_pairs(pooling):
@@ -229,15 +227,16 @@ class PooledCalls:
         *,
         param: str,
         truncate: bool = False,
-        progress_bar: bool = False,
+        progress_bar: bool | None = False,
     ) -> list[bytes]:
         """The results of all prompts. Unfinished ones are aborted if the call ends early."""
+        has_bar = shows_bar(progress_bar, len(inputs.prompts))
         requests = self._requests(inputs, scheduling, param, truncate)
         numbers = {request.rid: n for n, request in enumerate(requests)}
         vectors: list[bytes | None] = [None] * len(requests)
         rows: RowQueue = queue.SimpleQueue()
         self._engine.check_usable()
-        show = progress_of(len(requests), "Texts") if progress_bar else contextlib.nullcontext(_ignore)
+        show = progress_of(len(requests), "Texts") if has_bar else contextlib.nullcontext(_ignore)
         with show as advance:
             try:
                 self._engine.submit_all(requests, rows)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from ..runtime.config.config_fields import setting_names
-from ..runtime.errors import RequestError
+from ..runtime.errors import ConfigError, RequestError
 from ..runtime.request_checks import are_plain, plain, shown, wrong_type
 from ..runtime.sampling_defaults import SamplingDefaults
 from ..runtime.sampling_params import SamplingParams
@@ -39,6 +39,17 @@ def as_prompts(prompts: object, name: str = "prompts") -> tuple[list[object], bo
     if items and isinstance(plain(items[0]), int):
         return [items], True
     return items, False
+
+
+def as_conversations(messages: object) -> tuple[Sequence[object], bool]:
+    """The conversations of a call, not yet looked at one by one, and whether the caller passed one and not a list."""
+    if isinstance(messages, Sequence) and messages and all(map(_is_list, messages)):
+        return messages, False
+    return [messages], True
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 def checked_token_ids(prompt: object, vocab_size: int, name: str = "prompt") -> list[int]:
@@ -117,22 +128,75 @@ def _hint(value: object) -> str:
     return ""
 
 
-_FLAG: Final = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*)")
+@contextlib.contextmanager
+def located(place: str, name: str) -> Iterator[None]:
+    """Puts a place before errors that are raised inside, where they name the argument."""
+    try:
+        yield
+    except RequestError as error:
+        if place != name:
+            error.message = (
+                place + error.message.removeprefix(name)
+                if error.message.startswith(name)
+                else (f"{place.partition(':')[0]}: {error.message}")
+            )
+            error.args = (error.message,)
+        raise
+
+
+_FLAG: Final = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*)(?:[ =]([\w.]+)(?=$|[,;.)]))?")
+_COMMAND: Final = re.compile(r"(`engine [^`]*`)")
+_CALLS: Final = (
+    ("start the server with ", "make the LLM with "),
+    ("this server", "this LLM"),
+    ("the server", "the LLM"),
+    ("use /v1/embeddings", "use LLM.embed"),
+    ("use /v1/rerank or /v1/score", "use LLM.rerank or LLM.score"),
+    ("use /v1/completions", "use LLM.generate"),
+    ("use /v1/chat/completions", "use LLM.chat"),
+    ("use /generate", "use LLM.generate"),
+    ("serve a model for it", "load a model for it"),
+    ("serve another model", "load another model"),
+    ("serve a reranker", "load a reranker"),
+)
+"""Words for a client of a server -> for a Python program."""
 
 
 @contextlib.contextmanager
 def own_names() -> Iterator[None]:
-    """Names settings as arguments of `LLM`, `max_model_len`, in errors that a server's checks raise for its flags."""
+    """Errors in the words of a Python program: settings are arguments of `LLM`, endpoints are its methods."""
     try:
         yield
-    except RequestError as error:
-        error.message = _FLAG.sub(lambda flag: _argument(flag[1], flag[0]), error.message)
-        error.args = (error.message,)
+    except (RequestError, ConfigError) as error:
+        message = "".join(map(_in_python, _COMMAND.split(str(error))))
+        error.args = (message,)
+        if isinstance(error, RequestError):
+            error.message = message
         raise
 
 
-def _argument(name: str, flag: str) -> str:
-    argument = name.replace("-", "_")
-    if argument.startswith("no_") and argument[3:] in setting_names():
-        return f"{argument[3:]}=False"
-    return argument if argument in setting_names() else flag
+def _in_python(part: str) -> str:
+    """A part of a message; a command line in it stays."""
+    if _COMMAND.fullmatch(part):
+        return part
+    part = _FLAG.sub(_as_argument, part)
+    for words, own in _CALLS:
+        part = part.replace(words, own)
+    return part
+
+
+def _as_argument(flag: re.Match[str]) -> str:
+    """`max_model_len` for `--max-model-len`, `task="embed"` for `--task embed`."""
+    name, value = flag[1].replace("-", "_"), flag[2]
+    if name.startswith("no_") and name[3:] in setting_names():
+        return f"{name[3:]}=False" + (f" {value}" if value else "")
+    if name not in setting_names():
+        return flag[0]
+    field = setting_names()[name].field
+    if (
+        value is None
+        or value[0].isupper()
+        or (field.kind is str and field.choices and value not in field.choices)
+    ):
+        return name + flag[0].removeprefix(f"--{flag[1]}")
+    return f"{name}={value}" if field.kind is not str else f'{name}="{value}"'

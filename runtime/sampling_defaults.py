@@ -14,7 +14,7 @@ import msgspec
 
 from .errors import RequestError
 from .request_checks import plain
-from .sampling_params import NUMBERS, SamplingParams
+from .sampling_params import NUMBERS, SamplingParams, field_of
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,10 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
             TypeError: there is no such field.
             RequestError: a given value has the wrong type or is out of range.
         """
-        return SamplingParams(**{**self.values(), **(given or {})})
+        given = given or {}
+        replaced = {field_of(name) for name in given}
+        kept = {name: value for name, value in self.values().items() if name not in replaced}
+        return SamplingParams(**kept, **given)
 
     def described(self) -> str:
         """The values, their source and what is not taken, in one line."""

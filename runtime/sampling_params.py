@@ -68,12 +68,25 @@ class _CheckedMeta(msgspec.StructMeta):
     def __call__(cls, *args: Any, **values: Any) -> Any:  # noqa: N805, since it is a metaclass
         if args:
             raise TypeError(f"{cls.__name__} takes keyword arguments only")
-        for name, value in values.items():
+        fields: dict[str, Any] = {}
+        given_as: dict[str, str] = {}
+        for given, value in values.items():
+            name = _OTHER_NAMES.get(given, given)
             if name not in cls.__struct_fields__:
-                raise TypeError(_unknown_field(name, cls.__struct_fields__))
-            values[name] = _CONVERSIONS.get(name, plain)(value)
-        made: SamplingParams = super().__call__(**values)
-        made.verify(MAX_COUNT)
+                raise TypeError(_unknown_field(given, cls.__struct_fields__))
+            if name in fields:
+                raise TypeError(f"{given} and {given_as[name]} are the same field; give one of them")
+            fields[name], given_as[name] = _CONVERSIONS.get(name, plain)(value), given
+        made: SamplingParams = super().__call__(**fields)
+        try:
+            made.verify(MAX_COUNT)
+        except RequestError as error:  # in the caller's words
+            for name, given in given_as.items():
+                if error.param == name != given:
+                    raise RequestError(
+                        error.message.replace(name, given), param=given, code=error.code
+                    ) from None
+            raise
         return made
 
 
@@ -83,8 +96,8 @@ class SamplingParams(
     """How to choose tokens, and when to stop.
 
     The constructor takes integers where a number is meant, scalars of numpy and torch, lists where a tuple is meant,
-    and one string for `stop`. `msgspec.structs.replace` and decoders check nothing but, with these, types: what they
-    make needs `verify`.
+    one string for `stop`, and the names that fields have elsewhere, such as `max_tokens`. `msgspec.structs.replace` and
+    decoders check nothing but, with these, types: what they make needs `verify`.
 
     Numbers are described beside their bounds. `temperature` 0 is the exact argmax, the first of equals; `top_p` 0 keeps
     the most likely token only; the constructor cuts the sign of a negative `seed`, and a front end draws a missing one,
@@ -297,11 +310,17 @@ _CONVERSIONS: Final[dict[str, Callable[[object], object]]] = {
 _OTHER_NAMES: Final = {
     "max_tokens": "max_new_tokens",
     "max_completion_tokens": "max_new_tokens",
+    "max_output_tokens": "max_new_tokens",
+    "n_predict": "max_new_tokens",
+    "num_predict": "max_new_tokens",
     "min_tokens": "min_new_tokens",
     "top_logprobs": "logprobs",
     "stop_strings": "stop",
+    "stop_sequences": "stop",
+    "repeat_penalty": "repetition_penalty",
+    "no_stop_trim": "include_stop_str_in_output",
 }
-"""Names of fields in the OpenAI API and in other engines."""
+"""Names of fields in the APIs, Transformers and other engines, which the constructor takes, too."""
 
 
 _ADVICE: Final = {
@@ -318,9 +337,14 @@ _ADVICE: Final = {
 """Places of the options that other engines have among the sampling parameters."""
 
 
+def field_of(name: str) -> str:
+    """The field that a name stands for; the name itself if it is no other name of one."""
+    return _OTHER_NAMES.get(name, name)
+
+
 def _unknown_field(name: str, fields: tuple[str, ...]) -> str:
     if name in _ADVICE:
         return f"SamplingParams has no field {name!r}; {_ADVICE[name]}"
-    near = [_OTHER_NAMES[name]] if name in _OTHER_NAMES else difflib.get_close_matches(name, fields, n=1)
+    near = difflib.get_close_matches(name, fields, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"the fields are {', '.join(fields)}"
     return f"SamplingParams has no field {name!r}; {hint}"

@@ -84,11 +84,16 @@ class ServerBackend:
                 code="unsupported_task",
             )
 
-    def embed(self, inputs: list[str], **options: Any) -> Vectors:
+    def embed(self, inputs: list[str], *, progress_bar: bool = False, **options: Any) -> Vectors:
+        """As `LLM.embed`; there is no bar of its own."""
         body = {"input": inputs, "encoding_format": "base64", **options}
         return self._post("/v1/embeddings", body, lambda answer: _vectors(answer["data"], len(inputs)))
 
-    def rerank(self, query: str, documents: list[str], **options: Any) -> list[Scored]:
+    def rerank(
+        self, query: str, documents: list[str], *, progress_bar: bool = False, **options: Any
+    ) -> list[Scored]:
+        """As `LLM.rerank`."""
+
         def read(answer: Any) -> list[Scored]:
             indices = range(len(documents))
             return [Scored(indices[row["index"]], float(row["relevance_score"])) for row in answer["results"]]

@@ -138,6 +138,7 @@ def embed(
         "truncate": truncate or None,
     }
     options = {name: value for name, value in given.items() if value is not None}
+    options["progress_bar"] = False  # there is one for all parts
     texts = read_texts(files or [], null=null, skip_empty=skip_empty)
     with (
         _opened(output) as out,  # before the model is loaded, which takes seconds
@@ -221,7 +222,7 @@ def rerank(
         config_file=config_file,
         quiet=quiet,
     )
-    given: dict[str, Any] = {"truncate": True} if truncate else {}
+    given: dict[str, Any] = {"progress_bar": False} | ({"truncate": True} if truncate else {})
     if instruction is not None:
         given["instruction"] = instruction
     ranked: list[tuple[float, int]] = []

@@ -5,14 +5,12 @@ The tables are made from the commands: a new command, option or file is in them 
 
 from __future__ import annotations
 
-import importlib
 import io
 import os
 import subprocess
 import sys
 
 import pytest
-from typer.main import get_command
 
 from engine.cli import main as cli
 from engine.cli.main import show_what_cannot_be_encoded
@@ -24,8 +22,8 @@ PROBLEM = "is not UTF-8 text: byte 0xe9 at position 3"
 
 def leaf_commands():
     """(words of the command, its click command) for each command and subcommand."""
-    for name, (module, _line) in cli.COMMANDS.items():
-        command = get_command(importlib.import_module(module, "engine.cli").app)
+    for name in cli.COMMANDS:
+        command = cli.load_command(name)
         inner = getattr(command, "commands", None)
         if inner:
             yield from (((name, child), inner[child]) for child in inner)

@@ -9,8 +9,9 @@ from typing import Any, Literal
 import pydantic
 import pytest
 
-from engine import LLM, EngineConfig, RequestError, SamplingParams
+from engine import LLM, ConfigError, EngineConfig, RequestError, SamplingParams
 from engine.offline.options import checked_constraint
+from engine.offline.prompts import own_names
 
 PARAMS = SamplingParams(max_new_tokens=256, seed=3)
 SCHEMA = {
@@ -195,7 +196,7 @@ def test_an_unknown_option_of_a_chat_is_a_type_error(llm):
     ("argument", "hint"),
     [
         ("sampling_params", "the sampling parameters are `params`"),
-        ("use_tqdm", "progress_bar=True"),
+        ("use_tqdm", "use progress_bar"),
         ("prompt_token_ids", "generate([1, 2, 3])"),
         ("max_tokens", "params=SamplingParams(max_new_tokens=...)"),
         ("temperature", "params=SamplingParams(temperature=...)"),
@@ -217,16 +218,88 @@ def test_an_argument_of_another_library_is_answered(llm, argument, hint):
     [
         ("Hello", 'messages is \'Hello\', but it must be a list .*; pass \\[{"role": "user"'),
         (HI[0], 'messages is {.*}, but it must be a list .*; pass \\[{"role": "user"'),
-        (
-            [HI, HI],
-            r"messages\[0\] is a list, but `chat` answers one conversation; .*generate\(\[llm.render_chat",
-        ),
+        ([HI, HI[0]], r"messages\[0\] is a list beside messages; pass one conversation, or a list"),
+        ([HI, []], r"conversation 1: messages "),
+        ([HI, [{"role": "user"}]], r"conversation 1: messages\[0\]"),
         (None, "messages is None, but it must be a list of messages, each with a role and a content$"),
     ],
 )
 def test_messages_in_another_form_are_refused_with_the_right_one(llm, messages, message):
     with pytest.raises(RequestError, match=message):
         llm.chat(messages)
+
+
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+
+
+def test_a_list_of_conversations_is_one_batch(llm):
+    other = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
+    params: Any = [SamplingParams(max_new_tokens=3, temperature=0), {"max_tokens": 5, "temperature": 0}]
+    outputs = llm.chat([HI, other], params, tools=[WEATHER])
+    assert outputs[0].token_ids == llm.chat(HI, params[0], tools=[WEATHER]).token_ids
+    assert outputs[1].token_ids == llm.chat(other, params[1], tools=[WEATHER]).token_ids
+    (schema,) = llm.chat([HI], {"max_tokens": 40}, json_schema={"enum": ["x"]})
+    assert schema.text == '"x"'
+    chunks = list(llm.chat([HI, other], {"max_tokens": 2}, stream=True))
+    assert {chunk.index for chunk in chunks} == {0, 1}
+    with pytest.raises(RequestError, match="there are 2 prompts and 1 params"):
+        llm.chat([HI, other], [{"max_tokens": 2}])
+
+
+@pytest.mark.parametrize(
+    ("message", "own"),
+    [
+        ("too much; lower it, or raise --mem-fraction", "too much; lower it, or raise mem_fraction"),
+        ("for this model --tp can be 1, 3", "for this model tp can be 1, 3"),
+        ("start the server with --task embed", 'make the LLM with task="embed"'),
+        ("pass --no-radix-cache, or --tp 2", "pass radix_cache=False, or tp=2"),
+        ("start `engine serve m --tp 2` and use its API", "start `engine serve m --tp 2` and use its API"),
+        ("this model makes vectors; use /v1/embeddings", "this model makes vectors; use LLM.embed"),
+        ("raise --max-model-len or --no-such-flag", "raise max_model_len or --no-such-flag"),
+    ],
+)
+@pytest.mark.parametrize("kind", [RequestError, ConfigError])
+def test_errors_are_in_the_words_of_a_program(kind, message, own):
+    with pytest.raises(kind) as caught, own_names():
+        raise kind(message)
+    assert str(caught.value) == getattr(caught.value, "message", own) == own
+
+
+@pytest.mark.parametrize(
+    ("settings", "own"),
+    [({"max_model_len": 9999}, "lower max_model_len"), ({"mem_fraction": 7}, "mem_fraction")],
+)
+def test_a_start_that_fails_names_arguments(tiny_model, settings, own):
+    with pytest.raises(ConfigError, match=own) as caught:
+        LLM(str(tiny_model), **settings)
+    assert "--" not in str(caught.value)
+
+
+class Person:
+    """As a class of pydantic's."""
+
+    @staticmethod
+    def model_json_schema():
+        return {"type": "object", "properties": {"a": {"enum": ["x"]}}, "required": ["a"]}
+
+
+def test_a_class_is_a_response_format_and_a_schema(llm):
+    for option in ("json_schema", "response_format"):
+        assert llm.generate("a", {"max_tokens": 40}, **{option: Person}).text == '{"a":"x"}'
+
+
+@pytest.mark.parametrize(
+    ("shows", "options", "num_bars"),
+    [(True, {}, 1), (True, {"progress_bar": False}, 0), (False, {}, 0), (False, {"progress_bar": True}, 1)],
+)
+def test_several_prompts_have_a_bar_on_a_terminal(llm, monkeypatch, capsys, shows, options, num_bars):
+    monkeypatch.setattr("engine.offline.batch.shows_live", lambda: shows)
+    llm.generate(["a", "b"], {"max_tokens": 1}, **options)
+    assert capsys.readouterr().err.count("2/2") == num_bars
+    llm.chat([HI, HI], {"max_tokens": 1}, **options)
+    assert capsys.readouterr().err.count("2/2") == num_bars
+    llm.generate("a", {"max_tokens": 1})
+    assert capsys.readouterr().err == ""
 
 
 def test_a_batch_of_conversations_is_a_batch_of_their_tokens(llm):

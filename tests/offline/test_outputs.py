@@ -30,7 +30,7 @@ def test_an_answer_with_a_grammar_says_how_hard_it_pushed_and_where_the_answer_w
 
     assert output.grammar == GrammarReport(1.5, 250, 6, 2, OverruledToken("/a/1", "x", "2"))
     assert output.truncated == Truncated("/a/1", 3)
-    assert "truncated=Truncated(at='/a/1', forced_tokens=3)" in repr(output)
+    assert "truncated=Truncated(at='/a/1', forced_tokens=3, complete=True)" in repr(output)
 
 
 def test_free_text_has_neither():

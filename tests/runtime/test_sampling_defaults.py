@@ -80,8 +80,14 @@ def test_given_fields_have_precedence_even_with_a_value_without_effect():
 def test_a_given_field_is_checked():
     with pytest.raises(RequestError, match=r"top_p is 7, but it must lie in \[0, 1\]"):
         OPENAI_DEFAULTS.params({"top_p": 7})
-    with pytest.raises(TypeError, match="no field 'max_tokens'; did you mean 'max_new_tokens'"):
-        OPENAI_DEFAULTS.params({"max_tokens": 7})
+    with pytest.raises(TypeError, match="no field 'tempreature'; did you mean 'temperature'"):
+        OPENAI_DEFAULTS.params({"tempreature": 7})
+
+
+def test_a_field_may_have_its_name_elsewhere():
+    assert OPENAI_DEFAULTS.params({"max_tokens": 7}).max_new_tokens == 7
+    of_model = SamplingDefaults(repetition_penalty=1.2, source="generation_config.json")
+    assert of_model.params({"repeat_penalty": 1.1}).repetition_penalty == 1.1
 
 
 def test_the_setting_chooses():

@@ -236,8 +236,6 @@ def test_tensors_of_one_value_are_numbers():
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("max_tokens", "did you mean 'max_new_tokens'"),
-        ("max_completion_tokens", "did you mean 'max_new_tokens'"),
         ("tempreature", "did you mean 'temperature'"),
         ("beams", "the fields are max_new_tokens, "),
     ],
@@ -248,6 +246,27 @@ def test_an_unknown_field_is_a_type_error_that_names_the_right_one(name, hint):
         SamplingParams(**values)
     with pytest.raises(TypeError, match="keyword arguments only"):
         SamplingParams(4)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("max_tokens", "max_new_tokens", 4),
+        ("max_completion_tokens", "max_new_tokens", 4),
+        ("min_tokens", "min_new_tokens", 2),
+        ("repeat_penalty", "repetition_penalty", 1.1),
+        ("num_predict", "max_new_tokens", 4),
+        ("stop_sequences", "stop", ("END",)),
+        ("top_logprobs", "logprobs", 3),
+    ],
+)
+def test_a_field_may_have_its_name_elsewhere(name, field, value):
+    given: dict[str, Any] = {name: value}
+    assert SamplingParams(**given) == SamplingParams(**{field: value})
+    with pytest.raises(TypeError, match=f"{field} and {name} are the same field; give one of them"):
+        SamplingParams(**given, **{field: value})
+    with pytest.raises(RequestError, match=f"^{name} is -5, but|^{name} is -5, "):
+        SamplingParams(**(given | {name: -5}))
 
 
 def test_a_wrong_value_in_a_message_is_found_by_verify_and_not_by_the_decoder():

@@ -107,11 +107,13 @@ def test_a_line_of_llama_server_is_pasted(capsys, monkeypatch, tmp_path):
     )
     (tmp_path / "config.json").write_text("{}")
     seen = []
-    monkeypatch.setattr(
-        "engine.launch.resolve.prepare.prepare", lambda merged, **_: seen.append(merged) or 1 / 0
-    )
-    with pytest.raises(ZeroDivisionError):
-        cli.run(words.split())
+
+    def prepare(merged, **_options):
+        seen.append(merged)
+        raise ConfigError("it is prepared")
+
+    monkeypatch.setattr("engine.launch.resolve.prepare.prepare", prepare)
+    assert cli.run(words.split()) == 2
     (merged,) = seen
     model, scheduler = merged.config.model, merged.config.scheduler
     assert (model.model, model.max_model_len, model.num_threads) == (str(tmp_path), 4096, 2)
