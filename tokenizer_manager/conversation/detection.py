@@ -20,7 +20,7 @@ from ...runtime.config.answer_config import AnswerConfig
 from ...runtime.errors import ConfigError, RequestError
 from .chat_template import ChatTemplate
 from .conversation import Tool
-from .deltas import CallArguments, CallBegin, CallEnd, Content, Delta
+from .deltas import CallArguments, CallBegin, CallEnd, Content, Delta, Reasoning
 from .parsing.families import (
     FAMILIES,
     GENERIC,
@@ -45,6 +45,7 @@ class AnswerFormats:
         template_tools: the template shows tools and calls; otherwise they are written into the messages.
         object_arguments: the template wants the arguments of earlier calls as objects; otherwise as JSON text.
         several_calls: the template can show several calls of one message.
+        written_calls: the template shows tools, and nothing of earlier calls: these are written into the contents.
         variables: names of the variables that the template reads.
     """
 
@@ -53,6 +54,7 @@ class AnswerFormats:
     template_tools: bool = False
     object_arguments: bool = True
     several_calls: bool = True
+    written_calls: bool = False
     variables: frozenset[str] = frozenset()
 
     @property
@@ -66,7 +68,8 @@ class AnswerFormats:
         for name in ("enable_thinking", "thinking"):
             if name in self.variables:
                 return name
-        return None
+        is_cohere = self.reasoning is not None and self.reasoning.name == "command_a"
+        return "reasoning" if is_cohere and "reasoning" in self.variables else None
 
 
 logger = logging.getLogger(__name__)
@@ -105,7 +108,7 @@ def detect_formats(
         tools = named_tools if config.tool_call_parser != "auto" else GENERIC
         formats = AnswerFormats(tools=tools, reasoning=named_reasoning)
     else:
-        formats = _detect(template, config, named_tools, named_reasoning)
+        formats = _detect(template, tokenizer, config, named_tools, named_reasoning)
     logger.info(
         "answer formats: tools=%s reasoning=%s template_tools=%s switch=%s",
         formats.tools.name if formats.tools else "none",
@@ -140,6 +143,7 @@ def _named(name: str, families: Mapping[str, _Family], flag: str) -> _Family | N
 
 def _detect(
     template: ChatTemplate,
+    tokenizer: Tokenizer,
     config: AnswerConfig,
     named_tools: ToolFamily | None,
     named_reasoning: ReasoningFamily | None,
@@ -167,6 +171,9 @@ def _detect(
                 if found := prober.proof(family, reasoning):
                     tools, as_objects = family, found == "object"
                     break
+            else:
+                if not prober.shows_calls():
+                    tools = _only_family(template, tokenizer) or GENERIC
     if tools is HARMONY and config.reasoning_parser == "auto":
         reasoning = HARMONY_REASONING
     is_generic = tools is not None and tools.form is Form.GENERIC
@@ -175,9 +182,29 @@ def _detect(
         reasoning=reasoning,
         template_tools=knows_tools and not is_generic,
         object_arguments=as_objects,
+        written_calls=knows_tools
+        and tools is not None
+        and tools.form not in (Form.GENERIC, Form.HARMONY)
+        and not prober.shows_calls(),
         several_calls=is_generic or tools is None or prober.several_calls(tools, reasoning, as_objects),
         variables=variables,
     )
+
+
+def _only_family(template: ChatTemplate, tokenizer: Tokenizer) -> ToolFamily | None:
+    """The family of a template that shows tools and no calls.
+
+    That is the one whose marker no other family has, and which the template's text has, or the tokenizer as a special
+    token.
+    """
+    markers = {name: family.begin[0].strip() for name, family in FAMILIES.items() if family.begin}
+    for name, marker in markers.items():
+        token_id = tokenizer.token_to_id(marker)
+        is_special = token_id is not None and tokenizer.is_special(token_id)
+        is_tag = len(marker) > len("[") and list(markers.values()).count(marker) == 1
+        if is_tag and (is_special or marker in template.source):
+            return FAMILIES[name]
+    return None
 
 
 def _find_reasoning(template: ChatTemplate, prober: _Prober) -> ReasoningFamily | None:
@@ -187,6 +214,8 @@ def _find_reasoning(template: ChatTemplate, prober: _Prober) -> ReasoningFamily 
         prober.render([_USER, {"role": "assistant", "content": _TEXT, "reasoning_content": "zq thought zq"}]),
     ]
     for family in REASONING_FAMILIES.values():
+        if len(family.answer_marks) > 1 and not all(mark in template.source for mark in family.answer_marks):
+            continue
         in_source = family.end in template.source
         if family is HARMONY_REASONING:  # <|end|> is a marker of other models too
             in_source = in_source and "<|channel|>" in template.source
@@ -220,6 +249,15 @@ class _Prober:
 
     def shows_tools(self) -> bool:
         return _TOOL.name in self.render([_USER], tools=[_TOOL], add_generation_prompt=True)
+
+    def shows_calls(self) -> bool:
+        """Whether the name or an argument of a call is rendered."""
+        call = ("zq_called", {"city": "zq_argument"})
+        texts = [
+            self.render([_USER, _call_message([call], "", form)], tools=[_TOOL]) for form in (True, False)
+        ]
+        refused = not any(texts)
+        return refused or any(mark in text for text in texts for mark in ("zq_called", "zq_argument"))
 
     def candidates(self) -> Iterator[ToolFamily]:
         """Families that have their first marker in what the template renders of calls."""
@@ -262,30 +300,31 @@ class _Prober:
         text: str,
         as_objects: bool,
     ) -> bool:
-        """Whether the parser finds exactly these calls, and this text in front of them, in what is rendered."""
+        """Whether the parser finds exactly these calls, and this text beside them, in what is rendered."""
         rendered = self.render([_USER, _call_message(calls, text, as_objects)], tools=[_TOOL])
         head = self.render([_USER], tools=[_TOOL], add_generation_prompt=True)
         plain = self.render([_USER, {"role": "assistant", "content": _TEXT}], tools=[_TOOL]).partition(_TEXT)[
             0
         ]
-        for start in {_num_common(rendered, each) for each in (head, plain) if each}:
+        starts = {_num_common(rendered, each) for each in (head, plain) if each}
+        for start in starts | {_marker_start(rendered, start) for start in starts}:
             answer = rendered[start:]
             opened = reasoning is not None and reasoning.end in answer and reasoning.begin not in answer
             parser = OutputParser(family, [_TOOL], reasoning=reasoning, opened=opened)
             content, found = _summary(parser.feed(answer, final=True))
-            if found == list(calls) and (content.startswith(text) if text else _TEXT not in content):
+            if found == list(calls) and (text in content if text else _TEXT not in content):
                 return True
         return False
 
 
 def _summary(deltas: Sequence[Delta]) -> tuple[str, _Calls]:
-    """The content in front of the first call, and the calls that are complete."""
+    """The content and reasoning, and the calls that are complete."""
     content = ""
     calls: _Calls = []
     name = arguments = ""
     for delta in deltas:
         match delta:
-            case Content(text) if not calls:
+            case Content(text) | Reasoning(text):  # templates show it as reasoning, too, or after the calls
                 content += text
             case CallBegin():
                 name, arguments = delta.name, ""
@@ -296,8 +335,6 @@ def _summary(deltas: Sequence[Delta]) -> tuple[str, _Calls]:
                     calls.append((name, json.loads(arguments)))
                 except ValueError:
                     return content, []
-            case _:
-                pass
     return content, calls
 
 
@@ -305,6 +342,12 @@ def _num_common(first: str, second: str) -> int:
     """The length of the common beginning of two texts."""
     size = min(len(first), len(second))
     return next((index for index in range(size) if first[index] != second[index]), size)
+
+
+def _marker_start(text: str, position: int) -> int:
+    """The beginning of the marker that a position is inside of; the position if there is none."""
+    begin = text.rfind("<", 0, position)
+    return position if begin < 0 or ">" in text[begin:position] else begin
 
 
 def _call_message(calls: Sequence[tuple[str, Any]], content: str, as_objects: bool) -> dict[str, Any]:

@@ -138,7 +138,11 @@ class Planner:
         elif not formats.template_tools and _has_calls(conversation.messages):
             messages = generic_messages(conversation.messages, (), conversation.tool_choice)
         else:
-            messages = messages_for_template(conversation.messages, object_arguments=formats.object_arguments)
+            messages = messages_for_template(
+                conversation.messages,
+                object_arguments=formats.object_arguments,
+                written=formats.tools if formats.written_calls else None,
+            )
         return RenderInput(
             messages=messages,
             tools=[tool_for_template(tool) for tool in offered]
@@ -352,21 +356,9 @@ class Planner:
         if family is not None and family.name.startswith("mistral"):
             texts.append("[CALL_ID]")
         if reasoning is not None:
-            texts += [reasoning.begin, reasoning.end]
-            if reasoning.name == "harmony":
-                texts += _HARMONY_TOKENS
+            texts += [reasoning.begin, reasoning.end, *reasoning.answer_marks, *reasoning.tokens]
         ids = [self._special_id(text) for text in dict.fromkeys(texts)]
         return tuple(token_id for token_id in ids if token_id is not None)
-
-
-_HARMONY_TOKENS: Final = (
-    "<|start|>",
-    "<|channel|>",
-    "<|message|>",
-    "<|constrain|>",
-    "<|call|>",
-    "<|return|>",
-)
 
 
 def _must_call(conversation: Conversation) -> bool:

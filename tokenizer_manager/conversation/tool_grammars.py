@@ -19,11 +19,6 @@ MarkerId = Callable[[str], int | None]
 _ANY_OBJECT: Final[dict[str, Any]] = {"type": "object"}
 _LEADING_SPACE: Final = r"/\n{0,2}/"
 _KEY: Final = r"[A-Za-z0-9_.\-]{1,64}"
-_PYTHON_VALUE: Final = (
-    r"\"([^\"\\\n]|\\.)*\"|'([^'\\\n]|\\.)*'|-?[0-9]+(\.[0-9]+)?|True|False|None|\[[^\[\]\n]*\]|\{[^{}\n]*\}"
-)
-
-
 _PYTHON_NAME: Final = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
 
 
@@ -135,12 +130,19 @@ class ToolGrammars:
         match family.form:
             case Form.JSON:
                 key = family.arguments_keys[0]
+                end = _joined((self._arguments(builder, tool), quoted("}")))
+                if not family.name_key:
+                    return _joined((quoted(f'{{"{tool.name}": '), end))
+                if family.id_key:
+                    begin = f'", "{family.name_key}": "{tool.name}", "{key}": '
+                    number = quoted(f'{{"{family.id_key}": "'), "/[0-9]{1,3}/"
+                    return _joined((*number, quoted(begin), end))
                 parts = ["{", '"name"', ":", " ", f'"{tool.name}"', ",", " ", f'"{key}"', ":", " "]
                 if not family.at_start:
                     parts = ["".join(parts)]
                 # A call without a marker may begin like an answer by a schema. The library reads the longest terminal,
                 # so both must consist of the same ones.
-                return _joined((*map(quoted, parts), self._arguments(builder, tool), quoted("}")))
+                return _joined((*map(quoted, parts), end))
             case Form.NAMED:
                 name = family.name_prefix + tool.name
                 index = r"/:[0-9]{1,3}/" if family.indexed_name else ""
@@ -228,35 +230,39 @@ class ToolGrammars:
                 raise Unenforceable(f"the name {key[:60]!r} of a required parameter")
 
     def _python_call(self, builder: LarkBuilder, tool: Tool) -> str:
-        return f"{quoted(tool.name + '(')} {self._python_arguments(builder, tool)}"
+        begin = f"{self._family.name_prefix}{tool.name}{self._family.syntax[0]}"
+        return f"{quoted(begin)} {self._python_arguments(builder, tool)}"
 
     def _python_arguments(self, builder: LarkBuilder, tool: Tool) -> str:
         """The arguments and the bracket after them: of a strict tool in the order of its schema, otherwise any."""
+        _, assign, separator, closing = self._family.syntax
+        end = quoted(closing)
         if tool.strict or tool.custom:
             shapes = [
                 self._python_shape(builder, parameters, shape) for parameters, shape in self._shapes(tool)
             ]
-            return _joined((one_of(shapes), quoted(")")))
+            return _joined((one_of(shapes), end))
         names = Parameters(parameters_of(tool)).names
         if not names:
-            return quoted(")")
-        value = builder.add_terminal("python_value", f"/{_PYTHON_VALUE}/")
-        argument = builder.add_rule("argument", f'{one_of(map(quoted, names))} "=" {value}')
-        return f'({argument} (", " {argument})*)? ")"'
+            return end
+        value = self._values.any_value(builder)
+        argument = builder.add_rule("argument", f"{one_of(map(quoted, names))} {quoted(assign)} {value}")
+        return f"({argument} ({quoted(separator)} {argument})*)? {end}"
 
     def _python_shape(self, builder: LarkBuilder, parameters: Parameters, shape: Shape) -> str:
         """Arguments in order. From the last one on: what may come after a first argument, and what may come at all."""
+        _, assign, separator, _ = self._family.syntax
         rest, whole = NOTHING, NOTHING
-        for key, schema in reversed(list(self._properties(shape, "="))):
-            value = self._values.pythonic(parameters, schema)
+        for key, schema in reversed(list(self._properties(shape, assign))):
+            value = self._values.pythonic(builder, parameters, schema)
             if not _PYTHON_NAME.fullmatch(key):
                 if key in shape.required:
                     raise Unenforceable(f"the name {key[:60]!r} of a required parameter")
                 continue
             if not value:
                 continue
-            argument = builder.add_rule("argument", f"{quoted(key + '=')} {value}")
-            more = f'", " {argument}'
+            argument = builder.add_rule("argument", f"{quoted(key + assign)} {value}")
+            more = f"{quoted(separator)} {argument}"
             is_required = key in shape.required
             first = f"{argument} {rest}"
             whole = builder.add_rule("arguments", first if is_required else one_of((first, whole)))

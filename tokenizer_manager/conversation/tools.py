@@ -13,6 +13,8 @@ from typing import Any, Final
 from ...runtime.errors import RequestError
 from .conversation import ChoiceMode, Tool, ToolChoice
 from .parameters import parameters_of
+from .parsing.families import ToolFamily
+from .written_calls import written_calls
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_.:\-]{1,128}")
 
@@ -126,15 +128,31 @@ def tool_for_template(tool: Tool) -> dict[str, Any]:
 
 
 def messages_for_template(
-    messages: Sequence[Mapping[str, Any]], *, object_arguments: bool
+    messages: Sequence[Mapping[str, Any]], *, object_arguments: bool, written: ToolFamily | None = None
 ) -> list[dict[str, Any]]:
-    """Messages with the arguments of earlier calls as the template wants them; what is no JSON object stays text."""
-    return [
-        {**message, "tool_calls": [_call_for_template(call, object_arguments) for call in calls]}
-        if (calls := message.get("tool_calls"))
-        else dict(message)
-        for message in messages
-    ]
+    """Messages with earlier calls as the template wants them; arguments that are no JSON object stay text.
+
+    Args:
+        messages: of the conversation.
+        object_arguments: the template wants objects, otherwise JSON texts.
+        written: write the calls into the contents in this format.
+    """
+    result = []
+    for message in messages:
+        changed, calls = dict(message), message.get("tool_calls")
+        if calls and written is not None:
+            functions = [_plain_call(call) for call in calls]
+            named = [
+                (str(each["name"]), each["arguments"] if isinstance(each["arguments"], dict) else {})
+                for each in functions
+            ]
+            texts = [text for text in (message.get("content"), written_calls(written, named)) if text]
+            changed["content"] = "\n".join(texts)
+            del changed["tool_calls"]
+        elif calls:
+            changed["tool_calls"] = [_call_for_template(call, object_arguments) for call in calls]
+        result.append(changed)
+    return result
 
 
 def history_warnings(messages: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from typing import Any, Final
 
-from ...grammar.lowering.lark import LarkBuilder, json_rule, one_of, quoted, regex
+from ...grammar.lowering.lark import NOTHING, LarkBuilder, json_rule, one_of, quoted, regex
 from ...runtime.grammar_use import Whitespace
 from .parameters import (
     WORDS,
@@ -28,6 +28,11 @@ _ANY_TEXT: Final = r"/(.|\n)*/"
 _SPACE: Final = r"[\s\x1c-\x1f]*"
 _BEGINNINGS: Final = {"integer": "[-0-9]", "number": "[-0-9]", "array": r"\[", "object": r"\{"}
 """First characters of the values of a kind. A text that may also be such a value does not begin with them."""
+
+_MEMBER: Final = r"[A-Za-z0-9_.\-]{1,64}"
+_PYTHON_VALUE: Final = (
+    r"\"([^\"\\\n]|\\.)*\"|'([^'\\\n]|\\.)*'|-?[0-9]+(\.[0-9]+)?|True|False|None|\[[^\[\]\n]*\]|\{[^{}\n]*\}"
+)
 
 _HEX: Final = "[0-9A-Fa-f]{1,4}"
 _LABEL: Final = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
@@ -113,13 +118,35 @@ class ValueGrammars:
             bodies.append(_joined(self._flag("false"), value, self._literal((self._end,))))
         return one_of(bodies) if bodies else ""
 
-    def pythonic(self, parameters: Parameters, schema: Any) -> str:
-        """A value as Python writes it: its words are Python's, everything else is JSON; "" if no value is allowed."""
-        kinds = parameters.kinds_of(schema)
-        bodies = [quoted(WORDS[kind][1]) for kind in sorted(kinds & WORDS.keys())]
-        if rest := kinds - WORDS.keys():
-            bodies.append(self._json(parameters, schema, rest))
+    def pythonic(self, builder: LarkBuilder, parameters: Parameters, schema: Any) -> str:
+        """A value as Python writes it: its words are Python's, everything else is JSON; "" if no value is allowed.
+
+        With quotes of the family's own, strings are texts between them, and everything else is JSON.
+        """
+        kinds, bodies = parameters.kinds_of(schema), []
+        if not self._family.quote:
+            bodies = [quoted(WORDS[kind][1]) for kind in sorted(kinds & WORDS.keys())]
+            kinds -= WORDS.keys()
+        elif "string" in kinds:
+            part = parameters.narrowed(schema, frozenset({"string"}))
+            limits, texts = self._limits(parameters, part, frozenset())
+            quote = self._literal((self._family.quote,))
+            bodies = [_joined(quote, self.text(builder, limits))] if texts else []
+            kinds -= {"string"}
+        if kinds:
+            bodies.append(self._json(parameters, schema, kinds))
         return one_of(bodies) if bodies else ""
+
+    def any_value(self, builder: LarkBuilder) -> str:
+        """Any value of a pythonic call."""
+        if not self._family.quote:
+            return builder.add_terminal("python_value", f"/{_PYTHON_VALUE}/")
+        value = builder.add_rule("value", NOTHING)
+        text = _joined(self._literal((self._family.quote,)), self.text(builder))
+        items, member = f'({value} ("," {value})*)?', f'/{_MEMBER}/ ":" {value}'
+        nested = f'"[" {items} "]" | "{{" ({member} ("," {member})*)? "}}"'
+        builder.define(value, f"({text} | /-?[0-9]+(\\.[0-9]+)?/ | /true|false|null/ | {nested})")
+        return value
 
     def text(self, builder: LarkBuilder, limits: str = "") -> str:
         """A text up to the marker after a parameter; whitespace in front of the marker is a part of unlimited texts.

@@ -253,3 +253,144 @@ SMOLLM2: Final = """\
 {{ '<|im_start|>system\\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\\n' }}\
 {% endif %}{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n'}}{% endfor %}\
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+# Gemma 4 (Apache-2.0): strings between quote tokens, keys without quotes.
+GEMMA4: Final = """\
+{%- macro value(v) -%}
+{%- if v is string %}{{ '<|"|>' + v + '<|"|>' }}
+{%- elif v is mapping %}{{ '{' }}
+{%- for k in v %}{{ k }}:{{ value(v[k]) }}{{ ',' if not loop.last }}{% endfor %}{{ '}' }}
+{%- elif v is boolean %}{{ 'true' if v else 'false' }}
+{%- elif v is sequence %}[{% for i in v %}{{ value(i) }}{{ ',' if not loop.last }}{% endfor %}]
+{%- else %}{{ v }}{% endif %}
+{%- endmacro -%}
+{{- bos_token }}
+{%- if tools or enable_thinking %}{{ '<|turn>system\\n' }}{{ '<|think|>\\n' if enable_thinking }}
+{%- for tool in tools or [] %}{{ '<|tool>declaration:' + tool.function.name + '{}<tool|>' }}{% endfor %}
+{{- '<turn|>\\n' }}{% endif %}
+{%- for m in messages %}
+{{- '<|turn>' + ('model' if m.role == 'assistant' else m.role) + '\\n' }}
+{%- for call in m.tool_calls or [] %}
+{{- '<|tool_call>call:' + call.function.name + '{' }}
+{%- for k, v in call.function.arguments.items() %}{{ k }}:{{ value(v) }}{{ ',' if not loop.last }}{% endfor %}
+{{- '}<tool_call|>' }}
+{%- endfor %}
+{{- m.content.split('<channel|>')[-1] + '<turn|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|turn>model\\n' }}{% endif %}"""
+
+# LFM2 (LFM Open License): shows tools, and nothing of earlier calls.
+LFM2: Final = """\
+{{- bos_token }}{{ '<|im_start|>system\\nList of tools: <|tool_list_start|>[' }}
+{%- for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{{ ']<|tool_list_end|><|im_end|>\\n' }}
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+# Seed-OSS (Apache-2.0).
+SEED_OSS: Final = """\
+{{- bos_token }}system\n{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{{ eos_token }}
+{%- for m in messages %}
+{{- bos_token + m.role + '\\n' }}
+{%- if m.reasoning_content %}{{ '<seed:think>' + m.reasoning_content + '</seed:think>' }}{% endif %}
+{{- m.content }}
+{%- for call in m.tool_calls or [] %}
+{{- '\\n<seed:tool_call>\\n<function=' + call.function.name + '>\\n' }}
+{%- for k, v in call.function.arguments.items() %}
+{{- '<parameter=' + k + '>' + (v if v is string else v | tojson) + '</parameter>\\n' }}
+{%- endfor %}
+{{- '</function>\\n</seed:tool_call>' }}
+{%- endfor %}
+{{- eos_token }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ bos_token + 'assistant\\n' }}{% endif %}"""
+
+# DeepSeek V4 (MIT): DSML with the section `tool_calls`.
+DEEPSEEK_V4: Final = """\
+{{ bos_token }}{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}
+{{- '<｜Assistant｜></think>' + m.content }}
+{%- if m.tool_calls %}
+{{- '\\n\\n<｜DSML｜tool_calls>\\n' }}
+{%- for call in m.tool_calls %}
+{{- '<｜DSML｜invoke name="' + call.function.name + '">\\n' }}
+{%- for k, v in call.function.arguments.items() %}
+{{- '<｜DSML｜parameter name="' + k + '" string="' + ('true' if v is string else 'false') + '">' }}
+{{- (v if v is string else v | tojson) + '</｜DSML｜parameter>\\n' }}
+{%- endfor %}
+{{- '</｜DSML｜invoke>\\n' }}
+{%- endfor %}
+{{- '</｜DSML｜tool_calls>' }}
+{%- endif %}
+{{- eos_token }}
+{%- else %}{{ '<｜User｜>' + m.content }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<｜Assistant｜><think>' if thinking else '<｜Assistant｜></think>' }}{% endif %}"""
+
+# Granite 3.3 (Apache-2.0): names the marker of calls in its system text, and shows nothing of earlier calls.
+GRANITE33: Final = """\
+{{- '<|start_of_role|>system<|end_of_role|>You are Granite.' }}
+{%- if tools %}{{ " When a tool is required, respond with <|tool_call|> followed by a JSON list of tools used." }}
+{%- for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}
+{%- if thinking %}{{ ' Write your thoughts between <think></think> and your response between <response></response>.' }}
+{%- endif %}{{ '<|end_of_text|>\\n' }}
+{%- for m in messages %}
+{{- '<|start_of_role|>' + m.role + '<|end_of_role|>' + m.content + '<|end_of_text|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start_of_role|>assistant<|end_of_role|>' }}{% endif %}"""
+
+# Command A (CC-BY-NC): a list of actions; text next to them is a plan.
+COMMAND_A: Final = """\
+{{- bos_token }}{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
+{%- for m in messages %}
+{%- if m.role == 'assistant' and m.tool_calls %}
+{{- '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}
+{%- if m.content %}{{ '<|START_THINKING|>' + m.content + '<|END_THINKING|>' }}{% endif %}
+{{- '<|START_ACTION|>[\\n' }}
+{%- for call in m.tool_calls %}
+{{- '    {"tool_call_id": "' ~ loop.index0 ~ '", "tool_name": "' + call.function.name + '", "parameters": ' }}
+{{- call.function.arguments | tojson }}{{ '}' }}{{ ',\\n' if not loop.last }}
+{%- endfor %}
+{{- '\\n]<|END_ACTION|><|END_OF_TURN_TOKEN|>' }}
+{%- elif m.role == 'assistant' %}
+{{- '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_RESPONSE|>' + m.content + '<|END_RESPONSE|>' }}
+{%- else %}{{ '<|START_OF_TURN_TOKEN|><|USER_TOKEN|>' + m.content + '<|END_OF_TURN_TOKEN|>' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}
+{%- if not reasoning %}{{ '<|START_THINKING|><|END_THINKING|>' }}{% endif %}{% endif %}"""
+
+# Apertus (Apache-2.0): the name of the tool is the key of its arguments.
+APERTUS: Final = """\
+{{- bos_token }}<|developer_start|>{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}<|developer_end|>
+{%- for m in messages %}
+{{- '<|' + m.role + '_start|>' }}
+{%- if m.reasoning_content %}{{ '<|inner_prefix|>' + m.reasoning_content + '<|inner_suffix|>' }}{% endif %}
+{{- m.content }}
+{%- if m.tool_calls %}
+{{- '<|tools_prefix|>[' }}
+{%- for call in m.tool_calls %}
+{{- '{"' + call.function.name + '": ' }}{{ call.function.arguments | tojson }}{{ '}' }}{{ ', ' if not loop.last }}
+{%- endfor %}
+{{- ']<|tools_suffix|>' }}
+{%- endif %}
+{{- '<|' + m.role + '_end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant_start|>' }}{% endif %}"""
+
+# Apriel 1.5 (MIT): always reasons.
+APRIEL: Final = """\
+{{- '<|begin_system|>\\nEnd your thoughts with [BEGIN FINAL RESPONSE].' }}
+{%- for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
+{%- for m in messages %}
+{{- '\\n<|begin_' + m.role + '|>\\n' + m.content }}
+{%- if m.tool_calls %}
+{{- '\\n<tool_calls>[' }}
+{%- for call in m.tool_calls %}
+{{- '{"name": "' + call.function.name + '", "arguments": ' }}{{ call.function.arguments | tojson }}
+{{- ', "id": "' + call.id + '"}' }}{{ ', ' if not loop.last }}
+{%- endfor %}
+{{- ']</tool_calls>' }}
+{%- endif %}
+{{- '\\n<|end|>' if m.role == 'assistant' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '\\n<|begin_assistant|>\\nHere are my reasoning steps:\\n' }}{% endif %}"""

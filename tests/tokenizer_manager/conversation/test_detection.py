@@ -16,9 +16,20 @@ from tests.tokenizer_manager.fake_engine import TOKENIZER
 _MAX_CPU_S = 0.25  # about 10 ms on an idle machine
 
 
+class _ToolTokens:
+    """The tests' tokenizer with the marker of LFM2's calls as a special token."""
+
+    def token_to_id(self, text: str) -> int | None:
+        return 10**6 if text == "<|tool_call_start|>" else TOKENIZER.token_to_id(text)
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id == 10**6 or TOKENIZER.is_special(token_id)
+
+
 def detect(source: str | None, **config: Any) -> AnswerFormats:
     template = None if source is None else ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"})
-    return detect_formats(template, TOKENIZER, AnswerConfig(**config))
+    tokenizer: Any = _ToolTokens() if source == chat_templates.LFM2 else TOKENIZER
+    return detect_formats(template, tokenizer, AnswerConfig(**config))
 
 
 @pytest.mark.parametrize(
@@ -32,6 +43,14 @@ def detect(source: str | None, **config: Any) -> AnswerFormats:
         ("GPT_OSS", "harmony", "harmony", True, False),
         ("GLM45", "glm45", "think", True, True),
         ("KIMI_K2", "kimi_k2", None, True, True),
+        ("GEMMA4", "gemma4", "gemma4", True, True),
+        ("LFM2", "lfm2", None, True, False),
+        ("SEED_OSS", "seed_oss", "seed_oss", True, True),
+        ("DEEPSEEK_V4", "deepseek_v4", "think", True, True),
+        ("GRANITE33", "granite", "granite33", True, False),
+        ("COMMAND_A", "command_a", "command_a", True, True),
+        ("APERTUS", "apertus", "apertus", True, True),
+        ("APRIEL", "apriel", "apriel", True, True),
         ("SMOLLM2", "generic", None, True, True),
     ],
 )
@@ -47,6 +66,14 @@ def test_formats_of_public_templates(
     assert formats.object_arguments is object_arguments
     assert formats.several_calls is several_calls
     assert formats.template_tools is (tools != "generic")
+
+
+def test_calls_are_written_where_the_template_shows_nothing_of_them():
+    written = {
+        name: detect(getattr(chat_templates, name)).written_calls
+        for name in ("LFM2", "GRANITE33", "QWEN3", "GPT_OSS", "GEMMA4", "SMOLLM2")
+    }
+    assert [name for name, is_written in written.items() if is_written] == ["LFM2", "GRANITE33"]
 
 
 def test_switches_of_the_reasoning_are_variables_of_the_template():

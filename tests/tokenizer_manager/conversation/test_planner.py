@@ -224,6 +224,19 @@ def test_arguments_in_the_history_have_the_form_of_the_template(source: str, sho
     assert plan.warnings == []
 
 
+def test_calls_of_the_history_are_text_where_the_template_shows_nothing_of_them():
+    plan = planned(
+        chat_templates.GRANITE33,
+        USER,
+        {"role": "assistant", "content": "I look.", "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "abc123DEF", "content": "rain"},
+        tools=(WEATHER,),
+    )
+
+    assert 'I look.\n<|tool_call|>[{"name": "get_weather", "arguments": {"city": "x"}}]<' in plan.prompt
+    assert "rain" in plan.prompt
+
+
 def test_arguments_that_are_no_json_are_passed_on_with_a_warning():
     """Truncated arguments of an earlier answer do not refuse the next request."""
     broken = {**CALL, "function": {"name": "get_weather", "arguments": '{"city": "x'}}

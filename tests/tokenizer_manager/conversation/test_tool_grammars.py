@@ -53,10 +53,10 @@ def first_call(family: str) -> str:
     """The answer with only its first call."""
     row = FAMILIES[family]
     text = CALLS[family]
-    if row.form.name == "PYTHONIC":
+    if row.form.name == "PYTHONIC" and not row.call_begin:
         return text.replace(", now()", "")
     second = text.index("now")
-    begin = text.rindex("".join(row.call_begin) or '{"name"', 0, second)
+    begin = text.rindex("".join(row.call_begin) or "{", 0, second)
     return text[:begin].removesuffix("".join(row.separator)) + "".join(row.section_end)
 
 

@@ -32,6 +32,7 @@ class Emitter:
         num_calls: begun so far.
         current_name: of the tool of the last call.
         is_call_open: it has begun and is not complete.
+        holds_space: whitespace at the end of the content waits for what follows, and may be dropped.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Emitter:
         self.num_calls = 0
         self.current_name = ""
         self.is_call_open = False
+        self.holds_space = bool(tools)
         self._options = reasoning
         self._make_id = make_id
         self._deltas: list[Delta] = []
@@ -77,7 +79,7 @@ class Emitter:
             self._strip_begin = False
             if self._has_content and self.num_calls:
                 text = f"\n{text}"
-        if self.tools:
+        if self.holds_space:
             stripped = text.rstrip()
             if not stripped:
                 self._space += text
@@ -85,6 +87,11 @@ class Emitter:
             text, self._space = self._space + stripped, text[len(stripped) :]
         self._has_content = True
         self._put(text)
+
+    def drop_space(self) -> None:
+        """A mark around the answer has come; whitespace next to it is dropped."""
+        self._space = ""
+        self._strip_begin = True
 
     # ------------------------------------------------------------ reasoning
 

@@ -12,13 +12,13 @@ and the body depends on the form:
     JSON       {"name": NAME, ARGUMENTS_KEY: {...}}
     NAMED      NAME arguments_begin {...}
     TAGGED     NAME arguments_begin  parameter_begin KEY parameter_middle VALUE parameter_end ...
-    PYTHONIC   NAME(key=value, ...)
+    PYTHONIC   NAME(key=value, ...), or with other brackets and separators (`syntax`)
 """
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 Pieces = tuple[str, ...]
@@ -54,6 +54,10 @@ class ToolFamily:
         name_prefix: in front of the name, not a part of it.
         indexed_name: the name is followed by ":" and the index of the call.
         arguments_keys: of the form JSON; the first one is the model's own.
+        name_key: of the form JSON; "": the call is {NAME: {...}}.
+        id_key: of the form JSON: a member with the number of the call, in front of the others.
+        syntax: of the form PYTHONIC: opening bracket, sign after a key, separator, closing bracket.
+        quote: of the form PYTHONIC: around strings, instead of Python's quotes; what is inside is plain text.
         string_flag: the middle of a parameter is `" string="true">` or `" string="false">`, which marks strings.
         newlines: one newline after the beginning of a value and one before its end are not a part of it.
         inner_tokens: tokens of the model inside of pieces.
@@ -72,6 +76,10 @@ class ToolFamily:
     name_prefix: str = ""
     indexed_name: bool = False
     arguments_keys: tuple[str, ...] = ("arguments", "parameters")
+    name_key: str = "name"
+    id_key: str = ""
+    syntax: tuple[str, str, str, str] = ("(", "=", ", ", ")")
+    quote: str = ""
     arguments_begin: Pieces = ()
     parameter_begin: Pieces = ()
     parameter_middle: Pieces = ()
@@ -266,6 +274,67 @@ _PHI4_MINI: Final = ToolFamily(
     separator=(", ",),
     section_end=("]",),
 )
+_SEED_OSS: Final = ToolFamily(
+    name="seed_oss",
+    form=Form.TAGGED,
+    also_begins=("<function=",),
+    call_begin=("<seed:tool_call>", "\n", "<function="),
+    arguments_begin=(">", "\n"),
+    parameter_begin=("<parameter=",),
+    parameter_middle=(">",),
+    parameter_end=("</parameter>", "\n"),
+    call_end=("</function>", "\n", "</seed:tool_call>"),
+    separator=("\n",),
+)
+_DEEPSEEK_V4: Final = replace(
+    _DEEPSEEK_V32,
+    name="deepseek_v4",
+    section_begin=("<｜DSML｜tool_calls>", "\n"),
+    section_end=("</｜DSML｜tool_calls>",),
+)
+_LFM2: Final = replace(
+    _LLAMA4,
+    name="lfm2",
+    at_start=False,
+    also_begins=(),
+    section_begin=("<|tool_call_start|>", "["),
+    section_end=("]", "<|tool_call_end|>"),
+)
+_GEMMA4: Final = ToolFamily(
+    name="gemma4",
+    form=Form.PYTHONIC,
+    call_begin=("<|tool_call>",),
+    name_prefix="call:",
+    syntax=("{", ":", ",", "}"),
+    quote='<|"|>',
+    parameter_end=('<|"|>',),
+    call_end=("<tool_call|>",),
+)
+_COMMAND_A: Final = ToolFamily(
+    name="command_a",
+    form=Form.JSON,
+    section_begin=("<|START_ACTION|>", "[", "\n    "),
+    separator=(",\n    ",),
+    section_end=("\n]", "<|END_ACTION|>"),
+    name_key="tool_name",
+    id_key="tool_call_id",
+    arguments_keys=("parameters", "arguments"),
+)
+_APERTUS: Final = ToolFamily(
+    name="apertus",
+    form=Form.JSON,
+    section_begin=("<|tools_prefix|>", "["),
+    separator=(", ",),
+    section_end=("]", "<|tools_suffix|>"),
+    name_key="",
+)
+_APRIEL: Final = ToolFamily(
+    name="apriel",
+    form=Form.JSON,
+    section_begin=("<tool_calls>", "["),
+    separator=(", ",),
+    section_end=("]", "</tool_calls>"),
+)
 _NEMOTRON: Final = ToolFamily(
     name="nemotron",
     form=Form.JSON,
@@ -293,6 +362,13 @@ FAMILIES: Final[dict[str, ToolFamily]] = {
         _GRANITE,
         _PHI4_MINI,
         _NEMOTRON,
+        _SEED_OSS,
+        _DEEPSEEK_V4,
+        _LFM2,
+        _GEMMA4,
+        _COMMAND_A,
+        _APERTUS,
+        _APRIEL,
         GENERIC,
     )
 }
@@ -307,6 +383,8 @@ class ReasoningFamily:
         name: that `--reasoning-parser` takes.
         empty_end: what ends an empty block, and is followed by the answer.
         repeats: an answer may have several blocks.
+        answer_marks: around the answer after the block; not a part of it.
+        tokens: of the model that are parts of the markers.
     """
 
     name: str
@@ -314,15 +392,29 @@ class ReasoningFamily:
     end: str
     empty_end: str
     repeats: bool = False
+    answer_marks: tuple[str, ...] = ()
+    tokens: tuple[str, ...] = ()
 
 
 HARMONY_REASONING: Final = ReasoningFamily(
-    "harmony", "<|channel|>analysis<|message|>", "<|end|>", "<|end|><|start|>assistant", repeats=True
+    "harmony",
+    "<|channel|>analysis<|message|>",
+    "<|end|>",
+    "<|end|><|start|>assistant",
+    repeats=True,
+    tokens=_HARMONY_MARKERS,
 )
 
 REASONING_FAMILIES: Final[dict[str, ReasoningFamily]] = {
     family.name: family
     for family in (
+        ReasoningFamily(
+            "granite33",
+            "<think>",
+            "</think>",
+            "\n\n</think>\n\n",
+            answer_marks=("<response>", "</response>"),
+        ),
         ReasoningFamily("think", "<think>", "</think>", "\n\n</think>\n\n"),
         ReasoningFamily("magistral", "[THINK]", "[/THINK]", "[/THINK]"),
         HARMONY_REASONING,
@@ -334,6 +426,21 @@ REASONING_FAMILIES: Final[dict[str, ReasoningFamily]] = {
             "Here is my thought process:",
             "Here is my response:",
             "\n\nHere is my response:",
+        ),
+        ReasoningFamily(
+            "gemma4",
+            "<|channel>thought",
+            "<channel|>",
+            "\n<channel|>",
+            tokens=("<|channel>", "<channel|>"),
+        ),
+        ReasoningFamily("apertus", "<|inner_prefix|>", "<|inner_suffix|>", "<|inner_suffix|>"),
+        ReasoningFamily(
+            "apriel",
+            "Here are my reasoning steps:",
+            "[BEGIN FINAL RESPONSE]",
+            "\n\n[BEGIN FINAL RESPONSE]\n",
+            answer_marks=("[END FINAL RESPONSE]",),
         ),
     )
 }

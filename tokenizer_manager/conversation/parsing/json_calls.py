@@ -47,7 +47,10 @@ def read_json_call(source: Source, emitter: Emitter, family: ToolFamily) -> Wait
         if not (yield from source.literal(":")):
             raise Trouble
         yield from source.skip_space()
-        if key == "name" and not begun:
+        if not family.name_key and not begun:  # the name is the key of the arguments
+            begin_known(source, emitter, key)
+            begun, held = True, (yield from _read_arguments(source, emitter, True))
+        elif key in ("name", family.name_key) and not begun:
             begin_known(source, emitter, (yield from _read_string(source)))
             begun = True
             if held is not None:

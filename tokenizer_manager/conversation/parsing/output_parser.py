@@ -64,6 +64,7 @@ class OutputParser:
         )
         self._ended = False
         self._marker_size = 0
+        self._answer_ends: tuple[str, ...] = ()
         self._machine = self._run()
 
     def feed(self, text: str, final: bool = False) -> list[Delta]:
@@ -87,6 +88,7 @@ class OutputParser:
             return
         if self._reasoning is not None:
             yield from self._read_reasoning(self._reasoning)
+            yield from self._read_answer_mark(self._reasoning)
         if family is None or not emitter.tools:
             yield from self._read_rest()
         elif family.form is Form.GENERIC:
@@ -100,26 +102,25 @@ class OutputParser:
             yield from self._read_answer(family)
 
     def _read_rest(self) -> Waits:
+        ends = Markers(self._answer_ends)
         while True:
-            text = self._source.rest()
+            text, end = self._source.before(ends)
             if text:
                 self._emitter.content(text)
-            if self._source.final:
+            if end:
+                self._emitter.drop_space()
+            elif self._source.final:
                 return
-            yield
+            else:
+                yield
 
     def _read_reasoning(self, reasoning: ReasoningFamily) -> Waits:
         source, emitter = self._source, self._emitter
         if not self._opened:
-            source.mark = source.pos
-            yield from source.skip_space()
-            if not (yield from source.literal(reasoning.begin)):
-                source.pos = source.mark
-                source.mark = None
+            if not (yield from self._skips(reasoning.begin)):
                 return
-            source.mark = None
         else:
-            yield from self._skip_repeated(reasoning)
+            yield from self._skips(reasoning.begin)  # models repeat the marker with which the prompt ends
         emitter.begin_reasoning(reasoning.begin)
         ends = Markers([reasoning.end])
         while True:
@@ -132,14 +133,24 @@ class OutputParser:
                 return
             yield
 
-    def _skip_repeated(self, reasoning: ReasoningFamily) -> Waits:
-        """Skip a marker that the model repeats although the prompt ends with it."""
+    def _skips(self, marker: str) -> Generator[None, None, bool]:
+        """Skip a marker with the whitespace in front of it, if it comes next; whether it did."""
         source = self._source
         source.mark = source.pos
         yield from source.skip_space()
-        if not (yield from source.literal(reasoning.begin)):
+        found = yield from source.literal(marker)
+        if not found:
             source.pos = source.mark
         source.mark = None
+        return found
+
+    def _read_answer_mark(self, reasoning: ReasoningFamily) -> Waits:
+        """Read the mark in front of the answer, if the family has one; without it, the one at the end is content."""
+        *begin, end = reasoning.answer_marks or ("",)
+        if end and (not begin or (yield from self._skips(begin[0]))):
+            self._answer_ends = (end,)
+            self._emitter.holds_space = True
+            self._emitter.drop_space()
 
     def _read_answer(self, family: ToolFamily) -> Waits:
         """Content, in which markers begin calls."""
@@ -149,12 +160,14 @@ class OutputParser:
             yield from source.skip_space()
             yield from self._try_calls(family, "")
         begins = [piece.strip() for piece in (*family.also_begins, *family.begin[:1])]
-        markers = Markers(family.also_begins if family.at_start else begins)
+        markers = Markers([*(family.also_begins if family.at_start else begins), *self._answer_ends])
         while True:
             text, marker = source.before(markers)
             if text:
                 emitter.content(text)
-            if marker:
+            if marker in self._answer_ends:
+                emitter.drop_space()
+            elif marker:
                 source.mark = source.pos - len(marker)
                 yield from self._try_calls(family, marker)
             elif source.final:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Generator, Sequence
 from typing import Final
 
-from ..parameters import Parameters, json_of, parameters_of
+from ..parameters import ALL_KINDS, Kinds, Parameters, json_of, parameters_of
 from .emitter import Emitter
 from .families import ToolFamily
 from .json_calls import begin_known, begin_named, collect_value
@@ -20,6 +20,8 @@ from .source import Markers, Source, Trouble, Waits
 
 _MAX_KEY_CHARS: Final = 256
 _MAX_VALUE_CHARS: Final = 1 << 30
+_MAX_QUOTED_DEPTH: Final = 64
+_SCALAR_END: Final = re.compile(r"[,\]}]")
 _NESTED: Final = {"object": "{", "array": "["}
 """First characters of values that are JSON for sure if the tool is strict."""
 
@@ -133,30 +135,95 @@ def read_pythonic_call(source: Source, emitter: Emitter, family: ToolFamily) -> 
     Raises:
         Trouble: the text is none, the name is of no tool, or the text ends before the call.
     """
+    opening, assign, separator, closing = family.syntax
     yield from source.skip_space()
-    name = yield from source.name(_MAX_NAME_CHARS)
-    if name not in emitter.tools or not (yield from source.literal("(")):
+    name = (yield from source.name(_MAX_NAME_CHARS)).removeprefix(family.name_prefix)
+    if name not in emitter.tools or not (yield from source.literal(opening)):
         raise Trouble
     begin_known(source, emitter, name)
     parameters = Parameters(parameters_of(emitter.tools[name]))
     members = _Members(emitter)
     while True:
         yield from source.skip_space()
-        if (yield from source.literal(")")):
+        if (yield from source.literal(closing)):
             break
         try:
-            key = yield from source.name(_MAX_NAME_CHARS)
-            if not (yield from source.pieces(("=",))):
-                raise Trouble
+            if family.quote:
+                key = yield from _read_quoted_key(source, family.quote)
+            else:
+                key = yield from source.name(_MAX_NAME_CHARS)
+                if not (yield from source.pieces((assign,))):
+                    raise Trouble
         except Trouble:
             if source.at_end:
                 raise
             break
-        value = json_of((yield from _read_value(source)).strip(), parameters.kinds(key), quoted=True)
-        if members.begin(key):
-            emitter.arguments(value)
-        yield from source.literal(",")
+        is_new = members.begin(key)
+        if family.quote:
+            value = yield from _read_quoted_value(source, family.quote, parameters.kinds(key))
+        else:
+            value = json_of((yield from _read_value(source)).strip(), parameters.kinds(key), quoted=True)
+        emitter.arguments(value if is_new else "")
+        yield from source.skip_space()
+        yield from source.literal(separator.strip())
     members.end()
+
+
+def _read_quoted_key(source: Source, quote: str) -> Generator[None, None, str]:
+    key = (yield from source.until(":", _MAX_KEY_CHARS)).strip()
+    for mark in (quote, '"'):
+        if key.startswith(mark) and key.endswith(mark) and len(key) > len(mark):
+            key = key[len(mark) : -len(mark)]
+    return key
+
+
+def _read_quoted_value(
+    source: Source, quote: str, kinds: Kinds = ALL_KINDS, depth: int = 0
+) -> Generator[None, None, str]:
+    """JSON of a value in Gemma's notation: strings between `quote`, keys without quotes; JSON is read, too."""
+    yield from source.skip_space()
+    if (yield from source.literal(quote)):
+        return json.dumps((yield from source.until(quote, _MAX_VALUE_CHARS)), ensure_ascii=False)
+    if source.at_end:
+        raise Trouble
+    first = source.text[source.pos]
+    if first == '"':
+        return json_of((yield from collect_value(source, _MAX_VALUE_CHARS)), ALL_KINDS, quoted=True)
+    if first not in "[{" or depth > _MAX_QUOTED_DEPTH:
+        return json_of((yield from _read_scalar(source)), kinds, quoted=True)
+    source.pos += 1
+    closing = "]" if first == "[" else "}"
+    items: dict[str, str] = {}
+    while True:
+        yield from source.skip_space()
+        if (yield from source.literal(closing)):
+            break
+        key = str(len(items)) if first == "[" else (yield from _read_quoted_key(source, quote))
+        items[key] = yield from _read_quoted_value(source, quote, ALL_KINDS, depth + 1)
+        yield from source.skip_space()
+        yield from source.literal(",")
+    if first == "[":
+        return f"[{', '.join(items.values())}]"
+    members = (f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in items.items())
+    return f"{{{', '.join(members)}}}"
+
+
+def _read_scalar(source: Source) -> Generator[None, None, str]:
+    """The text up to the separator or the bracket that follows it."""
+    parts: list[str] = []
+    while True:
+        match = _SCALAR_END.search(source.text, source.pos)
+        end = len(source.text) if match is None else match.start()
+        parts.append(source.text[source.pos : end])
+        source.pos = end
+        if match is not None:
+            text = "".join(parts).strip()
+            if not text and match[0] == "]":
+                source.pos += 1  # a bracket that closes nothing
+            return text
+        if source.final:
+            raise Trouble
+        yield
 
 
 def _read_value(source: Source) -> Generator[None, None, str]:

@@ -57,6 +57,19 @@ CALLS: Final[dict[str, str]] = {
     "granite": f"<|tool_call|>[{_JSON}, {_NOW}]",
     "phi4_mini": f"functools[{_JSON}, {_NOW}]",
     "nemotron": f"<TOOLCALL>[{_JSON}, {_NOW}]</TOOLCALL>",
+    "seed_oss": '<seed:tool_call>\n<function=get_weather>\n<parameter=city>Par"ïs</parameter>\n<parameter=days>3'
+    "</parameter>\n</function>\n</seed:tool_call>\n<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>",
+    "deepseek_v4": '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" '
+    'string="true">Par"ïs</｜DSML｜parameter>\n<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n'
+    '</｜DSML｜invoke>\n<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
+    "lfm2": '<|tool_call_start|>[get_weather(city="Par\\"ïs", days=3), now()]<|tool_call_end|>',
+    "gemma4": '<|tool_call>call:get_weather{city:<|"|>Par"ïs<|"|>,days:3}<tool_call|>'
+    "<|tool_call>call:now{}<tool_call|>",
+    "command_a": '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get_weather", '
+    f'"parameters": {ARGUMENTS}}},'
+    '\n    {"tool_call_id": "1", "tool_name": "now", "parameters": {}}\n]<|END_ACTION|>',
+    "apertus": f'<|tools_prefix|>[{{"get_weather": {ARGUMENTS}}}, {{"now": {{}}}}]<|tools_suffix|>',
+    "apriel": f"<tool_calls>[{_JSON}, {_NOW}]</tool_calls>",
     "generic": f'{{"tool_calls": [{_JSON}, {_NOW}]}}',
     "harmony": f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{ARGUMENTS}<|call|>"
     "<|start|>assistant to=functions.now<|channel|>commentary json<|message|>{}<|call|>",

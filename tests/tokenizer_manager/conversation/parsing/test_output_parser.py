@@ -20,6 +20,7 @@ from engine.tokenizer_manager.conversation.deltas import (
 )
 from engine.tokenizer_manager.conversation.parsing.families import FAMILIES
 from engine.tokenizer_manager.conversation.parsing.output_parser import OutputParser
+from engine.tokenizer_manager.conversation.written_calls import written_calls
 from tests.selection import examples
 from tests.tokenizer_manager.conversation.parsing.answers import ARGUMENTS, CALLS, NOW, WEATHER, joined, parse
 
@@ -384,6 +385,45 @@ def test_pythonic_values(text: str, value: object):
     assert json.loads(deltas[1].text) == {"q": value, "n": 1}  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ('<|"|>a "b", {c}\n<|"|>', 'a "b", {c}\n'),
+        ('"it, {}"', "it, {}"),
+        ('[1,<|"|>x<|"|>,{k:null,"j":[true]}]', [1, "x", {"k": None, "j": [True]}]),
+        ('{<|"|>a b<|"|>:<|"|>x<|"|>,a:1,a:2}', {"a b": "x", "a": 2}),
+        ("-1.5", -1.5),
+        ("false", False),
+        ("None", None),
+        ("NaN", "NaN"),
+        ("bare words", "bare words"),
+        ("[]", []),
+        ("{}", {}),
+        ("[" * 80 + "]" * 80, None),
+    ],
+)
+def test_values_of_gemma(text: str, value: object):
+    answer = f"<|tool_call>call:loose{{q:{text},n:1}}<tool_call|>Done."
+    deltas = parse([answer], "gemma4")
+
+    assert parse(list(answer), "gemma4") == deltas
+    arguments = json.loads(deltas[1].text)  # type: ignore[union-attr]
+    if len(text) < 80:
+        assert arguments == {"q": value, "n": 1}
+        assert deltas[2:] == [CallEnd(0), Content("Done.")]
+
+
+@pytest.mark.parametrize("family", sorted(set(CALLS) - {"generic", "harmony"}))
+def test_calls_that_are_written_for_the_history_are_read_back(family: str):
+    """Templates of LFM2 and Granite 3 show nothing of earlier calls."""
+    calls = [("get_weather", json.loads(ARGUMENTS)), ("now", {})]
+
+    assert written_calls(FAMILIES[family], calls) == CALLS[family]
+    nested = ("loose", {"q": {"a": [1, None, "x", True]}, "n": 2})
+    deltas = parse([written_calls(FAMILIES[family], [nested])], family)
+    assert json.loads(deltas[1].text) == nested[1]  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("family", ["hermes", "qwen3_coder", "kimi_k2"])
 def test_custom_tools_take_text(family: str):
     text = 'ls "a"\n\\é\U0001f600'
@@ -438,6 +478,31 @@ def test_halves_of_surrogate_pairs_are_replaced():
 
 
 # ---------------------------------------------------------------- reasoning
+
+
+@pytest.mark.parametrize(
+    ("family", "opened", "answer"),
+    [
+        ("granite33", False, "<think>I add.</think><response>It is 4.</response>"),
+        ("granite33", False, "<think>\nI add.\n</think>\n\n<response>\nIt is 4.\n</response>\n"),
+        ("granite33", False, "<think>I add.</think>It is 4."),
+        ("apriel", True, "I add.\n[BEGIN FINAL RESPONSE]\nIt is 4.\n[END FINAL RESPONSE]\n"),
+        ("apriel", False, "Here are my reasoning steps:\nI add.\n[BEGIN FINAL RESPONSE]\nIt is 4."),
+        ("gemma4", False, "<|channel>thought\nI add.\n<channel|>It is 4."),
+        ("apertus", False, "<|inner_prefix|>I add.<|inner_suffix|>It is 4."),
+        ("command_a", True, "I add.<|END_THINKING|>It is 4."),
+    ],
+)
+@pytest.mark.parametrize("tools", ["hermes", None, "generic"])
+def test_reasoning_and_marks_around_the_answer(family: str, opened: bool, answer: str, tools: str | None):
+    expected = [Reasoning("I add."), Content("It is 4.")]
+    for parts in ([answer], list(answer), *([answer[:n], answer[n:]] for n in range(len(answer)))):
+        assert parse(parts, tools, reasoning=family, opened=opened) == expected
+
+
+def test_marks_without_the_one_at_the_beginning_are_content():
+    answer = "<think>a</think>Use </response> at the end."
+    assert parse(list(answer), None, reasoning="granite33")[1] == Content("Use </response> at the end.")
 
 
 def test_reasoning_is_told_from_the_answer():
