@@ -18,7 +18,7 @@ from .attention.cpu_native import CpuNativeAttention
 from .attention.selection import select_backend
 from .batch_builder import BatchBuilder
 from .distributed.pp_link import NO_LINK
-from .memory.host_kv_pool import HostKVPool, NoHostKVPool
+from .memory.host_kv_pool import HostKVPool
 from .memory.io_buffers import InputBuffers, OutputBuffers
 from .memory.kv_pool import KVPool
 from .memory.slot_table import SlotTable
@@ -123,7 +123,7 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, graph_sizes: GraphS
         kv_pool.k[0].dtype,
     )
     buffers = InputBuffers(device)
-    host_kv_pool: HostKVPool | NoHostKVPool = NoHostKVPool()
+    host_kv_pool = None
     if capacity.num_host_pages:
         host_kv_pool = HostKVPool(kv_pool, capacity.num_host_pages, buffers)
         logger.info("host_kv_pool_mib=%.0f", host_kv_pool.num_bytes / (1 << 20))

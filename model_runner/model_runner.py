@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from .adapters.adapter_store import AdapterSlots
     from .batch_builder import BatchBuilder
     from .input_batch import InputBatch, PromptSpan
-    from .memory.host_kv_pool import HostPages
+    from .memory.host_kv_pool import HostKVPool
     from .memory.io_buffers import InputBuffers, OutputBuffers
     from .memory.kv_pool import KVPool
     from .memory.slot_table import SlotTable
@@ -140,7 +140,7 @@ class ModelRunner:
     model: CausalLM
     executor: StepExecutor
     kv_pool: KVPool
-    host_kv_pool: HostPages
+    host_kv_pool: HostKVPool | None
     slot_table: SlotTable
     states: RequestStates
     counts: TokenCounts
@@ -216,15 +216,19 @@ class ModelRunner:
 
     def _move_pages(self, plan: StepPlan) -> DeviceTimer | None:
         """Swap and copy whole pages as planned; returns the timer of the swaps, None without swaps."""
+        host = self.host_kv_pool
         timer = DeviceTimer(self.buffers.device) if plan.swap_outs or plan.swap_ins else None
+        missing = "the plan swaps pages, but there is no KV memory on the host"
         if timer is not None and plan.swap_outs:
+            assert host is not None, missing
             with timer:
-                self.buffers.retried(self.host_kv_pool.copy_out, *_pairs(plan.swap_outs))
+                self.buffers.retried(host.copy_out, *_pairs(plan.swap_outs))
         if plan.page_copies:
             self.buffers.retried(self._copy_pages, *_pairs(plan.page_copies))
         if timer is not None and plan.swap_ins:
+            assert host is not None, missing
             with timer:
-                self.buffers.retried(self.host_kv_pool.copy_in, *_pairs(plan.swap_ins))
+                self.buffers.retried(host.copy_in, *_pairs(plan.swap_ins))
         return timer
 
     def _copy_pages(self, sources: npt.NDArray[np.int64], destinations: npt.NDArray[np.int64]) -> None:

@@ -17,7 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from ..detokenizer.manager import Detokenizer
 from ..runtime.errors import ConfigError, EngineDeadError
@@ -237,7 +237,7 @@ class _Loop:
         self._deliver(parts)
         if not advanced:
             parts.pipeline.idle()
-            wait = wait_s(parts.scheduler, time.monotonic())
+            wait = wait_s(parts.scheduler.num_unfinished, parts.scheduler.wake_s(), time.monotonic())
             if parts.pipeline.is_preparing:
                 wait = _MIN_WAIT_S  # the thread that compiles them does not wake this one
             for message in self._take_messages(wait):
@@ -286,27 +286,13 @@ class _Loop:
             answers.put(death)
 
 
-class Wakeful(Protocol):
-    """The part of `Scheduler` that `wait_s` uses."""
-
-    @property
-    def num_unfinished(self) -> int:
-        """Requests that wait or run."""
-        ...
-
-    def wake_s(self) -> float | None:
-        """The time at which it may act without a message."""
-        ...
-
-
-def wait_s(scheduler: Wakeful, now_s: float) -> float | None:
+def wait_s(num_unfinished: int, wake_s: float | None, now_s: float) -> float | None:
     """Seconds to wait for messages after a pass that had nothing to do; None: without limit.
 
     While requests wait, it ends at the time when the scheduler may act by itself, and after the heartbeat interval at
     most, as in a server: the scheduler counts fruitless passes to detect a stall.
     """
-    wake_s = scheduler.wake_s()
-    if wake_s is None and not scheduler.num_unfinished:
+    if wake_s is None and not num_unfinished:
         return None
     until_wake_s = HEARTBEAT_INTERVAL_S if wake_s is None else wake_s - now_s
     return min(max(until_wake_s, _MIN_WAIT_S), HEARTBEAT_INTERVAL_S)

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import logging
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from .tp_group import TPGroup
@@ -27,16 +29,8 @@ ALIGNMENT: Final = 16
 DTYPE: Final = torch.bfloat16
 
 
-class OneShotSum(Protocol):
-    """Computes sums; see `SymmetricSum`."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' tensors, [n] of `DTYPE`, contiguous; a new tensor."""
-        ...
-
-
 class SymmetricSum:
-    """A `OneShotSum` by torch's symmetric memory, on GPUs."""
+    """The sum of all ranks' tensors, [n] of `DTYPE`, by torch's symmetric memory, on GPUs."""
 
     def __init__(self, torch_group: Any, max_bytes: int, device: torch.device) -> None:
         """Allocate the buffer and map those of the other ranks; all ranks of the group do so at the same time.
@@ -66,7 +60,7 @@ class OneShotGroup:
         rank, size: those of `group`.
     """
 
-    def __init__(self, group: TPGroup, one_shot: OneShotSum, max_bytes: int) -> None:
+    def __init__(self, group: TPGroup, one_shot: Callable[[Tensor], Tensor], max_bytes: int) -> None:
         """Add tensors of at most `max_bytes` with `one_shot`."""
         self.rank, self.size = group.rank, group.size
         self._group = group

@@ -38,16 +38,6 @@ class RankTransfer(Protocol):
         ...
 
 
-class NoTransfer:
-    """`--disaggregation-mode null`."""
-
-    def launched(self, step_id: int) -> None:
-        pass
-
-    def check(self) -> None:
-        pass
-
-
 class RankLoop:
     """One rank and its connections."""
 
@@ -70,7 +60,7 @@ class RankLoop:
             stage: launches the runner's steps if the model has pipeline stages; None: it has none.
             transfer: moves KV between engines; None: nothing does.
         """
-        self._transfer: RankTransfer = transfer if transfer is not None else NoTransfer()
+        self._transfer = transfer
         self._stage = stage
         self._runner = runner
         self._adapters = adapters
@@ -95,7 +85,8 @@ class RankLoop:
         """
         answers = self._stage is not None and bool(self._in_flight)
         messages = self._inbox.poll(0.0 if answers else HEARTBEAT_INTERVAL_S)
-        self._transfer.check()
+        if self._transfer is not None:
+            self._transfer.check()
         for message in messages:
             match message:
                 case LaunchStep():
@@ -123,7 +114,8 @@ class RankLoop:
             raise RuntimeError(f"step {plan.step_id} came after step {self._last_step_id}: a plan was lost")
         self._last_step_id = plan.step_id
         pending = self._runner.launch(plan) if self._stage is None else self._stage.launch(message)
-        self._transfer.launched(plan.step_id)
+        if self._transfer is not None:
+            self._transfer.launched(plan.step_id)
         self._in_flight.append(WaitingPending(pending, self._group))
         while len(self._in_flight) > self._max_left_in_flight:
             self._in_flight.popleft().wait()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -28,30 +28,6 @@ Int64s = npt.NDArray[np.int64]
 
 _STAGED_BYTES: Final = 32 << 20
 """Device memory that a copy may take for pages in host layout (temporarily twice this)."""
-
-
-class HostPages(Protocol):
-    """The host side of swapping; `NoHostKVPool` if swapping is off."""
-
-    def copy_out(self, pages: Int64s, host_pages: Int64s) -> None:
-        """Queue copies device -> host: [n] page ids each, no host page twice."""
-        ...
-
-    def copy_in(self, host_pages: Int64s, pages: Int64s) -> None:
-        """Queue copies host -> device: [n] page ids each, no device page twice."""
-        ...
-
-
-class NoHostKVPool:
-    """Swapping is off; a plan that swaps is a bug of the scheduler."""
-
-    def copy_out(self, pages: Int64s, host_pages: Int64s) -> None:
-        """Never called."""
-        raise AssertionError(f"{len(pages)} pages to swap out, but there is no KV memory on the host")
-
-    def copy_in(self, host_pages: Int64s, pages: Int64s) -> None:
-        """Never called."""
-        raise AssertionError(f"{len(pages)} pages to swap in, but there is no KV memory on the host")
 
 
 class HostKVPool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from ...runtime.pooling import PoolingKind, PoolingParams
 if TYPE_CHECKING:
     from ...runtime.config.model_choice import PoolingType
     from ..adapter_runs import AdapterRuns
+    from ..structures.causal_lm import CausalLM
 
 
 class PooledChunk(NamedTuple):
@@ -49,14 +50,6 @@ class PooledChunk(NamedTuple):
 
 _TINY: Final = 1e-12
 """The least length by which a vector is divided; as in torch's `normalize`."""
-
-
-class HiddenStates(Protocol):
-    """The part of a model that the pooler calls; see `CausalLM`."""
-
-    def final_states(self, hidden: Tensor) -> Tensor: ...
-
-    def logits(self, hidden: Tensor, adapters: AdapterRuns | None = None) -> Tensor: ...
 
 
 def _no_adapters(rows: Sequence[int]) -> AdapterRuns | None:
@@ -95,7 +88,7 @@ class Pooler:
         adapters_of: the adapters of pool rows, for `CausalLM.logits`.
     """
 
-    model: HiddenStates
+    model: CausalLM
     pooling: PoolingType
     head: Callable[[Tensor], Tensor] | None
     device: torch.device

@@ -115,7 +115,7 @@ def nowhere(monkeypatch: pytest.MonkeyPatch) -> Driver:
     object.__setattr__(config, "num_threads", 1)
     source = ModelSource("hf", "dummy", "test")
     runner = load_model_runner(engine_config(config), source, SPEC, capacity)
-    runner.host_kv_pool = NoHostPages()
+    runner.host_kv_pool = NoHostPages()  # type: ignore[assignment]
     return Driver(runner, capacity)
 
 

@@ -40,7 +40,10 @@ def fail(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
             left.pop()
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-        monkeypatch.setattr(owner, method, failing)
+        if hasattr(owner, "__dict__"):
+            monkeypatch.setattr(owner, method, failing)
+        else:  # slots
+            monkeypatch.setattr(type(owner), method, staticmethod(failing))
 
     return arrange
 

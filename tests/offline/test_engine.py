@@ -281,17 +281,6 @@ def test_text_that_cannot_be_made_frees_the_request_in_the_scheduler():
     engine.close()
 
 
-class Waiting:
-    """A scheduler in which requests wait."""
-
-    def __init__(self, num_unfinished, wake_s):
-        self.num_unfinished = num_unfinished
-        self._wake_s = wake_s
-
-    def wake_s(self):
-        return self._wake_s
-
-
 @pytest.mark.parametrize(
     ("num_unfinished", "wake_s", "expected"),
     [
@@ -305,7 +294,7 @@ class Waiting:
     ],
 )
 def test_the_wait_ends_when_the_scheduler_may_act_by_itself(num_unfinished, wake_s, expected):
-    assert wait_s(Waiting(num_unfinished, wake_s), 100.0) == expected
+    assert wait_s(num_unfinished, wake_s, 100.0) == expected
 
 
 def test_a_request_starts_when_the_policys_patience_ends_though_nobody_sends_anything():

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.model_runner.memory import host_kv_pool
-from engine.model_runner.memory.host_kv_pool import HostKVPool, NoHostKVPool
+from engine.model_runner.memory.host_kv_pool import HostKVPool
 from engine.model_runner.memory.io_buffers import InputBuffers
 from engine.model_runner.memory.kv_pool import KVPool
 from tests.selection import examples
@@ -122,14 +122,6 @@ def test_memory_is_what_the_pages_need():
     page_bytes = 2 * NUM_LAYERS * 16 * NUM_HEADS * HEAD_DIM * 2
     assert (pool.page_bytes, pool.num_bytes) == (page_bytes, (NUM_PAGES + 1) * page_bytes)
     assert host.num_bytes == NUM_HOST_PAGES * page_bytes
-
-
-def test_without_a_pool_nobody_may_swap():
-    pages = np.array([1, 2])
-    with pytest.raises(AssertionError, match="2 pages to swap out, but there is no KV memory on the host"):
-        NoHostKVPool().copy_out(pages, pages)
-    with pytest.raises(AssertionError, match="2 pages to swap in"):
-        NoHostKVPool().copy_in(pages, pages)
 
 
 @pytest.mark.gpu

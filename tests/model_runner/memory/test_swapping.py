@@ -162,9 +162,10 @@ def test_a_plan_may_hold_nothing_but_swaps(make_swapping):
     assert not driver.runner.host_kv_pool.pages[0][host_pages, :, 0].isnan().any()
 
 
-def test_swapping_without_memory_on_the_host_is_a_bug(driver):
-    with pytest.raises(AssertionError, match="1 pages to swap out"):
-        driver.step([], swap_outs=[(1, 0)])
+@pytest.mark.parametrize("swaps", ["swap_outs", "swap_ins"])
+def test_swapping_without_memory_on_the_host_is_a_bug(driver, swaps):
+    with pytest.raises(AssertionError, match="the plan swaps pages, but there is no KV memory on the host"):
+        driver.step([], **{swaps: [(1, 0)]})
 
 
 @pytest.mark.fast_cases(2)
