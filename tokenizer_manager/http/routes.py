@@ -58,7 +58,9 @@ from .ollama.wire import (
     OllamaChatRequest,
     OllamaGenerateBody,
     OllamaGenerateRequest,
+    OllamaPullRequest,
     OllamaShowRequest,
+    PullBody,
     RunningBody,
     ShowBody,
     TagsBody,
@@ -145,11 +147,8 @@ def _answering(
 
 def _unavailable(method: str, *paths: str) -> list[Route]:
     """Routes of Ollama's that answer 501."""
-    why = "this server serves one model, which is chosen when it starts"
-    handlers = ((path, ollama_models.unavailable(path, why)) for path in paths)
-    return [
-        Route(method, path, handler, f"Not available: {why}.", fails=(501,)) for path, handler in handlers
-    ]
+    summary = f"Not available: {ollama_models.OTHER_MODELS}."
+    return [Route(method, path, ollama_models.unavailable(path), summary, fails=(501,)) for path in paths]
 
 
 ROUTES: Final = (
@@ -406,7 +405,17 @@ ROUTES: Final = (
         admin=True,
     ),
     *_get("/metrics", operations.metrics, "Prometheus metrics.", media_type="text/plain"),
-    *_unavailable("POST", "/api/pull", "/api/push", "/api/create", "/api/copy"),
+    *_post(
+        "/api/pull",
+        ollama_models.pull,
+        "Whether the model is there (Ollama).",
+        OllamaPullRequest,
+        PullBody,
+        events=PullBody,
+        stream_type=_NDJSON,
+        fails=(501,),
+    ),
+    *_unavailable("POST", "/api/push", "/api/create", "/api/copy"),
     *_unavailable("DELETE", "/api/delete"),
 )
 """The route table."""

@@ -69,6 +69,7 @@ VALID: dict[str, dict[str, Any]] = {
     "/v1/unload_lora_adapter": {"lora_name": "sql", "force": True},
     "/unload_lora_adapter": {"lora_name": "sql", "force": True},
     "/api/embed": {"input": "hi"},
+    "/api/pull": {},
     "/api/embeddings": {"prompt": "hi"},
 }
 

@@ -13,12 +13,18 @@ from msgspec import UNSET
 from ....models.weight_files.weight_memory import num_parameters, weight_bytes
 from ....runtime.errors import RequestError
 from ..exchange import Exchange
+from ..framing import line
 from ..schema.values import convert
 from ..services import Engine, ServerFacts
+from .convert import CONTENT_TYPE
 from .wire import (
+    OWN_NAMES,
+    PULL_POLICY,
     SHOW_POLICY,
     ModelDetails,
+    OllamaPullRequest,
     OllamaShowRequest,
+    PullBody,
     RunningBody,
     RunningModel,
     ShowBody,
@@ -33,7 +39,7 @@ _VERSION: Final = "0.14.1"
 """The release of Ollama with the endpoints that are served here, `/v1/responses` and `/v1/messages` too. Clients refuse
 servers with a lower version than the first that has what they use."""
 _NEVER: Final = "9999-12-31T23:59:59Z"
-_OPTIONS: Final = {"repetition_penalty": "repeat_penalty"}
+OTHER_MODELS: Final = "this server serves one model, which is chosen when it starts"
 _BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -113,25 +119,45 @@ async def show(exchange: Exchange, engine: Engine) -> None:
     )
 
 
+async def pull(exchange: Exchange, engine: Engine) -> None:
+    """Says that the served model is there, under every name that requests may have: clients pull before they ask."""
+    body = await engine.read_object(exchange)
+    warnings = PULL_POLICY.check(body, strict=engine.config.server.strict)
+    request = convert(body, OllamaPullRequest)
+    try:
+        engine.check_model(request.model or request.name)
+    except RequestError as error:
+        raise _not_available("/api/pull", f"{OTHER_MODELS}; {error.message}") from None
+    done = PullBody(warnings=warnings or UNSET)
+    if request.stream is False:
+        await exchange.send_json(done)
+    else:
+        await exchange.send_bytes(line(done), CONTENT_TYPE)
+
+
 async def ollama_version(exchange: Exchange, engine: Engine) -> None:
     """The version of Ollama's API; that of the engine is in `/version`."""
     await exchange.send_json(VersionBody(_VERSION))
 
 
-def unavailable(path: str, why: str) -> Callable[[Exchange, Engine], Awaitable[None]]:
+def unavailable(path: str) -> Callable[[Exchange, Engine], Awaitable[None]]:
     """A handler that answers 501."""
 
     async def answer(exchange: Exchange, engine: Engine) -> None:
-        raise RequestError(f"{path} is not available here: {why}", code="not_implemented", status=501)
+        raise _not_available(path, OTHER_MODELS)
 
     answer.__name__ = "ollama" + path.replace("/", "_")
     return answer
 
 
+def _not_available(path: str, why: str) -> RequestError:
+    return RequestError(f"{path} is not available here: {why}", code="not_implemented", status=501)
+
+
 def _parameters(facts: ServerFacts) -> str:
     """The sampling defaults of the model's files under Ollama's names, one a line."""
     values = facts.sampling_defaults.values()
-    return "\n".join(f"{_OPTIONS.get(name, name):<24} {value:g}" for name, value in values.items())
+    return "\n".join(f"{OWN_NAMES.get(name, name):<24} {value:g}" for name, value in values.items())
 
 
 def _capabilities(engine: Engine) -> list[str]:

@@ -66,6 +66,12 @@ class OllamaShowRequest(msgspec.Struct, kw_only=True):
     name: str | None = None
 
 
+class OllamaPullRequest(OllamaShowRequest, kw_only=True):
+    """Body of `POST /api/pull`."""
+
+    stream: bool | None = None
+
+
 _NO_EFFECT: Final = {"keep_alive"}
 _NOT_YET: Final[NotYet] = {
     "images": (),
@@ -117,6 +123,7 @@ GENERATE_POLICY: Final = FieldPolicy(
     nested={"options": OPTIONS_POLICY},
 )
 SHOW_POLICY: Final = FieldPolicy(OllamaShowRequest, {}, no_effect={"verbose"})
+PULL_POLICY: Final = FieldPolicy(OllamaPullRequest, {}, no_effect={"insecure"})
 
 
 class CalledFunction(msgspec.Struct):
@@ -228,6 +235,13 @@ class ShowBody(msgspec.Struct, kw_only=True):
     model_info: dict[str, Any]
     capabilities: list[str]
     modified_at: str
+    warnings: list[str] | UnsetType = UNSET
+
+
+class PullBody(msgspec.Struct, kw_only=True):
+    """The body of `/api/pull`: the model is there."""
+
+    status: str = "success"
     warnings: list[str] | UnsetType = UNSET
 
 

@@ -182,6 +182,7 @@ DEFAULTS: Final[Mapping[str, Any]] = {
     "stream": False,
     "OllamaChatRequest.stream": True,
     "OllamaGenerateRequest.stream": True,
+    "OllamaPullRequest.stream": True,
     "echo": False,
     "logprob_start_len": -1,
     "incremental": False,
@@ -292,6 +293,7 @@ BODIES: Final[Mapping[tuple[str, str], Mapping[str, Any]]] = {
     ("POST", "/api/chat"): {"messages": _QUESTION},
     ("POST", "/api/generate"): {"prompt": "The capital of France is", "options": {"num_predict": 8}},
     ("POST", "/api/show"): {},
+    ("POST", "/api/pull"): {},
     ("POST", "/api/embed"): {"input": "The sky is blue."},
     ("POST", "/api/embeddings"): {"prompt": "The sky is blue."},
 }

@@ -131,11 +131,20 @@ def test_what_changes_models_is_a_501(serve: Serve, client_of: ClientOf):
     unavailable = [route for route in ROUTES if 501 in route.fails]
     assert len(unavailable) == 5
     for route in unavailable:
-        reply = served.client.request(route.method, route.path, json={})
+        reply = served.client.request(route.method, route.path, json={"model": "x"})
         assert reply.status_code == 501, route.path
         assert reply.json()["error"].startswith(f"{route.path} is not available here")
     with pytest.raises(ollama.ResponseError, match="not available"):
         client_of(served).pull("x")
+
+
+def test_the_served_model_is_pulled_already(serve: Serve, client_of: ClientOf):
+    served = serve()
+    for name in (MODEL, f"{MODEL}:latest"):
+        assert client_of(served).pull(name).status == "success"
+        assert [part.status for part in client_of(served).pull(name, stream=True)] == ["success"]
+    any_name = serve(model={"served_model_name": "*"})
+    assert client_of(any_name).pull("gpt-oss:20b").status == "success"
 
 
 def test_errors(serve: Serve, client_of: ClientOf):
