@@ -16,7 +16,9 @@ from xml.etree.ElementTree import Element
 from latex2mathml.converter import convert_to_element
 from markdown_it import MarkdownIt
 from markdown_it.ruler import RuleOptionsType
+from markdown_it.rules_block import StateBlock
 from markdown_it.tree import SyntaxTreeNode
+from mdit_py_plugins.amsmath import amsmath_plugin
 from mdit_py_plugins.dollarmath import dollarmath_plugin
 from mdit_py_plugins.dollarmath.index import math_block_dollar
 from mdit_py_plugins.gfm import gfm_plugin
@@ -79,13 +81,23 @@ def _make_parser() -> MarkdownIt:
     parser.use(
         dollarmath_plugin, allow_space=False, allow_digits=False, allow_labels=False, double_inline=True
     )
-    parser.block.ruler.at("math_block", math_block_dollar(allow_labels=False), _ENDS_PARAGRAPH)
+    parser.use(amsmath_plugin)
+    parser.block.ruler.at("math_block", _dollars, _ENDS_PARAGRAPH)
     parser.block.ruler.before("fence", "brackets", make_block_func(_BRACKETS), _ENDS_PARAGRAPH)
     for rule in (rules["brackets"]["inline"][0], _BRACKETS_IN_TEXT):
         parser.inline.ruler.before("escape", rule["tag"], make_inline_func(rule))
     return parser
 
 
+def _dollars(state: StateBlock, begin: int, end: int, silent: bool) -> bool:
+    """The plugin's rule for `$$`, which pushes tokens also where it is only asked whether a block begins."""
+    if silent:
+        line = state.src[state.bMarks[begin] + state.tShift[begin] : state.eMarks[begin]].strip()
+        return line == "$$" or (line.startswith("$$") and line.endswith("$$") and len(line) > 4)
+    return _DOLLARS(state, begin, end, silent)
+
+
+_DOLLARS: Final = math_block_dollar(allow_labels=False)
 _PARSER: Final = _make_parser()
 
 
@@ -102,10 +114,13 @@ def _elements(node: SyntaxTreeNode) -> Iterator[Child]:
             yield ["code", {}, node.content]
         case "fence" | "code_block":
             language = node.info.split(maxsplit=1)[0] if node.info.strip() else ""
+            if language == "math":
+                yield _math(node.content, "block")
+                return
             yield ["pre", {"language": language}, *_colored(node.content.removesuffix("\n"), language)]
         case "math_inline":
             yield _math(node.content, "inline")
-        case "math_inline_double" | "math_block":
+        case "math_inline_double" | "math_block" | "amsmath":
             yield _math(node.content, "block")
         case "heading":
             level = min(int(node.tag[1]) + _HEADING_SHIFT, _MAX_HEADING)
@@ -172,6 +187,9 @@ def _colored(code: str, language: str) -> Iterator[Child]:
 
 def _math(source: str, display: str) -> Child:
     """MathML; the source in monospace if it cannot be read."""
+    first, *others = source.split("\n")
+    if others and all(line.lstrip().startswith(">") for line in others):  # the marks of a quote
+        source = "\n".join([first, *(line.lstrip()[1:] for line in others)])
     if len(source) <= _MAX_MATH_CHARS:
         plain = _PLAIN.sub("", _ALIGNED.sub(r"\\\1{align*}", source)).strip()
         try:

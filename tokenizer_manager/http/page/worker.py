@@ -18,9 +18,9 @@ import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import IO, Final
+from typing import IO, TYPE_CHECKING, Final
 
 import msgspec
 import setproctitle
@@ -28,6 +28,9 @@ import setproctitle
 from ....launch.child.child import die_with
 from ....runtime.errors import QueueFullError, RequestError
 from ....runtime.transport.message_base import Message
+
+if TYPE_CHECKING:
+    from .markdown import Rendered
 
 MAX_WAITING: Final = 32
 CPU_LIMIT_S: Final = 3.0
@@ -155,6 +158,8 @@ def _read(file: IO[bytes]) -> bytes:
 
 def main() -> None:
     """Answer jobs until the standard input is closed."""
+    from .markdown import render_markdown  # only here: its libraries are large
+
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)  # the parent ends this process
     die_with(int(sys.argv[1]))
@@ -172,15 +177,13 @@ def main() -> None:
             job: PageJob = msgspec.msgpack.decode(message[8:], type=PageJob)
             signal.setitimer(signal.ITIMER_PROF, limit_s)  # SIGPROF ends the process
             try:
-                reply = _render(job) if isinstance(job, RenderText) else _read_pdf(job)
+                reply = _render(job, render_markdown) if isinstance(job, RenderText) else _read_pdf(job)
             finally:
                 signal.setitimer(signal.ITIMER_PROF, 0.0)
             _write(replies, msgspec.msgpack.encode(reply))
 
 
-def _render(job: RenderText) -> PageReply:
-    from .markdown import render_markdown
-
+def _render(job: RenderText, render_markdown: Callable[..., Rendered]) -> PageReply:
     try:
         return PageReply(msgspec.json.encode(render_markdown(job.text, complete=job.complete)._asdict()))
     except RecursionError:

@@ -91,13 +91,12 @@ def test_an_answer_under_way_is_kept_when_the_page_is_closed(open_page):
     request = served.engine.next_request()
     served.engine.say(row(request, "1, 2", total=4))
     tab.wait("document.querySelector('.assistant .text')?.innerText.includes('1, 2')")
-    tab.run("new Promise((go) => setTimeout(go, 1100))")
-    served.engine.say(row(request, ", 3", total=5))
+    served.engine.say(row(request, ", 3", total=5))  # less than a second after the last write
     tab.wait("document.querySelector('.assistant .text').innerText.includes('3')")
-    assert kept(tab)[1]["content"] == "1, 2, 3"
     tab.go(served.url + "/")
     tab.wait("document.querySelector('.assistant .note')")
     assert "Interrupted" in tab.text(".assistant .note")
+    assert kept(tab)[1]["content"] == "1, 2, 3"
 
 
 def test_an_edit_and_a_new_answer_are_branches(open_page):
@@ -188,3 +187,36 @@ def test_the_conversation_of_an_earlier_version_is_taken_over(open_page):
     tab.wait("document.querySelector('.assistant .text')?.innerText === 'Yes.'")
     assert [message["content"] for message in kept(tab)] == ["Before", "Yes."]
     assert tab.run("localStorage.getItem('engine.conversation')") is None
+
+
+def test_a_new_answer_that_fails_leaves_the_old_one(open_page):
+    tab, served = open_page(say_all("First."))
+    ask(tab, "Question")
+    tab.wait(ANSWERED)
+    tab.run("window.real = fetch; window.fetch = () => Promise.reject(new TypeError('gone'))")
+    tab.click(".assistant [aria-label='Regenerate the answer']")
+    tab.wait("document.querySelector('#messages .error')")
+    tab.wait("document.querySelector('.assistant .text')?.innerText === 'First.'")
+    tab.run("window.fetch = window.real")
+    served.engine.script = say_all("Second.")
+    tab.click("#messages .error button")
+    tab.wait("document.querySelector('.assistant .text')?.innerText === 'Second.'")
+    tab.wait(ANSWERED)
+    assert tab.text(".assistant .branches") == "2/2"
+
+
+def test_without_any_storage_the_page_chats_and_says_that_nothing_is_kept(open_page):
+    tab, served = open_page(say_all("Hello."))
+    refuse = "{ get() { throw new DOMException('blocked', 'SecurityError'); } }"
+    names = ("localStorage", "sessionStorage", "indexedDB")
+    script = "".join(f"Object.defineProperty(window, '{name}', {refuse});" for name in names)
+    tab.call("Page.addScriptToEvaluateOnNewDocument", source=script + "window.BroadcastChannel = undefined;")
+    tab.go(served.url + "/")
+    tab.wait("document.documentElement.dataset.ready")
+    assert "does not keep conversations" in tab.text("#problem")
+    ask(tab, "Hi")
+    tab.wait(ANSWERED)
+    assert tab.text(".assistant .text") == "Hello."
+    tab.click("#theme")
+    tab.click("#new")
+    tab.wait("!document.querySelector('.message')")

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from engine.tokenizer_manager.http.page import worker
 from tests.browser import Tab
 from tests.tokenizer_manager.fake_engine import STOP, row, say_all
 
@@ -129,7 +130,8 @@ def test_a_block_that_grows_is_text_and_finished_ones_are_rendered(open_page):
     assert tab.text(".arriving .text > .plain") == "End"
 
 
-def test_a_text_beyond_the_limit_of_the_renderer_stays_text(open_page):
+def test_a_text_beyond_the_limit_of_the_renderer_stays_text(open_page, monkeypatch):
+    monkeypatch.setattr(worker, "CPU_LIMIT_S", 0.2)
     hard = "\\[" * 60_000  # the parser would take minutes
     tab, _ = open_page(say_all(hard + " x"))
     ask(tab, "Hi")

@@ -71,6 +71,25 @@ export function save(name, text, type) {
   setTimeout(() => URL.revokeObjectURL(url), 1000);
 }
 
+// A value of `localStorage` or `sessionStorage`; null also where the browser does not allow them.
+export function recall(storage, name) {
+  try {
+    return window[storage].getItem(name);
+  } catch {
+    return null;
+  }
+}
+
+// Keeps a value there, or removes it with null; it holds as long as the page where they are full or not allowed.
+export function remember(storage, name, value) {
+  try {
+    if (value === null) window[storage].removeItem(name);
+    else window[storage].setItem(name, value);
+  } catch {
+    // as said
+  }
+}
+
 export const count = (value) => Number(value).toLocaleString("en-US");
 
 export function seconds(value) {

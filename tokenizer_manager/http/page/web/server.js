@@ -1,5 +1,7 @@
 // `Server`: the API that the page talks to, its errors in the server's own words, and the keys of this tab.
 
+import { recall, remember } from "./dom.js";
+
 const KEY = "engine.api-key", ADMIN_KEY = "engine.admin-key";
 
 class ServerError extends Error {
@@ -27,9 +29,13 @@ export class Server {
 
   // Asks from time to time whether the server is there, while the page is seen.
   watch() {
-    const ask = () => { if (!document.hidden) fetch(new URL("health", document.baseURI), { cache: "no-store" }).then(({ ok }) => this.#setUp(ok), () => this.#setUp(false)); };
-    setInterval(ask, HEALTH_MS);
-    document.addEventListener("visibilitychange", ask);
+    setInterval(() => this.#look(), HEALTH_MS);
+    document.addEventListener("visibilitychange", () => this.#look());
+  }
+
+  #look() {
+    if (document.hidden) return;
+    fetch(new URL("health", document.baseURI), { cache: "no-store" }).then(({ ok }) => this.#setUp(ok), () => this.#setUp(false));
   }
 
   #setUp(isUp) {
@@ -65,19 +71,20 @@ export class Server {
         yield event;
       }
     } catch (error) {
+      this.#look();
       if (!(error instanceof TypeError)) throw error;
-      this.#setUp(false);
       throw lost();
     }
+    this.#look();
     if (!finished) throw new ServerError("The stream broke off before the answer was complete.");
   }
 
-  hasKey({ admin = false } = {}) { return sessionStorage.getItem(admin ? ADMIN_KEY : KEY) !== null; }
+  hasKey({ admin = false } = {}) { return recall("sessionStorage", admin ? ADMIN_KEY : KEY) !== null; }
 
-  useKey(key, { admin = false } = {}) { sessionStorage.setItem(admin ? ADMIN_KEY : KEY, key); }
+  useKey(key, { admin = false } = {}) { remember("sessionStorage", admin ? ADMIN_KEY : KEY, key); }
 
   #headers(admin) {
-    const key = (admin && sessionStorage.getItem(ADMIN_KEY)) || sessionStorage.getItem(KEY);
+    const key = (admin && recall("sessionStorage", ADMIN_KEY)) || recall("sessionStorage", KEY);
     return key ? { Authorization: `Bearer ${key}` } : {};
   }
 

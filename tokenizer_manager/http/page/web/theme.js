@@ -1,17 +1,15 @@
 // The colors: as the system has them, light, or dark; the choice is kept in this browser.
 
+import { recall, remember } from "./dom.js";
 import { icon } from "./icons.js";
 
 const STORE = "engine.theme";
 const NEXT = { auto: "light", light: "dark", dark: "auto" };
 const LABELS = { auto: "Colors: as the system", light: "Colors: light", dark: "Colors: dark" };
 
-function read() {
-  try { return localStorage.getItem(STORE) ?? "auto"; } catch { return "auto"; }
-}
-
 export function startTheme(opener) {
-  let theme = read() in NEXT ? read() : "auto";
+  let theme = recall("localStorage", STORE);
+  if (!(theme in NEXT)) theme = "auto";
   const show = () => {
     document.documentElement.dataset.theme = theme;
     opener.replaceChildren(icon(theme));
@@ -20,7 +18,7 @@ export function startTheme(opener) {
   };
   opener.addEventListener("click", () => {
     theme = NEXT[theme];
-    try { localStorage.setItem(STORE, theme); } catch { /* not allowed: it holds as long as the page */ }
+    remember("localStorage", STORE, theme);
     show();
   });
   show();

@@ -1,7 +1,7 @@
 // `Chat`: shows one conversation, sends it, shows the answer as it arrives, and lets the reader stop, continue, regenerate
 // and edit.
 
-import { $, save } from "../dom.js";
+import { $, recall, remember, save } from "../dom.js";
 import { Answer } from "./answer.js";
 import { Composer } from "./composer.js";
 import { Conversation } from "./conversation.js";
@@ -17,6 +17,8 @@ export class Chat {
   #abort = null;
   #running = null;  // until the answer has ended, and is a message of the conversation
   #error = null;
+  #retry = null;  // asks again for what failed
+  #keepPart = null;  // writes the answer that arrives
   #list = $("#messages");
   #scroller = $("#scroller");
 
@@ -41,6 +43,7 @@ export class Chat {
       say: (text) => this.say(text),
     });
     $("#stop").addEventListener("click", () => this.stop());
+    addEventListener("pagehide", () => this.#keepPart?.());
     this.#draw();
   }
 
@@ -52,7 +55,7 @@ export class Chat {
 
   // The conversation that this tab showed before a reload.
   async restore() {
-    const kept = await this.store.read(sessionStorage.getItem(OPEN) ?? "");
+    const kept = await this.store.read(recall("sessionStorage", OPEN) ?? "");
     if (kept) await this.#show(new Conversation(this.store, kept));
   }
 
@@ -79,7 +82,7 @@ export class Chat {
     this.say("");
   }
 
-  #remember() { sessionStorage.setItem(OPEN, this.conversation.id); }
+  #remember() { remember("sessionStorage", OPEN, this.conversation.id); }
 
   // Another tab may have added to this conversation.
   async refresh() {
@@ -107,6 +110,7 @@ export class Chat {
   async #askServer(begun) {
     let body;
     this.#error = null;
+    this.#retry = () => this.#answer(begun);
     try {
       body = { ...this.settings.body(), messages: this.conversation.sent(this.settings.system), stream: true,
         stream_options: { include_usage: true, continuous_usage_stats: true } };
@@ -144,7 +148,7 @@ export class Chat {
   // Fills the message while the answer arrives; errors are shown. Whether nothing arrived.
   async #receive(body, message, view) {
     const before = message.content;
-    let answer = new Answer(), wanted = 0, kept = performance.now(), stopped = false;
+    let answer = new Answer(), wanted = 0, kept = -Infinity, stopped = false;
     const show = () => {
       wanted = 0;
       const follows = this.#isNearEnd();
@@ -152,12 +156,14 @@ export class Chat {
       if (answer.text) view.closeReasoning();
       view.show(message);
       if (follows) this.#scrollToEnd();
-      if (answer.text && performance.now() - kept > KEEP_MS) {
-        kept = performance.now();
-        Object.assign(message, { note: "Interrupted: the page was closed during this answer.", unfinished: true, tool_calls: [] });
-        if (message.id) this.conversation.keep(message);
-        else this.conversation.add(message);
-      }
+      if (performance.now() - kept > KEEP_MS) this.#keepPart();
+    };
+    this.#keepPart = () => {
+      if (!answer.text) return;
+      kept = performance.now();
+      Object.assign(message, { content: before + answer.text, note: "Interrupted: the page was closed during this answer.", unfinished: true });
+      if (message.id) this.conversation.keep(message);
+      else this.conversation.add(message);
     };
     this.#scrollToEnd();
     const reading = this.#sayHowLong();
@@ -175,7 +181,9 @@ export class Chat {
     }
     clearInterval(reading);
     cancelAnimationFrame(wanted);
+    kept = performance.now();
     show();
+    this.#keepPart = null;
     if (!message.reasoning) delete message.reasoning;
     message.tool_calls = stopped || this.#error ? [] : answer.calls.filter(Boolean);
     if (!message.tool_calls.length) delete message.tool_calls;
@@ -194,9 +202,14 @@ export class Chat {
   // Without `text`, the answer is made again; with it, the question is asked in another form. Both are branches.
   async #askAgain(message, text) {
     if (this.isAnswering) return;
-    this.conversation.branchAt(message);
-    if (text !== undefined) this.conversation.add({ role: "user", content: text, ...(message.attachments ? { attachments: message.attachments } : {}) });
+    const { conversation } = this, { leaf } = conversation.about;
+    conversation.branchAt(message);
+    if (text !== undefined) conversation.add({ role: "user", content: text, ...(message.attachments ? { attachments: message.attachments } : {}) });
     await this.#answer();
+    if (text !== undefined || conversation.about.leaf !== message.parent || conversation !== this.conversation) return;
+    conversation.about.leaf = leaf;  // nothing came: the old answer stays
+    this.#retry = () => this.#askAgain(message);
+    this.#draw();
   }
 
   #showBranch(message) {
@@ -227,7 +240,7 @@ export class Chat {
     for (const message of shown) if (!this.#views.has(message)) this.#views.set(message, new MessageView(message, this.acts));
     this.#drawTools();
     const nodes = shown.map((message) => this.#views.get(message).node);
-    if (this.#error) nodes.push(errorView(this.#error, () => this.#answer()));
+    if (this.#error) nodes.push(errorView(this.#error, () => this.#retry()));
     this.#list.replaceChildren(...nodes);
     document.body.classList.toggle("empty", !nodes.length);
     $("#empty").hidden = nodes.length > 0;

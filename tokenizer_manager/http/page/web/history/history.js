@@ -1,6 +1,6 @@
 // `History`: the list of conversations: new, search, rename, delete with undo, export and import.
 
-import { $, button, iconButton, make, toast } from "../dom.js";
+import { $, button, iconButton, make, recall, remember, toast } from "../dom.js";
 
 const PLAIN_ROLES = ["user", "assistant", "tool"];
 const WIDE = matchMedia("(min-width: 861px)");
@@ -23,7 +23,7 @@ export class History {
     $("#import-file").addEventListener("change", (event) => { this.import(event.target.files[0]); event.target.value = ""; });
     this.#search.addEventListener("input", () => this.draw());
     WIDE.addEventListener("change", () => this.show(WIDE.matches));
-    this.show(WIDE.matches && localStorage.getItem(STORE) !== "closed", { keeps: false });
+    this.show(WIDE.matches && recall("localStorage", STORE) !== "closed", { keeps: false });
   }
 
   get isOver() { return !this.#box.hidden && !WIDE.matches; }
@@ -31,7 +31,7 @@ export class History {
   show(isOpen, { keeps = true } = {}) {
     this.#box.hidden = !isOpen;
     this.#opener.setAttribute("aria-expanded", String(isOpen));
-    if (keeps && WIDE.matches) localStorage.setItem(STORE, isOpen ? "open" : "closed");
+    if (keeps && WIDE.matches) remember("localStorage", STORE, isOpen ? "open" : "closed");
     if (keeps && !WIDE.matches) (isOpen ? $("#new") : this.#opener).focus();
   }
 

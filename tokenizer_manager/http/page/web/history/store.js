@@ -1,6 +1,8 @@
 // `Store`: conversations in the browser's database. Each message is a record of its own that names the one before it, so
 // that tabs only ever add: what two of them add at one place are branches.
 
+import { recall, remember } from "../dom.js";
+
 const NAME = "engine", VERSION = 1, CONVERSATIONS = "conversations", MESSAGES = "messages";
 const OLD = "engine.conversation";  // the one conversation of earlier versions, in localStorage
 
@@ -9,11 +11,20 @@ const done = (request) => new Promise((resolve, reject) => {
   request.onerror = () => reject(request.error);
 });
 
+// The channel to the other tabs; without one where the browser does not allow it.
+function openChannel() {
+  try {
+    return new BroadcastChannel(NAME);
+  } catch {
+    return { postMessage() {} };
+  }
+}
+
 export const newId = () => Array.from(crypto.getRandomValues(new Uint8Array(12)), (byte) => byte.toString(16).padStart(2, "0")).join("");
 
 export class Store {
   #database = null;
-  #channel = new BroadcastChannel(NAME);
+  #channel = openChannel();
 
   // `onProblem(text)`: something is not kept, "" when it is again; `onChange()`: this or another tab has changed the list.
   constructor({ onProblem, onChange }) {
@@ -72,6 +83,7 @@ export class Store {
     return this.#run("readwrite", (conversations, kept) => {
       conversations.put(about);
       for (const each of messages) kept.put(each);
+      kept.transaction.commit();  // now: the page may be about to close
       return true;
     }, false);
   }
@@ -99,11 +111,11 @@ export class Store {
   // The messages that an earlier version kept; [] if there are none.
   takeOld() {
     try {
-      const old = JSON.parse(localStorage.getItem(OLD) ?? "[]");
-      localStorage.removeItem(OLD);
+      const old = JSON.parse(recall("localStorage", OLD) ?? "[]");
+      remember("localStorage", OLD, null);
       return Array.isArray(old) ? old.filter((each) => typeof each?.role === "string") : [];
     } catch {
-      return [];  // damaged or not allowed
+      return [];  // damaged
     }
   }
 }

@@ -1,5 +1,7 @@
 // `Settings`: what the reader set for the answers, kept in this browser; the body of a request is made of it.
 
+import { recall, remember } from "../dom.js";
+
 const STORE = "engine.settings";
 
 // The fields that the page offers. Kind, default, range and description come from the API's own document.
@@ -21,9 +23,9 @@ export class Settings {
 
   constructor() {
     try {
-      this.values = JSON.parse(localStorage.getItem(STORE) ?? "{}") ?? {};
+      this.values = JSON.parse(recall("localStorage", STORE) ?? "{}") ?? {};
     } catch {
-      // damaged or not allowed: the defaults
+      // damaged: the defaults
     }
   }
 
@@ -33,11 +35,7 @@ export class Settings {
   set(name, text) {
     if (text === "") delete this.values[name];
     else this.values[name] = text;
-    try {
-      localStorage.setItem(STORE, JSON.stringify(this.values));
-    } catch {
-      // full or not allowed: they hold as long as the page
-    }
+    remember("localStorage", STORE, JSON.stringify(this.values));
   }
 
   usePreset(name) { for (const field of OF_PRESETS) this.set(field, PRESETS[name][field] ?? ""); }
@@ -45,7 +43,7 @@ export class Settings {
 
   reset() {
     this.values = {};
-    try { localStorage.removeItem(STORE); } catch { /* not allowed */ }
+    remember("localStorage", STORE, null);
   }
 
   get numChanged() { return Object.keys(this.values).length; }
