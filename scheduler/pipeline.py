@@ -188,9 +188,8 @@ class Pipeline:
 
     def report(self, now_s: float) -> SchedulerReport:
         """The scheduler's report with the figures of grammars, which the scheduler, without a clock, does not have."""
-        builds = self._grammars.figures
-        meter = self._mask_meter
-        grammar = GrammarTotals(builds.num_builds, builds.seconds, meter.num_masks, meter.seconds)
+        builder, meter = self._grammars, self._mask_meter
+        grammar = GrammarTotals(builder.num_builds, builder.build_s, meter.num_masks, meter.seconds)
         return replace(self._scheduler.report(now_s), grammar=grammar)
 
     def idle(self) -> None:

@@ -39,7 +39,17 @@ _SIMULATED: Final[dict[str, Any]] = {
 }
 """Answers end where they ended in the log, perhaps at a deadline; only a deadline among the changes ends more. There is
 no other engine: what it has sent, and when, is a part of the workload."""
-_NO_EFFECT: Final = frozenset({"overlap", "multi_step_ms"})
+_NO_EFFECT: Final = frozenset(
+    {
+        "overlap",
+        "multi_step_ms",
+        "mem_fraction",
+        "kv_cache_dtype",
+        "preset",
+        "overload",
+        "max_queued_tokens",
+    }
+)
 _NO_EFFECT_PREFIXES: Final = ("speculative", "disaggregation_")
 _SHOWN_RIDS: Final = 4
 
@@ -289,6 +299,9 @@ def _capacity(header: Header, changes: Mapping[str, Any]) -> Capacity:
         num_pages=num_pages,
         max_running_requests=changes.get("max_running_requests", old.max_running_requests),
         num_host_pages=host_tokens // page_size,
+        num_adapter_slots=changes.get("max_loras_per_batch", old.num_adapter_slots)
+        if old.num_adapter_slots
+        else 0,
     )
 
 
@@ -305,8 +318,8 @@ def _notes(run: RecordedRun, changes: Mapping[str, object]) -> tuple[str, ...]:
     notes = []
     if ignored := sorted(filter(_has_no_effect, changes)):
         notes.append(
-            f"{', '.join(ignored)} changed nothing: a simulation has no drafts, no time between steps and no other "
-            "engine"
+            f"{', '.join(ignored)} changed nothing: a simulation has no drafts, no time between steps, no other engine "
+            "and the memory of the log, which max_total_tokens changes"
         )
     if run.num_transferred:
         notes.append(

@@ -227,7 +227,7 @@ def simulate(
         _write(json_file, reports)
     if html_file is not None:
         notes = [line for line in (*warning.splitlines(), idle_policies(reports), note) if line]
-        page_of(title, reports, notes).write(html_file)
+        page_of(title, reports, notes, has_slo=bool(objectives)).write(html_file)
 
 
 def _with_changes(settings: FlagValues, changes: list[str]) -> FlagValues:

@@ -108,8 +108,10 @@ def note(console: Console, text: str, style: str = "dim") -> None:
     console.print(text, highlight=False, markup=False, style=style, soft_wrap=not console.is_terminal)
 
 
-def page_of(title: str, reports: Sequence[Report], notes: Sequence[str] = ()) -> ReportPage:
-    """The reports side by side as a page of pictures."""
+def page_of(
+    title: str, reports: Sequence[Report], notes: Sequence[str] = (), *, has_slo: bool = False
+) -> ReportPage:
+    """The reports side by side as a page of pictures; `has_slo`: there are objectives, so goodput has a meaning."""
     page = ReportPage(title, notes=notes)
     for name, latency in (
         ("Time to first token", "ttft_ms"),
@@ -120,7 +122,7 @@ def page_of(title: str, reports: Sequence[Report], notes: Sequence[str] = ()) ->
         page.distribution(name, {each.name: getattr(each, latency).quantiles for each in reports})
     page.bars("Output throughput", {each.name: each.output_tok_s for each in reports}, "tok/s")
     page.bars("Answered requests", {each.name: each.request_rate for each in reports}, "requests/s")
-    rows = [_rows(each, has_slo=True) for each in reports]
+    rows = [_rows(each, has_slo) for each in reports]
     rows = [[*row, *_latency_rows(each)] for row, each in zip(rows, reports, strict=True)]
     cells = [[name, *(row[idx][1] for row in rows)] for idx, (name, _) in enumerate(rows[0])]
     page.table(["", *(each.name for each in reports)], cells)

@@ -20,7 +20,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
 from msgspec.structs import replace
 
@@ -40,18 +40,6 @@ _NICENESS: Final = 10
 Compiled = tuple[CompiledGrammar, ...]
 UseOf = Callable[[str], GrammarUse | None]
 """The grammars of a request in WAITING_GRAMMAR; None for any other rid."""
-
-
-class BuildFigures(NamedTuple):
-    """Totals of a `GrammarBuilder`.
-
-    Attributes:
-        num_builds: compilations that have ended, failed ones included.
-        seconds: their time.
-    """
-
-    num_builds: int = 0
-    seconds: float = 0.0
 
 
 class CompiledGrammars(Protocol):
@@ -78,7 +66,7 @@ class GrammarBuilder:
     """See the module. A `MatcherSource`; the thread starts with the first grammar to compile.
 
     Attributes:
-        figures: totals since the start.
+        num_builds, build_s: compilations that have ended, failed ones included, and their time.
     """
 
     def __init__(
@@ -92,7 +80,7 @@ class GrammarBuilder:
         """
         self._cache = cache
         self._clock = clock
-        self.figures = BuildFigures()
+        self.num_builds, self.build_s = 0, 0.0
         self._work: queue.SimpleQueue[tuple[str, GrammarUse] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[GrammarReady, Compiled]] = queue.SimpleQueue()
         self._compiled: dict[str, Compiled] = {}  # taken from `_done`, not yet staged
@@ -130,7 +118,8 @@ class GrammarBuilder:
         while self._num_building and not self._done.empty():
             message, compiled = self._done.get()
             self._num_building -= 1
-            self.figures = BuildFigures(self.figures.num_builds + 1, self.figures.seconds + message.compile_s)
+            self.num_builds += 1
+            self.build_s += message.compile_s
             self._compiled[message.rid] = compiled
             ready.append(message)
         return ready

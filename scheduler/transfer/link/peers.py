@@ -20,43 +20,33 @@ MAX_LOOKUPS: Final = 16
 """Lookups at the same time; each has a thread, which cannot be ended before the system has given up."""
 
 
-class Looked(NamedTuple):
-    """A lookup that has ended.
+class Lookup:
+    """A lookup of the address of a prefill engine, in a thread of its own.
 
     Attributes:
         peer: HOST:PORT, as claims name it.
-        address: the numeric host; "": there is none.
+        address: the numeric host when it is over; "": there is none.
         error: why.
-        claims: the claims that have waited, with their times of arrival.
+        claims: the claims that wait for it, with their times of arrival.
     """
 
-    peer: str
-    address: str
-    error: str
-    claims: list[tuple[float, Claim]]
-
-
-class _Lookup:
-    """The thread and its result."""
-
-    def __init__(self, host: str, resolve: Callable[[str], str]) -> None:
+    def __init__(self, peer: str, resolve: Callable[[str], str]) -> None:
+        self.peer = peer
         self.claims: list[tuple[float, Claim]] = []
         self.address, self.error = "", ""
         self._resolve = resolve
-        self._is_over = threading.Event()
-        threading.Thread(target=self._run, args=(host,), name="kv-transfer-dns", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="kv-transfer-dns", daemon=True)
+        self._thread.start()
 
     @property
     def is_over(self) -> bool:
-        return self._is_over.is_set()
+        return not self._thread.is_alive()
 
-    def _run(self, host: str) -> None:
+    def _run(self) -> None:
         try:
-            self.address = self._resolve(host)
+            self.address = self._resolve(host_of(self.peer))
         except (OSError, ValueError) as error:  # ValueError: no host name at all
             self.error = str(error)
-        finally:
-            self._is_over.set()
 
 
 class Lookups:
@@ -68,7 +58,7 @@ class Lookups:
     def __init__(self, resolve: Callable[[str], str] = numeric_address) -> None:
         """`resolve`: as `numeric_address`."""
         self._resolve = resolve
-        self._lookups: dict[str, _Lookup] = {}
+        self._lookups: dict[str, Lookup] = {}
 
     def __len__(self) -> int:
         return len(self._lookups)
@@ -79,7 +69,7 @@ class Lookups:
         if lookup is None:
             if len(self._lookups) >= MAX_LOOKUPS:
                 return f"the addresses of {MAX_LOOKUPS} other prefill engines are being looked up"
-            lookup = self._lookups[peer] = _Lookup(host_of(peer), self._resolve)
+            lookup = self._lookups[peer] = Lookup(peer, self._resolve)
         lookup.claims.append((time.monotonic(), claim))
         return ""
 
@@ -89,11 +79,12 @@ class Lookups:
         if lookup is not None:
             lookup.claims = [each for each in lookup.claims if each[1].attempt != attempt]
 
-    def ended(self) -> list[Looked]:
+    def ended(self) -> list[Lookup]:
         """Take the lookups that have ended since the last call."""
-        ended = [peer for peer, lookup in self._lookups.items() if lookup.is_over]
-        lookups = [(peer, self._lookups.pop(peer)) for peer in ended]
-        return [Looked(peer, each.address, each.error, each.claims) for peer, each in lookups]
+        ended = [lookup for lookup in self._lookups.values() if lookup.is_over]
+        for lookup in ended:
+            del self._lookups[lookup.peer]
+        return ended
 
     def late(self, since_s: float) -> list[tuple[str, Claim]]:
         """Take the claims that came before this time; their lookups go on until they end."""
