@@ -37,14 +37,14 @@ from __future__ import annotations
 
 import heapq
 from collections import ChainMap, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from ...runtime.messages import FinishKind
 from ..requests.req import Chunk, Req
 from ..requests.requests import WaitingQueue
 from .base import SchedulePolicy
-from .tenants import Offers, TenantQueue, output_tokens, prompt_tokens
+from .tenants import TenantQueue, next_of, output_tokens, prompt_tokens
 
 PROMPT_WEIGHT: Final = 1
 OUTPUT_WEIGHT: Final = 2
@@ -112,9 +112,10 @@ class Fair(SchedulePolicy):
 
     def order(self, waiting: WaitingQueue, now_s: float) -> Iterable[Req]:
         counters: ChainMap[str, int] = ChainMap({}, self._counters)  # first map: this pass
-        heap, offers, floor = self._backlog.heap(), Offers(), self._backlog.floor()
+        heap, floor = self._backlog.heap(), self._backlog.floor()
+        iterators: dict[str, Iterator[Req]] = {}
         while (queue := self._backlog.least_served(heap, counters)) is not None:
-            req = offers.next_of(queue)
+            req = next_of(queue, iterators)
             if req is None:
                 heapq.heappop(heap)
                 continue

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from ...runtime.messages import FinishKind
 from ..requests.req import Chunk, Req
 from ..requests.requests import WaitingQueue
 from .base import SchedulePolicy
-from .tenants import Offers, TenantQueue, output_tokens, prompt_tokens
+from .tenants import TenantQueue, next_of, output_tokens, prompt_tokens
 
 
 class RoundRobin(SchedulePolicy):
@@ -78,10 +78,11 @@ class RoundRobin(SchedulePolicy):
                 del self._queues[req.tenant], self._balances[req.tenant]
 
     def order(self, waiting: WaitingQueue, now_s: float) -> Iterable[Req]:
-        ring, offers = self._ring.copy(), Offers()
+        ring = self._ring.copy()
+        iterators: dict[str, Iterator[Req]] = {}
         while ring:
             tenant = ring.whose_turn()
-            req = offers.next_of(self._queues[tenant])
+            req = next_of(self._queues[tenant], iterators)
             if req is None:
                 ring.leave(tenant)
                 continue

@@ -67,17 +67,10 @@ class TenantQueue:
         self._started.discard(req.seq)
 
 
-class Offers:
-    """Reads the queues of several tenants alternately, within one pass: each request is offered once."""
+def next_of(queue: TenantQueue, iterators: dict[str, Iterator[Req]]) -> Req | None:
+    """The tenant's oldest request that was not yet offered in this pass; None if all were.
 
-    __slots__ = ("_iterators",)
-
-    def __init__(self) -> None:
-        self._iterators: dict[str, Iterator[Req]] = {}
-
-    def next_of(self, queue: TenantQueue) -> Req | None:
-        """The tenant's oldest request that was not yet offered; None if all were."""
-        iterator = self._iterators.get(queue.tenant)
-        if iterator is None:
-            iterator = self._iterators[queue.tenant] = iter(queue.waiting)
-        return next(iterator, None)
+    Args:
+        iterators: of the pass, by tenant; empty at its beginning.
+    """
+    return next(iterators.setdefault(queue.tenant, iter(queue.waiting)), None)

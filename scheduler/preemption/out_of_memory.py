@@ -28,7 +28,7 @@ from ..pass_state import PassState
 from ..records.decision_log import Retraction
 from ..requests.req import Req
 from ..requests.requests import Requests
-from ..step_size.step_limits import Lowered, StepCaps
+from ..step_size.step_limits import StepCaps
 from .preemption import Preemption
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 MAX_TRIES: Final = 8
 FIRST_HOLD_S: Final = 0.1
 _WARN_EVERY_S: Final = 10.0
-_FLAGS: Final = {Lowered.TOKENS: "--chunked-prefill-size", Lowered.REQUESTS: "--max-running-requests"}
 
 
 class OutOfMemory:
@@ -72,7 +71,7 @@ class OutOfMemory:
         lowered = self._caps.failed(len(batch), num_prompt_tokens, num_tokens)
         size = f"{num_tokens} tokens of {len(batch)} requests, {num_prompt_tokens} of prompts"
         note = f"step {batch.plan.step_id} ran out of device memory ({size})"
-        if lowered is Lowered.NOTHING:
+        if not lowered:
             (req,) = batch.reqs
             num_tries = _count_try(req, int(batch.end[0]))
             if num_tries >= MAX_TRIES:
@@ -83,7 +82,7 @@ class OutOfMemory:
             self._warn(f"{note}; lower --mem-fraction to avoid it: {result.out_of_memory}", now_s)
         else:
             note += f"; now {self._caps.text()}"
-            way_out = f"lower {_FLAGS[lowered]} or --mem-fraction to avoid it"
+            way_out = f"lower {lowered} or --mem-fraction to avoid it"
             self._warn(f"{note}; {way_out}: {result.out_of_memory}", now_s)
         self._notes.append(note)
         for idx in np.flatnonzero(here).tolist():

@@ -4,8 +4,7 @@ computed in chunks; `StepCaps`: lower limits after the device ran out of memory.
 
 from __future__ import annotations
 
-import enum
-from typing import Final, NamedTuple, Self
+from typing import Final, Literal, NamedTuple, Self
 
 from ...runtime.config.engine_config import SchedulerConfig
 from ..arrays import IntArray
@@ -157,12 +156,8 @@ MOST_PATIENCE: Final = 1 << 14
 """Five minutes of decoding; the cost of a failed probe, to compute one step's requests again, is small against it."""
 
 
-class Lowered(enum.Enum):
-    """The cap that a failure has lowered."""
-
-    TOKENS = "tokens"
-    REQUESTS = "requests"
-    NOTHING = "nothing"  # the failed step had the smallest size
+LoweredFlag = Literal["--chunked-prefill-size", "--max-running-requests", ""]
+"""The flag of the limit that a failure has lowered; "": the failed step had the smallest size."""
 
 
 class StepCaps:
@@ -191,7 +186,7 @@ class StepCaps:
         self.max_step_tokens: int | None = None
         self.max_running: int | None = None
 
-    def failed(self, num_requests: int, num_prompt_tokens: int, num_tokens: int) -> Lowered:
+    def failed(self, num_requests: int, num_prompt_tokens: int, num_tokens: int) -> LoweredFlag:
         """A step of this size found no memory: lower a cap.
 
         The smallest step is one request with a page of its prompt, or with one token. It counts as the smallest only
@@ -209,11 +204,11 @@ class StepCaps:
         if num_prompt_tokens > self._page_size:
             most = min(num_tokens, self.max_step_tokens or self._largest_step)
             self.max_step_tokens = max(self._page_size, most // 2)
-            return Lowered.TOKENS
+            return "--chunked-prefill-size"
         if num_requests == 1 and self.max_running == 1:
-            return Lowered.NOTHING
+            return ""
         self.max_running = min(max(1, num_requests // 2), self.max_running or self._num_rows)
-        return Lowered.REQUESTS
+        return "--max-running-requests"
 
     def succeeded(self) -> None:
         """A step did not run out of memory."""

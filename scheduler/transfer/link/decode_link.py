@@ -42,8 +42,7 @@ from ....runtime.transport.kv_transfer import (
     TransferCommand,
     Welcome,
 )
-from .connection import connect
-from .link_thread import LinkThread
+from .link_thread import LinkThread, connect
 from .pages import DRAIN_S, PageReceiver
 from .peers import Answer, Attempt, Lookups, Peer, State, Storing, known_address
 

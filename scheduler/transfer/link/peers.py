@@ -14,7 +14,7 @@ from ....runtime.kv_backends.base import Work
 from ....runtime.transport.cluster_ipc import numeric_address
 from ....runtime.transport.kv_transfer import AbortAck, Claim, ClaimFailed, Prefilled
 from ....runtime.transport.message_base import ProcessIdentity
-from .connection import Socket
+from .link_thread import Socket
 
 MAX_LOOKUPS: Final = 16
 """Lookups at the same time; each has a thread, which cannot be ended before the system has given up."""

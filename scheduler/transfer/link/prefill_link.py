@@ -40,8 +40,7 @@ from ....runtime.transport.kv_transfer import (
     WritePages,
 )
 from ....runtime.transport.message_base import ProcessIdentity
-from .connection import Context, Listener
-from .link_thread import LinkThread
+from .link_thread import Context, LinkThread, Listener
 from .pages import PageSender, Sending
 from .ranks import Frames
 

@@ -21,7 +21,6 @@ from engine.scheduler.records.verdict import Reason
 from engine.scheduler.step_size.step_limits import (
     FIRST_PATIENCE,
     MOST_PATIENCE,
-    Lowered,
     PartialLimits,
     StepCaps,
     StepLimits,
@@ -378,8 +377,8 @@ def steps_until_lifted(each: StepCaps) -> int:
 
 def test_caps_come_back_after_a_while_without_failures():
     each = caps(chunk_size=128)
-    assert each.failed(3, 60, 62) is Lowered.TOKENS and each.max_step_tokens == 31
-    assert each.failed(8, 0, 8) is Lowered.REQUESTS and each.max_running == 4
+    assert each.failed(3, 60, 62) == "--chunked-prefill-size" and each.max_step_tokens == 31
+    assert each.failed(8, 0, 8) == "--max-running-requests" and each.max_running == 4
     for _ in range(FIRST_PATIENCE):
         each.succeeded()
     assert [each.max_step_tokens, each.max_running] == [62, None]
@@ -388,7 +387,7 @@ def test_caps_come_back_after_a_while_without_failures():
 
 def test_many_failures_on_end_are_one_trouble():
     each = caps()
-    while each.failed(each.max_running or 8, 0, 8) is not Lowered.NOTHING:
+    while each.failed(each.max_running or 8, 0, 8) != "":
         pass
     assert each.max_running == 1
     assert steps_until_lifted(each) == 3 * FIRST_PATIENCE
@@ -428,9 +427,9 @@ def test_steps_that_compute_nothing_prove_nothing():
 
 def test_a_step_is_smallest_only_when_nobody_else_may_run():
     each = caps()
-    assert each.failed(1, 4, 4) is Lowered.REQUESTS, "others may have been on the device"
-    assert each.failed(1, 4, 4) is Lowered.NOTHING
-    assert each.failed(1, 8, 8) is Lowered.TOKENS, "a page is less"
+    assert each.failed(1, 4, 4) == "--max-running-requests", "others may have been on the device"
+    assert each.failed(1, 4, 4) == ""
+    assert each.failed(1, 8, 8) == "--chunked-prefill-size", "a page is less"
 
 
 @pytest.mark.parametrize(
