@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import os
 import re
 import sys
 import time
@@ -35,6 +36,14 @@ _PLACE: Final = re.compile(r"(?:\b(\w+)=)?%(%|[-+ #0]*(?:\*|\d+)?(?:\.(?:\*|\d+)
 
 _UNSAFE: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 """Line breaks of all kinds, control characters, and halves of surrogate pairs, which cannot be written."""
+
+
+_LONG_ID: Final = re.compile(
+    r"\b((?:[a-z]+[-_])?[0-9a-f]{8})(?:[0-9a-f]{8,}|(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})\b"
+)
+_BOTH_IDS: Final = re.compile(r".*\bid=(\S+).*( request_id=(\S+))$")
+_COLORS: Final = {"WARNING": "\x1b[33m", "ERROR": "\x1b[31m", "CRITICAL": "\x1b[31m", "DEBUG": "\x1b[2m"}
+_RESET: Final = "\x1b[0m"
 
 
 class KeyValueFormatter(logging.Formatter):
@@ -62,12 +71,21 @@ class KeyValueFormatter(logging.Formatter):
 
 
 class TerminalFormatter(KeyValueFormatter):
-    """For a person at a terminal: local time and process, then the message; the level where it is not INFO."""
+    """For a person at a terminal: local time and process, then the message; the level where it is not INFO.
+
+    Ids that the server made are cut to their first eight digits; files and pipes have them whole.
+    """
+
+    def __init__(self, process: str, *, colors: bool = False) -> None:
+        super().__init__(process)
+        self._colors = colors
 
     def _line(self, record: logging.LogRecord, message: str) -> str:
         when = time.strftime("%H:%M:%S", time.localtime(record.created))
         level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
-        return f"{when} {self._process}: {level}{message}"
+        if level and self._colors:
+            level = f"{_COLORS.get(record.levelname, '')}{level}{_RESET}"
+        return f"{when} {self._process}: {level}{_shortened(message)}"
 
 
 class JsonFormatter(logging.Formatter):
@@ -124,7 +142,17 @@ def with_log_level(config: EngineConfig, level: LogLevel) -> EngineConfig:
 def _formatter(config: LogConfig, process: str, *, on_terminal: bool) -> logging.Formatter:
     if config.log_format == "json":
         return JsonFormatter(process)
-    return TerminalFormatter(process) if on_terminal else KeyValueFormatter(process)
+    if not on_terminal:
+        return KeyValueFormatter(process)
+    colors = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return TerminalFormatter(process, colors=colors)
+
+
+def _shortened(message: str) -> str:
+    """A message with short ids; a request id that says nothing beside the id of the answer is left out."""
+    message = _LONG_ID.sub(r"\1", message)
+    ids = _BOTH_IDS.match(message)
+    return message[: ids.start(2)] if ids and ids[1].endswith(ids[3]) else message
 
 
 def _safe_message(record: logging.LogRecord) -> str:

@@ -36,7 +36,7 @@ def render(snapshot: Snapshot, rates: Rates | None, *, width: int, height: int, 
     from rich.console import Group
     from rich.text import Text
 
-    lines = [
+    head = [
         *_head(snapshot),
         *_memory(snapshot, rates),
         *_replicas(snapshot),
@@ -45,14 +45,28 @@ def render(snapshot: Snapshot, rates: Rates | None, *, width: int, height: int, 
         *_budgets(snapshot),
     ]
     if note:
-        lines.append(Text(note, style="bold red"))
-    lines.append(Text())
+        head.append(Text(note, style="bold red"))
+    lines = [*(row for line in head for row in _wrapped(line, width)), Text()]
     room = max(1, height - len(lines) - 2)  # the table's head, and the line below it
     lines += _requests(snapshot, width, room)
     for line in lines:
         line.truncate(width, overflow="ellipsis")
         line.no_wrap = True
     return Group(*lines[:height])
+
+
+def _wrapped(line: Text, width: int) -> Iterator[Text]:
+    """A line of the head in rows that fit, the later ones below its figures."""
+    from rich.console import Console
+    from rich.text import Text
+
+    if line.cell_len <= width:
+        yield line
+        return
+    label, figures = line[:_LABEL_COLUMNS], line[_LABEL_COLUMNS:]
+    for number, row in enumerate(figures.wrap(Console(width=width), width - _LABEL_COLUMNS)):
+        row.rstrip()
+        yield Text.assemble(label if number == 0 else " " * _LABEL_COLUMNS, row)
 
 
 def _line(label: str, *parts: str | tuple[str, str]) -> Text:

@@ -10,7 +10,13 @@ import pytest
 
 from engine.runtime.config.server_config import LogConfig
 from engine.runtime.errors import ConfigError
-from engine.runtime.logs import JsonFormatter, KeyValueFormatter, TerminalFormatter, configure_logging
+from engine.runtime.logs import (
+    JsonFormatter,
+    KeyValueFormatter,
+    TerminalFormatter,
+    _formatter,
+    configure_logging,
+)
 
 
 @pytest.fixture
@@ -142,6 +148,43 @@ def test_on_a_terminal_a_line_is_short(monkeypatch):
     warning = record("low\nmemory")
     warning.levelno, warning.levelname = logging.WARNING, "WARNING"
     assert formatter.format(warning).endswith(r" scheduler: warning: low\nmemory")
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("id=chatcmpl-" + "0123456789abcdef" * 2 + " tokens=3", "id=chatcmpl-01234567 tokens=3"),
+        ("request_id=01234567-89ab-4cde-8f01-23456789abcd", "request_id=01234567"),
+        (
+            "id=cmpl-" + "a1b2c3d4" * 4 + " finish=stop request_id=" + "a1b2c3d4" * 4,
+            "id=cmpl-a1b2c3d4 finish=stop",
+        ),
+        ("id=cmpl-" + "a1b2c3d4" * 4 + " request_id=mine", "id=cmpl-a1b2c3d4 request_id=mine"),
+        ("request id=mine-1 path=/v1/chat/completions", "request id=mine-1 path=/v1/chat/completions"),
+        (
+            "model=SmolLM2-135M-Instruct port=30000 commit=abcdef0",
+            "model=SmolLM2-135M-Instruct port=30000 commit=abcdef0",
+        ),
+    ],
+)
+def test_a_terminal_has_short_ids_and_files_the_whole_ones(formatter, message, shown):
+    assert TerminalFormatter("scheduler").format(record(message)).endswith(f" scheduler: {shown}")
+    assert formatter.format(record(message)).endswith(f" {message}")
+
+
+@pytest.mark.parametrize(
+    ("term", "no_color", "colors"), [("xterm", "", True), ("dumb", "", False), ("xterm", "1", False)]
+)
+def test_levels_have_colors_on_a_terminal_that_has_them(monkeypatch, term, no_color, colors):
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.setenv("NO_COLOR", no_color)
+    made = _formatter(LogConfig(), "scheduler", on_terminal=True)
+    error, info = record("broken"), record("fine")
+    error.levelno, error.levelname = logging.ERROR, "ERROR"
+    assert made.format(error).endswith(
+        " scheduler: \x1b[31merror: \x1b[0mbroken" if colors else " scheduler: error: broken"
+    )
+    assert made.format(info).endswith(" scheduler: fine")
 
 
 @pytest.mark.parametrize(

@@ -35,9 +35,11 @@ def screen(snapshot, rates=RATES, width=80, height=24, note=""):
 def test_at_80_by_24(snapshot):
     assert screen(snapshot) == [
         "engine  tiny at http://127.0.0.1:30000 · 0.1.0 · fcfs",
-        "reqs    1 of 64 running · 2 waiting · 0 swapped · 0 retracted, 0 timed out so f…",
+        "reqs    1 of 64 running · 2 waiting · 0 swapped · 0 retracted, 0 timed out so",
+        "        far",
         "KV      ############::::::...... requests 50% · tree 25% · free 25% of 1,000",
-        "rates   1,234 tok/s out · 200 tok/s prompts, 25% cached · 20.0 steps/s · busy 5…",
+        "rates   1,234 tok/s out · 200 tok/s prompts, 25% cached · 20.0 steps/s · busy",
+        "        50% · evicted 32/s",
         "why     no_kv 2",
         "budget  memory reserved 4,000 -> 3,904",
         "",
@@ -115,8 +117,8 @@ def test_requests_without_a_line_are_counted():
     info, listed = answers(many)
     lines = screen(Snapshot.from_answers(URL, info, listed | {"total": 5000}))
     assert len(lines) == 24
-    assert lines[-1] == "and 4,985 more"
-    assert lines[-2].startswith("cmpl-14 ")
+    assert lines[-1] == "and 4,987 more"
+    assert lines[-2].startswith("cmpl-12 ")
 
 
 def test_an_idle_server_has_a_screen_too():
@@ -132,7 +134,7 @@ def test_what_is_there_shows_however_little():
     little = Snapshot.from_answers(
         URL, *answers([WAITS], kv_used_tokens=1, kv_cached_tokens=1, kv_total_tokens=10**6)
     )
-    assert screen(little)[2].startswith("KV      #:......")
+    assert any(line.startswith("KV      #:......") for line in screen(little))
 
 
 def test_trouble_is_on_the_screen(snapshot):
