@@ -50,6 +50,9 @@ def check_files(config: EngineConfig) -> None:
             for replica in range(config.parallel.dp):
                 if (path := config.log.decision_log_of(replica)) is not None:
                     check_log_file(path)
+    for name, path in config.adapters.named_paths:  # the files are read with the model
+        if not os.path.lexists(os.path.expanduser(path)):
+            raise ConfigError(f"--lora {name}={path}: there is no such folder or file; check the path")
     _check_crash_dir(config.log)
     if config.parallel.nnodes > 1 and config.parallel.executor == "local":
         from ..runtime.transport.cluster_ipc import load_cluster_key

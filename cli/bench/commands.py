@@ -7,10 +7,12 @@ import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Final, get_type_hints
 
 import typer
+from typer.core import TyperGroup
 
+from ...runtime.errors import ConfigError
 from ..exit_codes import ExitCode
 from ..options import (
     CONTEXT_SETTINGS,
@@ -63,7 +65,28 @@ def takes_settings(command: Callable[..., None]) -> Callable[..., None]:
     return wrapper
 
 
+class BenchGroup(TyperGroup):
+    """The commands; an unknown one is answered with those that there are."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """Find the command."""
+        if args[0] not in self.commands:
+            answer = f": {_ELSEWHERE[args[0]]}" if args[0] in _ELSEWHERE else ""
+            raise ConfigError(
+                f"there is no command 'bench {args[0]}'{answer}; the commands are {', '.join(self.commands)}"
+            )
+        return super().resolve_command(ctx, args)
+
+
+_ELSEWHERE: Final = {
+    "latency": "engine bench offline --max-concurrency 1 has it",
+    "throughput": "engine bench offline has it",
+    "sweep": "engine bench serve --sweep 1,2,4 has it",
+}
+"""Commands of vLLM -> what to use."""
+
 app = typer.Typer(
+    cls=BenchGroup,
     invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -116,6 +139,9 @@ def compare(
         Path, typer.Argument(metavar="A", help="Result file of the first system (one or more runs).")
     ],
     b: Annotated[Path, typer.Argument(metavar="B", help="Result file of the second system.")],
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page with distributions and curves.", metavar="FILE")
+    ] = None,
 ) -> None:
     """Compare two results: whether B is faster than A.
 
@@ -123,4 +149,4 @@ def compare(
     """
     from .tables import print_comparison
 
-    print_comparison(a, b)
+    print_comparison(a, b, html)

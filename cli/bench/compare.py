@@ -136,7 +136,7 @@ def compare(runs_a: Sequence[Run], runs_b: Sequence[Run], seed: int = 0) -> list
 
 def setting_differences(run_a: Run, run_b: Run) -> list[str]:
     """Settings of the client that differ; only runs of the same workload can be compared."""
-    ignored = {"url", "output_file", "append", "details", "api_key"}
+    ignored = {"url", "output_file", "append", "details", "html", "sweep", "api_key"}
     keys = sorted((run_a.client.keys() | run_b.client.keys()) - ignored)
     return [
         f"{key}: {run_a.client.get(key)!r} / {run_b.client.get(key)!r}"

@@ -19,6 +19,7 @@ from ...runtime.messages import GenerateRequest, TextOutput
 from ...runtime.pooling import PoolingParams
 from ...runtime.sampling_params import SamplingParams
 from .load import BenchRequest, RequestRecord
+from .page import write_page
 from .runs import OutputSettings, SamplingSettings, measure, plain_settings, report
 from .workloads.workload import WorkloadSettings, WorkloadTokenizer
 
@@ -182,9 +183,11 @@ def run_offline(
     config["server"].pop("api_key", None)
     client = {**plain_settings(sampling), **plain_settings(workload)}
     run = dataclasses.replace(run, client_cpu_share=None)  # it includes the engine's work
-    return report(
-        run, "offline", f"{prepared.model_name} in this process", client, {"config": config}, output
-    )
+    title = f"{prepared.model_name} in this process"
+    result = report(run, "offline", title, client, {"config": config}, output)
+    if output.html is not None:
+        write_page(output.html, title, {"run": [result]}, {})
+    return result.summary.failed == 0
 
 
 def _take_totals(record: RequestRecord, row: TextOutput) -> None:

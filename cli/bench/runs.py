@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ...runtime.errors import ConfigError, EngineError, RequestError
 from ..console import output_console
+from ..report_page import check_writable
 from .load import BenchRequest, LoadRun, RequestRecord, Target, run_load
 from .result_file import RequestRow, Run, git_revision, machine_facts, write_results
 from .summary import parse_goodput, summarize
@@ -54,6 +55,7 @@ class OutputSettings:
     output_file: Annotated[Path | None, _output("Write the run to this JSON file.")] = None
     append: Annotated[bool, _output("Add the run to those in --output-file.", "--append")] = False
     details: Annotated[bool, _output("Also write the arrival time of every token.", "--details")] = False
+    html: Annotated[Path | None, _output("Write a page with distributions and curves to this file.")] = None
 
     def check(self) -> None:
         """Fail before the run, not after it.
@@ -62,6 +64,8 @@ class OutputSettings:
             ConfigError: a bad goodput, or a folder that does not exist.
         """
         parse_goodput(self.goodput)
+        if self.html is not None:
+            check_writable(self.html)
         if self.output_file is not None and self.output_file.is_dir():
             raise ConfigError(f"--output-file {self.output_file} is a folder; name a file")
         if self.output_file is not None and not self.output_file.parent.is_dir():
@@ -116,24 +120,23 @@ def report(
     client: dict[str, Any],
     server: dict[str, Any] | None,
     output: OutputSettings,
-) -> bool:
-    """Print the figures and write the result file; returns whether every request succeeded."""
+) -> Run:
+    """Print the figures, and write the result file."""
     summary = summarize(run, parse_goodput(output.goodput))
     print_summary(output_console(), summary, title)
+    result = Run(
+        kind=kind,
+        started_at=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        client={**client, "goodput": output.goodput},
+        server=server,
+        machine=machine_facts(),
+        git_revision=git_revision(),
+        summary=summary,
+        requests=[RequestRow.of(record, run.start_s, output.details) for record in run.records],
+    )
     if output.output_file is not None:
-        rows = [RequestRow.of(record, run.start_s, output.details) for record in run.records]
-        result = Run(
-            kind=kind,
-            started_at=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-            client={**client, "goodput": output.goodput},
-            server=server,
-            machine=machine_facts(),
-            git_revision=git_revision(),
-            summary=summary,
-            requests=rows,
-        )
         write_results(output.output_file, result, output.append)
-    return summary.failed == 0
+    return result
 
 
 def plain_settings(group: Any) -> dict[str, Any]:

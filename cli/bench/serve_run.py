@@ -18,7 +18,10 @@ from ...runtime.text import variable
 from ..why import DEFAULT_URL
 from .load import BenchRequest
 from .openai_target import Endpoint, OpenAITarget, RequestOptions, StructuredOutput, check_ready, flush_cache
+from .page import offered_rate, write_page
+from .result_file import Run
 from .runs import OutputSettings, SamplingSettings, measure, plain_settings, report
+from .tables import print_sweep
 from .workloads.workload import WorkloadSettings, WorkloadTokenizer
 
 
@@ -94,6 +97,13 @@ class ServerSettings:
         _server("Ask for answers that match the JSON Schema in this file, and count those that do."),
     ] = None
 
+    sweep: Annotated[
+        str | None,
+        _server(
+            "Request rates, as 1,2,4,inf: a run for each, with other prompts; --output-file has all of them."
+        ),
+    ] = None
+
     @property
     def base_url(self) -> str:
         """The URL without a trailing `/v1`.
@@ -147,11 +157,47 @@ def run_serve(
     structured = None if server.structured is None else StructuredOutput.read(server.structured)
     if not server.api_key:
         server = dataclasses.replace(server, api_key=variable("ENGINE_API_KEY"))
+    workloads = [workload]
+    if server.sweep is not None:
+        workloads = [
+            dataclasses.replace(workload, request_rate=rate, seed=workload.seed + number)
+            for number, rate in enumerate(_rates(server.sweep))
+        ]
+        for each in workloads:
+            each.check()
     tokenizer = None if workload.makes_vectors else WorkloadTokenizer.load(server.tokenizer)
-    requests = workload.requests(tokenizer)
+    planned = [(each, each.requests(tokenizer)) for each in workloads]
     warmup = [] if endpoint == "chat" else workload.warmup(tokenizer)
     server = dataclasses.replace(server, endpoint=endpoint, backend=None)
-    return asyncio.run(_measure_server(server, sampling, workload, output, requests, warmup, structured))
+    runs: list[Run] = []
+    for number, (each, requests) in enumerate(planned):
+        own = warmup if number == 0 else []
+        output_of_run = dataclasses.replace(output, append=output.append or number > 0)
+        runs.append(
+            asyncio.run(_measure_server(server, sampling, each, output_of_run, requests, own, structured))
+        )
+    if server.sweep is not None:
+        print_sweep(runs)
+    if output.html is not None:
+        model = f"{runs[0].client['model']} at {server.base_url}"
+        series = {f"{offered_rate(run):g} req/s": [run] for run in runs} if server.sweep else {"run": runs}
+        write_page(output.html, model, series, {model: runs})
+    return all(run.summary.failed == 0 for run in runs)
+
+
+def _rates(text: str) -> list[float]:
+    """The rates of `--sweep`.
+
+    Raises:
+        ConfigError: no list of numbers above 0.
+    """
+    try:
+        rates = [float(word) for word in text.split(",")]
+    except ValueError:
+        rates = []
+    if not rates or not all(rate > 0 for rate in rates):
+        raise ConfigError(f"--sweep is {text!r}, but it must be request rates above 0, as 1,2,4,inf")
+    return rates
 
 
 def _endpoint(server: ServerSettings, workload: WorkloadSettings) -> Endpoint:
@@ -181,7 +227,7 @@ async def _measure_server(
     requests: list[BenchRequest],
     warmup: list[BenchRequest],
     structured: StructuredOutput | None,
-) -> bool:
+) -> Run:
     served_model = await check_ready(server.base_url, server.api_key, server.ready_check_timeout_sec)
     options = RequestOptions(
         model=server.model or served_model,

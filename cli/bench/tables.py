@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from ...runtime.text import counted
 from ..console import framed_table, output_console
+from ..report_page import check_writable
 from .compare import MIN_RUNS_FOR_T_INTERVAL, compare, setting_differences
-from .result_file import read_results
+from .page import FIGURES, offered_rate, write_page
+from .result_file import Run, read_results
 from .summary import Distribution, Summary
 
 
 def print_summary(console: Console, summary: Summary, title: str) -> None:
-    """Print every figure of a run."""
+    """Print every figure of a run; of one without a success, only why."""
+    if summary.completed == 0:
+        console.print(f"{title}: none of {counted(summary.failed, 'request')} succeeded", markup=False)
+        _print_failures(console, summary)
+        return
     table = framed_table(console, title=title, show_header=False, title_justify="left", min_width=60)
     table.add_column("figure")
     table.add_column("value", justify="right")
@@ -28,18 +35,37 @@ def print_summary(console: Console, summary: Summary, title: str) -> None:
     for name, distribution in (*(of_tokens if summary.vector_rate is None else ()), ("E2E", summary.e2e_ms)):
         latencies.add_row(name, *_latency_cells(distribution))
     console.print(latencies)
-    for reason, count in summary.failures.items():
-        console.print(f"failed {count}x: {reason}", style="red", highlight=False, markup=False)
+    _print_failures(console, summary)
     for warning in summary.warnings:
         console.print(f"note: {warning}", style="yellow", highlight=False, markup=False)
 
 
-def print_comparison(path_a: Path, path_b: Path) -> None:
-    """Compare two result files on standard output.
+def _print_failures(console: Console, summary: Summary) -> None:
+    for reason, count in summary.failures.items():
+        console.print(f"failed {count}x: {reason}", style="red", highlight=False, markup=False)
+
+
+def print_sweep(runs: Sequence[Run]) -> None:
+    """Print the figures of several rates side by side."""
+    console = output_console()
+    table = framed_table(console, title="by offered rate", title_justify="left")
+    for column in ("offered, req/s", *FIGURES, "failed"):
+        table.add_column(column, justify="right")
+    for run in runs:
+        values = (read(run.summary) for read in FIGURES.values())
+        cells = ("-" if value is None else f"{value:,.1f}" for value in values)
+        table.add_row(f"{offered_rate(run):g}", *cells, str(run.summary.failed))
+    console.print(table)
+
+
+def print_comparison(path_a: Path, path_b: Path, html: Path | None = None) -> None:
+    """Compare two result files on standard output, and on a page.
 
     Raises:
-        ConfigError: one of them cannot be read.
+        ConfigError: one of them cannot be read, or the page cannot be written.
     """
+    if html is not None:
+        check_writable(html)
     runs_a, runs_b = read_results(path_a).runs, read_results(path_b).runs
     comparisons = compare(runs_a, runs_b)
     console = output_console()
@@ -73,6 +99,12 @@ def print_comparison(path_a: Path, path_b: Path) -> None:
         )
     if not comparisons:
         console.print("the files have no metric in common")
+    if html is not None:
+        name_a, name_b = (str(path) if path_a.name == path_b.name else path.stem for path in (path_a, path_b))
+        sides = {f"A: {name_a}": runs_a, f"B: {name_b}": runs_b}
+        write_page(
+            html, f"{name_a} against {name_b}", sides, sides, notes=[row.verdict() for row in comparisons]
+        )
 
 
 def _rows(summary: Summary) -> list[tuple[str, str]]:

@@ -16,9 +16,10 @@ from engine.runtime.config.config_sources import from_arguments, merge
 from engine.scheduler.journal.log_writer import check_log_file
 
 CASES = {
-    "--api-key ''": "a key is empty",
+    "--api-key ''": "argument 6 (--api-key) is empty",
     "--api-key ' a'": "spaces at its ends",
-    "--admin-api-key ''": "a key is empty",
+    "--admin-api-key ''": "argument 6 (--admin-api-key) is empty",
+    "--lora x=/nope": "--lora x=/nope: there is no such folder or file; check the path",
     "--api-key a --admin-api-key a": "is also one of the clients' keys",
     "--api-key-file /nope": "the API keys cannot be read: No such file",
     "--api-key-file EMPTY": "there is no API key in it",

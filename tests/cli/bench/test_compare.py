@@ -1,12 +1,17 @@
 """Verdicts on runs whose true difference is known."""
 
+import io
+
 import msgspec
 import pytest
+from rich.console import Console
 
 from engine import ConfigError
+from engine.cli import main as cli
 from engine.cli.bench.compare import compare, setting_differences
 from engine.cli.bench.result_file import SCHEMA, ResultFile, read_results, write_results
-from engine.cli.bench.tables import print_comparison
+from engine.cli.bench.summary import summarize
+from engine.cli.bench.tables import print_comparison, print_summary
 
 
 def by_name(comparisons):
@@ -100,3 +105,37 @@ def test_a_run_with_a_block_without_a_token_has_no_interval_of_its_blocks(make_r
     assert "output tok/s (steady)" not in found
     assert "TTFT mean" in found
     assert list(recwarn) == []
+
+
+def test_two_results_side_by_side_as_a_page(capsys, make_run, tmp_path):
+    for name, slowness in (("old", 1.3), ("new", 1.0)):
+        for seed, rate in enumerate(("1.0", "2.0", "inf")):
+            run = msgspec.structs.replace(make_run(slowness, seed), client={"request_rate": rate})
+            write_results(tmp_path / f"{name}.json", run, append=seed > 0)
+    page = tmp_path / "page.html"
+    command = [
+        "bench",
+        "compare",
+        str(tmp_path / "old.json"),
+        str(tmp_path / "new.json"),
+        "--html",
+        str(page),
+    ]
+    assert cli.run(command) == 0
+    text = page.read_text()
+    assert "old against new" in text and "A: old" in text and "B: new" in text
+    assert "TPOT mean: B is" in text and "better" in text
+    assert "Throughput over the offered rate" in text
+    assert cli.run([*command[:-1], "/nope/page.html"]) == 2
+    assert "cannot write /nope/page.html: No such file or directory" in capsys.readouterr().err
+
+
+def test_a_run_without_a_success_says_why_and_nothing_else(make_record, make_load_run):
+    console = Console(file=io.StringIO(), width=80)
+    record = make_record()
+    record.error = "the API key is wrong"
+    print_summary(console, summarize(make_load_run([record]), {}), "m at http://x")
+    assert console.file.getvalue().splitlines() == [  # type: ignore[attr-defined]
+        "m at http://x: none of 1 request succeeded",
+        "failed 1x: the API key is wrong",
+    ]

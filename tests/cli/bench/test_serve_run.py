@@ -1,13 +1,16 @@
 """Which server and endpoint `engine bench serve` measures, by our names and those of vLLM and SGLang."""
 
 import json
+import math
 import subprocess
 import sys
 
+import msgspec
 import pytest
 
 from engine import ConfigError
 from engine.cli import main as cli
+from engine.cli.bench.result_file import read_results, write_results
 from engine.cli.bench.serve_run import BACKENDS, ENDPOINTS, ServerSettings
 
 
@@ -73,6 +76,63 @@ def test_a_mistake_is_told_before_anything_is_loaded(capsys, arguments, message)
     assert capsys.readouterr().err.startswith(f"engine: {message}")
 
 
+@pytest.fixture
+def measured(monkeypatch, make_run):
+    """Runs without a server: their settings, in order; faster at a lower rate."""
+    seen = []
+
+    async def measure(server, sampling, workload, output, requests, warmup, structured):
+        seen.append((workload.request_rate, workload.seed, len(requests), len(warmup), output.append))
+        run = make_run(slowness=1 + len(seen), num_requests=20)
+        client = {"model": "tiny", "request_rate": str(workload.request_rate)}
+        run = msgspec.structs.replace(run, client=client)
+        if output.output_file is not None:
+            write_results(output.output_file, run, output.append)
+        return run
+
+    monkeypatch.setattr("engine.cli.bench.serve_run._measure_server", measure)
+    return seen
+
+
+def test_a_sweep_is_a_run_for_each_rate_with_other_prompts(capsys, measured, tmp_path):
+    results, page = tmp_path / "runs.json", tmp_path / "page.html"
+    arguments = ["--dataset-name", "embed", "--num-prompts", "4", "--seed", "5", "--sweep", "1,2.5,inf"]
+    assert cli.run(["bench", "serve", *arguments, "--output-file", str(results), "--html", str(page)]) == 0
+    assert measured == [(1.0, 5, 4, 1, False), (2.5, 6, 4, 0, True), (math.inf, 7, 4, 0, True)]
+    assert len(read_results(results).runs) == 3
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [row[0] for row in rows if row and row[0] in ("1", "2.5", "inf")] == ["1", "2.5", "inf"]
+    text = page.read_text()
+    assert "Throughput over the offered rate" in text and "Time to first token" in text
+    assert (
+        text.count("2.5 req/s") >= 1
+        and "<script" not in text
+        and "http://" not in text.replace("http://127.0.0.1:30000", "")
+    )
+
+
+@pytest.mark.parametrize("sweep", ["", "1,", "0,1", "fast", "-1", "nan"])
+def test_a_sweep_of_other_things_is_refused(capsys, measured, sweep):
+    assert cli.run(["bench", "serve", "--dataset-name", "embed", "--sweep", sweep]) == 2
+    assert "--sweep" in capsys.readouterr().err and measured == []
+
+
+@pytest.mark.parametrize(
+    ("command", "answer"),
+    [
+        ("latency", ": engine bench offline --max-concurrency 1 has it"),
+        ("throughput", ": engine bench offline has it"),
+        ("frob", ""),
+    ],
+)
+def test_an_unknown_command_lists_those_that_there_are(capsys, command, answer):
+    assert cli.run(["bench", command, "--model", "x"]) == 2
+    error = (
+        f"engine: there is no command 'bench {command}'{answer}; the commands are serve, offline, compare\n"
+    )
+    assert capsys.readouterr().err == error
+
+
 def test_in_a_pipe_a_comparison_is_plain_columns(tmp_path, capsys):
     path = tmp_path / "run.json"
     arguments = ["simulate", "--num-requests", "5", "--compare", "fcfs,lpm", "--json", str(path)]
@@ -82,5 +142,5 @@ def test_in_a_pipe_a_comparison_is_plain_columns(tmp_path, capsys):
     assert json.loads(path.read_text())
     assert "\x1b" not in done.stdout
     assert not set(done.stdout) & set("│┃─━┏┓└┘┡╇")
-    (row,) = (line for line in done.stdout.splitlines() if line.startswith("fcfs"))
+    (row,) = (line for line in done.stdout.splitlines() if line.startswith("fcfs "))
     assert len(row.split()) >= 10
