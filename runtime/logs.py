@@ -42,7 +42,7 @@ _LONG_ID: Final = re.compile(
     r"\b((?:[a-z]+[-_])?[0-9a-f]{8})(?:[0-9a-f]{8,}|(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})\b"
 )
 _BOTH_IDS: Final = re.compile(r".*\bid=(\S+).*( request_id=(\S+))$")
-_COLORS: Final = {"WARNING": "\x1b[33m", "ERROR": "\x1b[31m", "CRITICAL": "\x1b[31m", "DEBUG": "\x1b[2m"}
+_COLORS: Final = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m", logging.CRITICAL: "\x1b[31m"}
 _RESET: Final = "\x1b[0m"
 
 
@@ -84,7 +84,7 @@ class TerminalFormatter(KeyValueFormatter):
         when = time.strftime("%H:%M:%S", time.localtime(record.created))
         level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
         if level and self._colors:
-            level = f"{_COLORS.get(record.levelname, '')}{level}{_RESET}"
+            level = f"{_COLORS.get(record.levelno, '')}{level}{_RESET}"
         return f"{when} {self._process}: {level}{_shortened(message)}"
 
 
