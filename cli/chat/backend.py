@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 BASE_SETTINGS: Final = from_arguments({"max_running_requests": 2})
 _START_ONE: Final = "start one with `engine serve`, or leave out --url to run in this process"
 _BUSY: Final = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE)
-_MAX_BUSY_S: Final = 120.0
+_MAX_BUSY_S: Final = 60.0
 """Longest time of sending a question again while the server says when (`Retry-After`)."""
 
 
@@ -157,7 +157,13 @@ class InProcessBackend:
 
 
 class HttpBackend:
-    """A backend over `POST /v1/chat/completions`."""
+    """A backend over `POST /v1/chat/completions`.
+
+    Attributes:
+        on_wait: called with a line before a question is sent again to a busy server.
+    """
+
+    on_wait: Callable[[str], None] = staticmethod(lambda _line: None)
 
     def __init__(
         self, url: str, *, form: AnswerForm, api_key: str | None = None, model: str | None = None
@@ -243,6 +249,7 @@ class HttpBackend:
                 is_busy = response.status_code in _BUSY and "retry-after" in response.headers
                 if not is_busy or time.monotonic() + wait > last_s:
                     raise error_of(response)
+            self.on_wait(f"waiting {wait:g} s for the server: {error_of(response)}")
             time.sleep(wait)
 
     def _ask(self, path: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:

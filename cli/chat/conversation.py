@@ -11,7 +11,7 @@ from typing import Final
 from ...runtime.errors import EngineError, RequestError
 from ..exit_codes import ExitCode
 from .answer import AnswerStats, AnswerView, call_line, receive
-from .backend import Backend
+from .backend import Backend, HttpBackend
 from .screen import Screen
 from .session import ChatSession
 
@@ -58,6 +58,8 @@ class Conversation:
         self.num_answers = 0
         self.num_tokens = 0
         self._clock = clock
+        if isinstance(backend, HttpBackend):
+            backend.on_wait = screen.note
 
     def ask(self, question: str) -> None:
         """Show the answer to a question, and keep both. Ctrl-C keeps the part that has arrived.

@@ -89,8 +89,16 @@ def test_a_busy_server_that_says_when_is_asked_again(server, status):
     server.say("/v1/chat/completions", {"error": {"message": "5 wait"}}, status=status)
     server.retry_after = "0"
     server.after(3, lambda: server.stream(delta("Hi", finish="stop")))
-    assert answer(connect(server.url))[0] == "Hi"
+    lines: list[str] = []
+    backend = connect(server.url)
+    backend.on_wait = lines.append
+    assert answer(backend)[0] == "Hi"
     assert len(server.bodies) == 4
+    assert (
+        len(lines) == 3
+        and lines[0].startswith("waiting 0 s for the server: ")
+        and lines[0].endswith("5 wait")
+    )
     server.say("/v1/chat/completions", {"error": {"message": "5 wait"}}, status=status)
     server.retry_after = "3600"
     with pytest.raises(EngineError, match="5 wait"):
