@@ -1,8 +1,8 @@
 """The sandbox process, `python -m engine.grammar.compile.sandbox PID SETUP`: compiles grammars, each in a fork.
 
 It loads tokenizer and library once. The kernel ends a fork that has used up its CPU time (SIGPROF), its time on a busy
-machine (SIGALRM) or its memory. Forks have a low priority, but not the lowest one: with that, two of them hold their
-places for minutes on a busy machine.
+machine (SIGALRM) or its memory. Long compilations have a low priority, but not the lowest one: with that, two of them
+hold their places for minutes on a busy machine.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ from .worker import CompileResult, SandboxSetup
 MAX_WALL: Final = 4.0
 """Times the limit of CPU time: a compilation ends after it, also if it got less time than the limit."""
 _NICENESS: Final = 10
+_SHORT_S: Final = 0.5
+"""A fork has the usual priority for so long: common grammars are compiled by then, also on a busy machine."""
 _NUM_WALKS: Final = 2
 _WALK_TOKENS: Final = 24
 
@@ -96,13 +98,19 @@ def _serve(setup: SandboxSetup, compile_one: Callable[[GrammarSpec], CompileResu
     gc.freeze()
     control = socket.socket(fileno=0)
     running: dict[int, tuple[int, socket.socket, GrammarSpec]] = {}  # pidfd -> process id, ...
+    fresh: dict[int, float] = {}  # pidfd -> when its fork loses the usual priority
     poll = select.poll()
     poll.register(control, select.POLLIN)
     while True:
-        for fd, _ in poll.poll():
+        events = poll.poll(_SHORT_S * 1e3 if fresh else None)
+        for fd in [fd for fd, until_s in fresh.items() if until_s <= time.monotonic()]:
+            del fresh[fd]
+            os.setpriority(os.PRIO_PROCESS, running[fd][0], _NICENESS)
+        for fd, _ in events:
             if fd in running:
                 poll.unregister(fd)
                 os.close(fd)
+                fresh.pop(fd, None)
                 pid, channel, spec = running.pop(fd)
                 if exit_code := os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
                     _send(channel, _result_of_dead(exit_code, spec, setup))
@@ -116,6 +124,7 @@ def _serve(setup: SandboxSetup, compile_one: Callable[[GrammarSpec], CompileResu
                     _run(own_pid, setup, channel, spec, compile_one)
                 pidfd = os.pidfd_open(pid)
                 running[pidfd] = pid, channel, spec
+                fresh[pidfd] = time.monotonic() + _SHORT_S
                 poll.register(pidfd, select.POLLIN)
             else:
                 return  # the parent has closed it; forks die with this process
@@ -132,7 +141,6 @@ def _run(
     exit_code = 1
     try:
         die_with(parent_pid)
-        os.nice(_NICENESS)
         _limit_memory(setup.memory_bytes)
         signal.setitimer(signal.ITIMER_REAL, MAX_WALL * setup.limit_s)
         signal.setitimer(signal.ITIMER_PROF, setup.limit_s)
