@@ -2,8 +2,8 @@
 
 The search is greedy: forced text, else the first token of a list that the grammar allows at this kind of position, else
 the longest token that it allows. The text that it finds is then split by the tokenizer, which takes fewer tokens. All
-tokens are checked by the matcher, so a way that is found is valid; it need not be the shortest one. The greedy search
-finds no end where a string has a pattern that a long token leads away from its end.
+tokens are checked by the matcher, so a way that is found is valid; it need not be the shortest one. Where a string has
+a pattern that a long token leads away from its end, as that of an e-mail address, its end is searched by characters.
 """
 
 # Shapes: V tokens of the model's vocabulary, W = ceil(V / 32) words of a mask.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import heapq
 import json
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
@@ -20,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .backend import CompiledGrammar, MaskRow, Matcher, Vocabulary
+from .markers import allows
 
 _MAX_RANK: Final = 16
 """Longer tokens are not preferred: they are runs of blanks and the like."""
@@ -38,6 +40,10 @@ _LISTS: Final = (_STRING, _CHARACTER, _ESCAPE, _DIGIT, _VALUES, _IN_ARRAY, _IN_O
 _GREEDY_FACTOR: Final = 2
 _GREEDY_MORE: Final = 8
 """The tokens of a greedy way may be so many, per token of a way and beside them: the tokenizer's split has fewer."""
+_FIRST_TOKENS: Final = 128
+"""Tokens of the first greedy way: most are shorter, and one in a string with a pattern may have no end."""
+_MAX_STATES: Final = 256
+"""States of a string with a pattern that are looked at: 10 to 30 ms."""
 _PATTERN_BYTES: Final = 64
 """Of a string with a pattern or a format, the shortest of which is not computed."""
 _QUOTE: Final = 0x22
@@ -117,6 +123,10 @@ class JsonState:
             self.utf8_len -= 1
 
 
+_IN_TEXT: Final = JsonState()
+_IN_TEXT.read(b'"')
+
+
 class Skeleton(NamedTuple):
     """The effect of a token on a document: equal for tokens after which the same ways lead to the end.
 
@@ -165,6 +175,12 @@ class ClosingTokens:
             texts: tuple(id_of[t] for t in texts if t in id_of) for texts in _LISTS
         }
         self.fillers = self._ids[_FILLERS]
+        characters = {token: i for i, token in reversed(list(enumerate(vocabulary.tokens[:num_tokens])))}
+        self.characters = [
+            (characters[char], _kind(char.decode()))
+            for char in (bytes((byte,)) for byte in range(0x20, 0x7F))
+            if char in characters and self.num_chars[characters[char]]
+        ]
 
     def candidates(self, state: JsonState) -> Sequence[int]:
         """The tokens to try at a position, the best first."""
@@ -242,7 +258,12 @@ def shortest_end(
         The tokens, after which the answer is complete: it has ended, or an EOS token is allowed. None if the search
         does not find such a way.
     """
-    way = _greedy_end(matcher, vocabulary, state, _GREEDY_FACTOR * max_tokens + _GREEDY_MORE)
+    most = _GREEDY_FACTOR * max_tokens + _GREEDY_MORE
+    way = _greedy_end(matcher, vocabulary, state, min(most, _FIRST_TOKENS))
+    if way is None:
+        way = _greedy_end(matcher, vocabulary, state, most, by_characters=True)
+    if way is None and most > _FIRST_TOKENS:
+        way = _greedy_end(matcher, vocabulary, state, most)
     if way is None and state.in_string and state.is_name and not (state.escape_len or state.utf8_len):
         way = _end_of_other_name(matcher, vocabulary, state, max_tokens)
     if way is None:
@@ -263,14 +284,19 @@ def leads_to_end(matcher: Matcher, vocabulary: Vocabulary, way: Sequence[int]) -
 
 
 def _greedy_end(
-    matcher: Matcher, vocabulary: Vocabulary, state: JsonState, max_tokens: int
+    matcher: Matcher,
+    vocabulary: Vocabulary,
+    state: JsonState,
+    max_tokens: int,
+    *,
+    by_characters: bool = False,
 ) -> list[int] | None:
     tokens, texts = closing_tokens(vocabulary), vocabulary.tokens
     ahead, position = matcher.copy(), state.copy()
     way: list[int] = []
     while not is_complete(ahead, vocabulary):
         left = max_tokens - len(way)
-        step = _next_tokens(ahead, vocabulary, tokens, position) if left > 0 else []
+        step = _next_tokens(ahead, vocabulary, tokens, position, left, by_characters) if left > 0 else []
         if not step or len(step) > left or ahead.accept(step) != len(step) or ahead.error:
             return None
         for token_id in step:
@@ -359,7 +385,12 @@ def is_complete(matcher: Matcher, vocabulary: Vocabulary) -> bool:
 
 
 def _next_tokens(
-    matcher: Matcher, vocabulary: Vocabulary, tokens: ClosingTokens, state: JsonState
+    matcher: Matcher,
+    vocabulary: Vocabulary,
+    tokens: ClosingTokens,
+    state: JsonState,
+    max_tokens: int,
+    by_characters: bool,
 ) -> list[int]:
     """The next tokens of the way; [] if there are none."""
     forced = matcher.forced()
@@ -368,10 +399,50 @@ def _next_tokens(
     for token_id in tokens.candidates(state):
         if matcher.validate((token_id,)):
             return [token_id]
+    if by_characters and state.in_string and not state.escape_len and not state.utf8_len:
+        return _string_end(matcher, vocabulary, tokens, max_tokens)
     mask = np.zeros(-(-vocabulary.size // 32), np.int32)
     matcher.fill(mask)
     best = -1 if matcher.error else tokens.longest(mask)
     return [] if best < 0 else [best]
+
+
+def _string_end(
+    matcher: Matcher, vocabulary: Vocabulary, tokens: ClosingTokens, max_tokens: int
+) -> list[int]:
+    """At most `max_tokens` tokens of characters after which a string may end; [] if they are not found.
+
+    Breadth first, with the first allowed character of each kind before the others. Positions of one length with equal
+    masks count as one state.
+    """
+    quote = tokens.candidates(_IN_TEXT)[:1]
+    mask = np.zeros(-(-vocabulary.size // 32), np.int32)
+    seen: set[tuple[int, bytes]] = set()
+    pending: list[tuple[int, int, Matcher, tuple[int, ...]]] = [(0, 0, matcher, ())]
+    for count in range(_MAX_STATES):
+        if not pending:
+            break
+        _, _, here, way = heapq.heappop(pending)
+        if way and quote and here.validate(quote):
+            return list(way)
+        if forced := here.forced():
+            return [*way, *forced]
+        if len(way) >= max_tokens:
+            continue
+        here.fill(mask)
+        key = len(way), mask.tobytes()
+        if here.error or key in seen:
+            continue
+        seen.add(key)
+        kinds: set[str] = set()
+        for number, (token_id, kind) in enumerate(tokens.characters):
+            if allows(mask, token_id):
+                ahead = here.copy()
+                if ahead.accept((token_id,)) and not ahead.error and not ahead.ended:
+                    cost = len(way) + 1 + (2 if kind in kinds else 0)
+                    heapq.heappush(pending, (cost, 1000 * count + number, ahead, (*way, token_id)))
+                kinds.add(kind)
+    return []
 
 
 def _num_plain_chars(token: bytes) -> int:

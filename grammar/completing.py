@@ -33,7 +33,7 @@ _MAX_FAR: Final = 64
 MAX_SEARCHES: Final = 64
 """Searches of one mask. Where they do not suffice, the groups of the most tokens are searched first."""
 MAX_SINGLES: Final = 256
-"""More tokens that go on with a string of a pattern are grouped by the kinds of their characters."""
+"""More tokens that go on with a string of a pattern are grouped by the kinds of their characters, and not searched."""
 
 
 class Position(NamedTuple):
@@ -52,6 +52,7 @@ class NearChoices:
 
     Attributes:
         grammar_mask: [W] tokens that the grammar allows.
+        found: ways that searches have found.
     """
 
     def __init__(self, position: Position, path: Sequence[int], vocabulary: Vocabulary, growth: int) -> None:
@@ -69,8 +70,8 @@ class NearChoices:
         self._position = position
         self._path = list(path)
         self._vocabulary = vocabulary
-        self._ways = [self._path[k:] for k in range(min(3, len(self._path)))]  # tried before searches
-        self._found: list[list[int]] = []  # by searches; tried for groups after that
+        self._ways = _ends_of(self._path)  # tried before searches
+        self.found: list[list[int]] = []  # by searches; tried for groups after that
         self.grammar_mask: MaskRow = np.zeros(-(-vocabulary.size // 32), np.int32)
         position.matcher.fill(self.grammar_mask)
         self._is_failed = bool(position.matcher.error)
@@ -107,10 +108,10 @@ class NearChoices:
         num_searches, bits = MAX_SEARCHES, np.zeros(mask.size * 32, np.uint8)
         for group in sorted(self._groups.values(), key=len, reverse=True):
             fits = self._is_sure(group)
-            if not fits and num_searches > 0:
+            if not fits and num_searches > 0 and not self._by_kind:
                 num_searches -= 1
                 both = {int(group[0]), int(group[-1])}
-                fits = all(self._goes_on(each, self._found) or self._search(each) for each in both)
+                fits = all(self._goes_on(each, self.found) or self._search(each) for each in both)
             if fits:
                 bits[group] = 1
         mask |= np.packbits(bits, bitorder="little").view(np.int32)
@@ -191,7 +192,7 @@ class NearChoices:
         state.read(self._vocabulary.tokens[token_id])
         way = shortest_end(ahead, self._vocabulary, state, left)
         if way is not None:
-            self._found.append(way)
+            self.found.append(way)
         return way is not None
 
 
@@ -271,13 +272,14 @@ class CompletingMatcher:
             if not num_accepted or self._inner.error:
                 return count + num_accepted
             self.is_cut = self.is_cut or self._num_left in self._refused
+            ways = [] if self._choices is None else self._choices.found
             self._choices = None
             self._num_left -= 1
             if self._inner.ended:
                 continue
             was_near, num_begun = self._is_near, self._read(token_id)
             if was_near:
-                self._follow(token_id, num_begun)
+                self._follow(token_id, num_begun, ways)
             elif self._slack <= (0 if self._path is None else self._near) and not self._is_far:
                 self._locate(None)
         return len(token_ids)
@@ -378,15 +380,18 @@ class CompletingMatcher:
         self._path = path
         self._slack = max(1, self._num_left // 8) if path is None else self._num_left - len(path)
 
-    def _follow(self, token_id: int, num_begun: int) -> None:
-        """The path after a token near the cut: the same one, its rest, or a shorter new one."""
+    def _is_path(self, way: list[int]) -> bool:
+        return len(way) <= self._num_left and leads_to_end(self._inner, self._vocabulary, way)
+
+    def _follow(self, token_id: int, num_begun: int, ways: Sequence[list[int]]) -> None:
+        """The path after a token near the cut: the same one, its rest, one of `ways`, or a shorter new one."""
         path = self._path
         assert path is not None
         known = None
         if path[:1] == [token_id]:
             known = path[1:]
-        elif len(path) <= self._num_left and leads_to_end(self._inner, self._vocabulary, path):
-            known = path
+        else:
+            known = next((way for way in (*_ends_of(path), *ways) if self._is_path(way)), None)
         ends_string = bool(path) and self._vocabulary.tokens[path[0]][:1] == b'"'
         if known is not None and not num_begun and (ends_string or not self._state.in_string):
             self._locate(known)
@@ -394,3 +399,8 @@ class CompletingMatcher:
         most = self._num_left if known is None else len(known) - 1
         found = shortest_end(self._inner, self._vocabulary, self._state, most)
         self._locate(known if found is None else found)
+
+
+def _ends_of(path: list[int]) -> list[list[int]]:
+    """A path, and it without its first one or two tokens: a token may stand for them."""
+    return [path[k:] for k in range(min(3, len(path)))]

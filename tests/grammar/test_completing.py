@@ -49,6 +49,13 @@ scalars = st.one_of(
         st.integers(0, 6),
     ),
     st.just({"type": "string"}),
+    st.sampled_from(
+        [
+            *({"type": "string", "format": name} for name in ("date", "email", "time", "uuid", "duration")),
+            {"type": "string", "pattern": "^[A-Z][a-z]*$"},
+            {"type": "string", "pattern": "^[0-9]{3}-[0-9]{4}$"},
+        ]
+    ),
     st.builds(
         lambda values: {"enum": values},
         st.lists(
@@ -349,14 +356,33 @@ def test_the_way_is_short(backend, vocabulary, schema, text, end):
     check(schema, text + found)
 
 
-def test_a_pattern_that_leads_away_from_its_end_has_no_way(backend, vocabulary):
-    matcher = compiled(backend, use_of({"type": "string", "pattern": "^[a-z]+[0-9]$"})).matcher()
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"pattern": "^[a-z]+[0-9]$"},
+        {"pattern": "^[^@]+@[^@]+$"},
+        *({"format": name} for name in ("email", "uri", "duration", "date-time", "ipv6", "hostname")),
+    ],
+)
+@pytest.mark.parametrize("num_tokens", [0, 3, 9])
+def test_a_string_with_a_pattern_has_a_way(backend, vocabulary, schema, num_tokens):
+    schema = {"type": "object", "properties": {"a": {"type": "string", **schema}}, "required": ["a"]}
+    grammar = compiled(backend, use_of(schema))
+    matcher = grammar.matcher()
+    begin = vocabulary.encode(b'{"a": "')
+    assert matcher.accept(begin) == len(begin)
+    text = b'{"a": "' + answer(matcher, vocabulary, num_tokens, random.Random(num_tokens))
+    state = JsonState()
+    state.read(text)
 
-    assert shortest_end(matcher, vocabulary, JsonState(), 50) is None
+    way = shortest_end(matcher, vocabulary, state, 80)
+
+    assert way is not None and grammar.short_answer is not None
+    check(schema, text + b"".join(vocabulary.tokens[i] for i in way))
 
 
 def test_without_a_way_the_masks_stay_those_of_the_grammar(backend, vocabulary):
-    use = use_of({"type": "string", "pattern": "^[a-z]+[0-9]$"})
+    use = use_of({"type": "string", "pattern": "^[a-z]+[0-9]{900}$"})
     grammar = compiled(backend, use)
     plain, matcher = GuidedMatcher(use, [grammar], vocabulary), limited(backend, grammar, use, 10)
     masks = np.zeros((2, -(-vocabulary.size // 32)), np.int32)

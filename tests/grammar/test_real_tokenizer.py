@@ -8,6 +8,7 @@ import json
 import numpy as np
 import pytest
 
+from engine.grammar.backend import MaskRow
 from engine.grammar.compile.compile_queue import CompileQueue
 from engine.grammar.compile.worker import CompileWorker, SandboxSetup
 from engine.grammar.guided import GuidedMatcher, Phase
@@ -117,17 +118,24 @@ def test_the_sandbox(source, vocabulary):
 @pytest.mark.parametrize("num_tokens", [40, 41, 55, 80, 130])
 def test_a_random_answer_that_is_cut_is_complete(backend, vocabulary, num_tokens):
     """The tokens are random ones of the masks, so most answers never end by themselves."""
+
+    def random_token(mask: MaskRow) -> int:
+        return int(choose.choice(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))))
+
     use = GrammarUse(spec=GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA)), complete=True)
     choose = np.random.default_rng(num_tokens)
     matcher = GuidedMatcher(use, [backend.compile(use.specs[0])], vocabulary)
     matcher.limit(num_tokens)
+    plain = backend.compile(use.specs[0]).matcher()
     mask, text = np.zeros(SIZE // 32, np.int32), b""
     for _ in range(num_tokens):
         if matcher.ended:
             break
+        plain.fill(mask)
+        matcher.validate([random_token(mask)])  # that of the model, which the grammar takes
         matcher.fill(mask)
-        token_id = int(choose.choice(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))))
-        assert matcher.accept([token_id]) == 1
+        token_id = random_token(mask)
+        assert matcher.accept([token_id]) == plain.accept([token_id]) == 1
         text += vocabulary.tokens[token_id]
 
     assert matcher.ended and (matcher.is_cut or num_tokens > 100)
