@@ -23,9 +23,8 @@ from ...runtime.config.server_config import ServerConfig
 from ...runtime.logs import configure_logging
 from ...runtime.text import counted
 from ...supervisor.fleet.driver import DriverSocket, run_driver
-from ...supervisor.fleet.fleet import END_GRACE_S, Fleet, FleetOutcome, FleetSettings
+from ...supervisor.fleet.fleet import END_GRACE_S, Fleet, FleetOutcome, FleetSettings, WorkerList
 from ...supervisor.fleet.server import Server, ServerOptions
-from ...supervisor.fleet.worker_list import WorkerList
 from ...supervisor.ray.cluster import RayUse, ray_cluster
 from ...tokenizer_manager.http.guards.auth import Keys, read_keys
 from ...tokenizer_manager.http.server import BACKLOG, HttpServer, bind, is_loopback

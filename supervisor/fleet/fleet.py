@@ -5,18 +5,22 @@ It never waits: `poll` is one pass over all replicas, with the time as an argume
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final, NamedTuple
+
+import msgspec
 
 from ...runtime.config.setting_declaration import check_at_least
 from ...runtime.errors import ConfigError, RequestError
 from ...runtime.text import counted
 from ..child_watch import STOP_GRACE_S
 from .server import Server
-from .worker_list import ListedWorker, WorkerList
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +30,58 @@ END_GRACE_S: Final = 2 * STOP_GRACE_S + 4.0
 WINDOW_S: Final = 300.0
 _LONGEST_DELAY_S: Final = 60.0
 _USER: Final = 2
+
+
+class ListedWorker(msgspec.Struct, frozen=True):
+    """One server; `id` is another one for each process, also at the same address."""
+
+    id: str
+    url: str
+    worker_type: str = "regular"
+    bootstrap_port: int | None = None
+    model_id: str | None = None
+
+
+class WorkerList:
+    """The file with the servers that serve, for smg's file discovery; it begins and ends with an empty list.
+
+    smg reads the file anew when it changes. It refuses the whole file for an unknown field, and takes the same `id` for
+    the same process. A file appears complete under its name, since it is renamed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._written: list[ListedWorker] | None = None
+
+    def __enter__(self) -> WorkerList:
+        self.write([])
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        self._written = None  # another process may have written
+        with contextlib.suppress(ConfigError):
+            self.write([])
+
+    def write(self, workers: list[ListedWorker]) -> None:
+        """Replace the file, if the list is another one.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        if workers == self._written:
+            return
+        new = self.path.with_name(f"{self.path.name}.new")
+        try:
+            new.write_bytes(
+                msgspec.json.format(msgspec.json.encode({"version": 1, "workers": workers})) + b"\n"
+            )
+            os.replace(new, self.path)
+        except OSError as error:
+            raise ConfigError(
+                f"the list of workers cannot be written to {self.path}: {error.strerror}; name another file with "
+                "--worker-list"
+            ) from None
+        self._written = list(workers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

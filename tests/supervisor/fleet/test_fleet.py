@@ -7,9 +7,16 @@ import json
 import pytest
 
 from engine.runtime.errors import ConfigError, RequestError
-from engine.supervisor.fleet.fleet import END_GRACE_S, WINDOW_S, Fleet, FleetSettings, Phase
+from engine.supervisor.fleet.fleet import (
+    END_GRACE_S,
+    WINDOW_S,
+    Fleet,
+    FleetSettings,
+    ListedWorker,
+    Phase,
+    WorkerList,
+)
 from engine.supervisor.fleet.server import Status
-from engine.supervisor.fleet.worker_list import ListedWorker, WorkerList
 
 KILLED = (-9, "was killed by SIGKILL")
 MISTAKE = (2, "exited with code 2; its last lines above say why")
