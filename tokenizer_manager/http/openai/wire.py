@@ -15,6 +15,7 @@ from ....runtime.config.answer_config import RequestLimits
 from ....runtime.errors import RequestError
 from ..schema.accounting import Timings, UsageBody
 from ..schema.field_types import (
+    AnswerLimit,
     Count,
     CountOrNone,
     Effort,
@@ -30,7 +31,7 @@ class ChatRequest(GenerationFields, kw_only=True):
     """Body of `POST /v1/chat/completions`; `messages` is checked one by one in `chat_messages`."""
 
     messages: Messages
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: AnswerLimit = None
     logprobs: bool | None = None
     top_logprobs: CountOrNone | None = None
     add_generation_prompt: bool | None = None

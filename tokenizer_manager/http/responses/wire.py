@@ -17,7 +17,7 @@ from ..schema.field_policy import (
     NotYet,
     policy_of,
 )
-from ..schema.field_types import OVERRIDES, Count, CountOrNone, Priority, Salt, Seconds
+from ..schema.field_types import OVERRIDES, AnswerLimit, CountOrNone, Priority, Salt, Seconds
 from ..schema.generation_fields import SamplingFields
 
 _MESSAGE: Final = {
@@ -55,7 +55,7 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
-    max_output_tokens: Count | None = None
+    max_output_tokens: AnswerLimit = None
     min_tokens: CountOrNone | None = None
     stream: bool | None = None
     store: bool | None = None

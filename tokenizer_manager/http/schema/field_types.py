@@ -46,6 +46,12 @@ Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[Int, _between(1, MAX_COUNT)]
 NO_LIMIT: Final = -1
 """The limit of an answer's tokens that llama.cpp and LM Studio have for "as many as fit"."""
+AnswerLimit = Annotated[
+    Count | None,
+    documented(
+        anyOf=[{"type": "integer", "minimum": 1, "maximum": MAX_COUNT}, {"const": NO_LIMIT}, {"type": "null"}]
+    ),
+]
 CountOrNone = Annotated[Int, _between(0, MAX_COUNT)]
 WideTemperature = Annotated[float, _between(0, MAX_TEMPERATURE)]
 LogitBias = Annotated[
@@ -164,7 +170,7 @@ LoraPaths = Annotated[
     ),
 ]
 Effort = Annotated[str, documented(enum=["", "none", "minimal", "low", "medium", "high", "xhigh", "max"])]
-_CHOICE_WORDS: Final[_Schema] = {"enum": ["none", "auto", "required", "", None]}
+_CHOICE_WORDS: Final[_Schema] = {"enum": ["none", "auto", "required", "any", "", None]}
 ToolChoiceField = Annotated[
     Any,
     documented(
@@ -172,16 +178,11 @@ ToolChoiceField = Annotated[
     ),
 ]
 
-_TEXT_PART: Final[_Schema] = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-    "required": ["type", "text"],
-}
 _MESSAGE: Final[_Schema] = {
     "type": "object",
     "properties": {
         "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]},
+        "content": {"description": "A text, or a list of parts; the result of a tool may be any value."},
         "name": {"type": ["string", "null"]},
         "tool_calls": {"type": ["array", "null"], "items": {"type": "object"}},
         "tool_call_id": {"type": ["string", "null"]},

@@ -18,6 +18,7 @@ from .constraint_fields import ConstraintFields
 from .field_types import (
     MAX_OPENAI_TEMPERATURE,
     NO_LIMIT,
+    AnswerLimit,
     BootstrapHost,
     BootstrapPort,
     BootstrapRoom,
@@ -143,7 +144,7 @@ class GenerationFields(SamplingFields, kw_only=True):
     lora_path: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Count | None = None
+    max_tokens: AnswerLimit = None
     min_tokens: CountOrNone | None = None
     include_stop_str_in_output: bool | None = None
     priority: Priority | None = None
