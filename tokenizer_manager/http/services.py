@@ -31,6 +31,7 @@ from ..manager import TokenizerManager
 from ..pooling.embedding import check_task
 from ..preparation import PreparedPrompt
 from ..prompt_encoder import PromptEncoder, second_bos
+from ..rendering.worker import PageWorker
 from ..scheduling_options import Scheduling
 from ..telemetry.metrics import BuildInfo, Metrics
 from ..telemetry.request_record import NoTraces, Traces
@@ -38,7 +39,6 @@ from .body_reader import BodyReader
 from .exchange import Exchange
 from .guards.auth import Authorizer
 from .guards.body_budget import BodyBudget
-from .page.worker import PageWorker
 from .responses.items import RecentItems
 from .schema.constraints import chat_grammar, check_constraint_with_tools, check_room
 from .schema.errors import POSITION_HEADER, renamed_fields, renamed_text

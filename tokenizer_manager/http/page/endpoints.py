@@ -8,10 +8,10 @@ from typing import Final
 import msgspec
 
 from ....runtime.errors import RequestError
+from ...rendering.worker import PageJob, ReadPdf, RenderText
 from ..exchange import Exchange
 from ..schema.values import convert
 from ..services import Services
-from .worker import PageJob, ReadPdf, RenderText
 
 _MAX_TEXT_CHARS: Final = 1_000_000
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from engine.runtime.errors import RequestError
-from engine.tokenizer_manager.http.page import worker
-from engine.tokenizer_manager.http.page.markdown import render_markdown
-from engine.tokenizer_manager.http.page.worker import PageWorker, RenderText
+from engine.tokenizer_manager.rendering import worker
+from engine.tokenizer_manager.rendering.markdown import render_markdown
+from engine.tokenizer_manager.rendering.worker import PageWorker, RenderText
 from tests.tokenizer_manager.conftest import Serve
 
 SLOW = "\\[" * 60_000  # the parser tries each place up to the end

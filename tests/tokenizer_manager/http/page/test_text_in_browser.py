@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from engine.tokenizer_manager.http.page import worker
+from engine.tokenizer_manager.rendering import worker
 from tests.browser import Tab
 from tests.tokenizer_manager.fake_engine import STOP, row, say_all
 

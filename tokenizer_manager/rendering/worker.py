@@ -25,9 +25,9 @@ from typing import IO, TYPE_CHECKING, Final
 import msgspec
 import setproctitle
 
-from ....launch.child.child import die_with
-from ....runtime.errors import QueueFullError, RequestError
-from ....runtime.transport.message_base import Message
+from ...launch.child.child import die_with
+from ...runtime.errors import QueueFullError, RequestError
+from ...runtime.transport.message_base import Message
 
 if TYPE_CHECKING:
     from .markdown import Rendered
