@@ -86,7 +86,9 @@ def _mixed(number: int) -> dict[str, Any]:
 def _top(browser: Browser, url: str, folder: Path) -> None:
     """The screen of `engine top`, as a page of the terminal's text."""
     with Client(url, None) as client:
-        poll = next(each for each in polls(client.poll) if each.rates and each.snapshot.report.waiting_by_reason)
+        poll = next(
+            each for each in polls(client.poll) if each.rates and each.snapshot.report.waiting_by_reason
+        )
     console = Console(
         record=True, width=TOP_SIZE[0], file=io.StringIO(), force_terminal=True, highlight=False
     )
