@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 MAX_REPLICAS: Final = 512
 END_GRACE_S: Final = 2 * STOP_GRACE_S + 4.0
 """From the end of a server's drain to SIGKILL: it ends its own processes meanwhile."""
+UNLISTED_S: Final = 2.0
+"""From leaving the worker list to SIGTERM: the router reads the list and finds servers that are new in it meanwhile."""
 WINDOW_S: Final = 300.0
 _LONGEST_DELAY_S: Final = 60.0
 _USER: Final = 2
@@ -121,6 +124,7 @@ class Replica:
         incarnation: counts the servers of the whole fleet, so that each process has another one.
         server: None in BACKOFF and FAILED.
         since_s: begin of its phase; the end of the pause in BACKOFF.
+        drains_s: when its server gets SIGTERM; infinite but for one that has just left the list.
         failed_s: times of its failures, in the five minutes before the last one.
         last_failure: how its last server failed; "" if none has.
     """
@@ -130,6 +134,7 @@ class Replica:
     server: Server | None = None
     phase: Phase = Phase.BACKOFF
     since_s: float = 0.0
+    drains_s: float = math.inf
     failed_s: list[float] = field(default_factory=list)
     last_failure: str = ""
 
@@ -197,6 +202,8 @@ class Fleet:
         self.target = 0
         for each in list(self._replicas):
             self._remove(each, now_s)
+            if each.server is not None and each.drains_s < math.inf:
+                self._drain(each, each.server, now_s)
         self._write_list()
 
     def kill(self) -> None:
@@ -221,6 +228,8 @@ class Fleet:
     def _follow(self, each: Replica, server: Server, now_s: float) -> None:
         if server.end is not None:
             self._on_end(each, server, *server.end, now_s)
+        elif now_s >= each.drains_s:
+            self._drain(each, server, now_s)
         elif each.phase is Phase.DRAINING and now_s - each.since_s >= self._settings.drain_s + END_GRACE_S:
             logger.warning("killing replica=%d: it has not ended after its drain", each.number)
             server.kill()
@@ -268,9 +277,15 @@ class Fleet:
         if each.server is None:
             self._replicas.remove(each)
         elif each.phase is not Phase.DRAINING:
-            each.phase, each.since_s = Phase.DRAINING, now_s
-            each.server.drain()
-            logger.info("draining replica=%d timeout_s=%g", each.number, self._settings.drain_s)
+            is_listed = self._listing is not None and each.phase is Phase.READY
+            each.phase, each.since_s, each.drains_s = Phase.DRAINING, now_s, now_s + UNLISTED_S
+            if not is_listed:
+                self._drain(each, each.server, now_s)
+
+    def _drain(self, each: Replica, server: Server, now_s: float) -> None:
+        each.since_s, each.drains_s = now_s, math.inf
+        server.drain()
+        logger.info("draining replica=%d timeout_s=%g", each.number, self._settings.drain_s)
 
     def _start_missing(self, now_s: float) -> None:
         while len(self._wanted()) < self.target:

@@ -9,6 +9,7 @@ import pytest
 from engine.runtime.errors import ConfigError, RequestError
 from engine.supervisor.fleet.fleet import (
     END_GRACE_S,
+    UNLISTED_S,
     WINDOW_S,
     Fleet,
     FleetSettings,
@@ -181,7 +182,10 @@ def test_scaling_down_drains_and_kills_what_does_not_end():
     last = world.started[2]
     world.run()
     assert world.listed == ["http://s1", "http://s2"]
-    assert (last.told, world.phases[2]) == (["drain"], (2, Phase.DRAINING))
+    assert (last.told, world.phases[2]) == ([], (2, Phase.DRAINING))
+    assert world.run(UNLISTED_S - 0.5).started[2].told == [], "routers read the list first"
+    world.run(0.5)
+    assert last.told == ["drain"]
 
     world.run(DRAIN_S + END_GRACE_S)
     assert last.told[:2] == ["drain", "kill"]
@@ -230,6 +234,16 @@ def test_the_end_drains_all_at_once():
     for server in world.started[1:]:
         server.end = (0, "ended")
     assert world.run(0.5).fleet.is_gone
+
+
+def test_the_end_drains_a_server_that_has_just_left_the_list():
+    world = World(2).ready()
+    world.fleet.scale_to(1)
+    world.run()
+    world.fleet.stop(world.now_s)
+    assert [each.told for each in world.started] == [["drain"], ["drain"]]
+    world.run(UNLISTED_S + 1)
+    assert [each.told for each in world.started] == [["drain"], ["drain"]]
 
 
 def test_a_list_that_cannot_be_written_ends_nothing_and_is_tried_again(caplog):
