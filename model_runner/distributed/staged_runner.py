@@ -9,7 +9,7 @@ may be in one step in flight only, as `Capacity.num_stages` says.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 import numpy as np
@@ -31,17 +31,24 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ...runtime.step_plan import GetMasks, GoOn, Pending, StepPlan, StepResult
-    from ..model_runner import ModelRunner
     from .pp_link import GetResults, StageWire
     from .ranked_runner import Sender
     from .tp_group import TPGroup
+
+
+class StoringRunner(Protocol):
+    """The part of `ModelRunner` that stages call: it accepts tokens which it has not sampled."""
+
+    def launch(self, plan: StepPlan, go_on: GoOn = to_the_end, masks: GetMasks = no_masks) -> Pending: ...
+
+    def store_tokens(self, sampled: RowTokens) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
 class StagedRunner:
     """The `Runner` of rank 0. Steps must be waited for in the order of launch."""
 
-    runner: ModelRunner
+    runner: StoringRunner
     others: Sender
     wire: StageWire
     group: TPGroup
@@ -94,7 +101,7 @@ class StagedPending:
 class StageRank:
     """Executes the steps of a rank other than 0 in a model with pipeline stages, and answers."""
 
-    def __init__(self, runner: ModelRunner, wire: StageWire, group: TPGroup) -> None:
+    def __init__(self, runner: StoringRunner, wire: StageWire, group: TPGroup) -> None:
         self._runner = runner
         self._wire = wire
         self._answers = group.rank == 0 and not wire.stage.is_first
