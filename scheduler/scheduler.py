@@ -67,7 +67,7 @@ from .pass_state import PassState, record_of
 from .phases import Work
 from .prefix_cache.block_events import BlockEvent
 from .records.decision_log import Arrived, DecisionLog, Handover, RefusedToken, Settled, vector_digest
-from .records.stats import report_of
+from .report import report_of
 from .requests.intake import reason_to_refuse
 from .requests.outputs import refusal_row
 from .requests.req import Req, ReqStatus

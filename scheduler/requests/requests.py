@@ -8,20 +8,32 @@ import operator
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
 import numpy as np
 
-from ...runtime.messages import Finish, GenerateRequest, TokenOutput
+from ...runtime.messages import Finish, FinishKind, GenerateRequest, TokenOutput
 from ...runtime.transport.message_base import Logprobs
 from ..arrays import EMPTY, BoolArray, IntArray
 from ..records.decision_log import Finished
 from .outputs import output_row
 from .req import Req, ReqStatus
 
-if TYPE_CHECKING:
-    from ..memory.kv_memory import KVMemory
-    from ..policy.base import SchedulePolicy
+
+class QueueObserver(Protocol):
+    """Notified of changes to the queue, and of ends. Policies implement it."""
+
+    def enqueued(self, req: Req) -> None:
+        """The request has joined the queue."""
+        ...
+
+    def dequeued(self, req: Req) -> None:
+        """The request has left the queue."""
+        ...
+
+    def finished(self, req: Req, kind: FinishKind) -> None:
+        """The request has ended."""
+        ...
 
 
 class WaitingQueue:
@@ -34,8 +46,7 @@ class WaitingQueue:
         num_tokens: of all of them, prompts and what retracted ones have generated.
     """
 
-    def __init__(self, observer: SchedulePolicy) -> None:
-        """`observer`: notified of changes."""
+    def __init__(self, observer: QueueObserver) -> None:
         self.num_tokens = 0
         self._observer = observer
         # An OrderedDict instead of a dict: iterating a dict that has lost its first entries skips over the holes.
@@ -98,6 +109,18 @@ class RowObserver(Protocol):
         ...
 
 
+class RequestMemory(Protocol):
+    """The part of `KVMemory` that frees the memory of a request that ends."""
+
+    def release(self, req: Req, *, keep: bool) -> None:
+        """Free the row and pages of a request. With `keep`, offer its computed pages to the prefix cache."""
+        ...
+
+    def drop_host_pages(self, req: Req) -> None:
+        """Free the host pages of a swapped request."""
+        ...
+
+
 class RunningBatch:
     """An ordered set of requests with rows.
 
@@ -138,7 +161,9 @@ class Requests:
         running: DECODE: requests with a row that decode.
     """
 
-    def __init__(self, kv: KVMemory, policy: SchedulePolicy, observers: Sequence[RowObserver] = ()) -> None:
+    def __init__(
+        self, kv: RequestMemory, policy: QueueObserver, observers: Sequence[RowObserver] = ()
+    ) -> None:
         self._kv = kv
         self._policy = policy
         self._observers = observers
