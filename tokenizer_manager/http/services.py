@@ -39,7 +39,7 @@ from .body_reader import BodyReader
 from .exchange import Exchange
 from .guards.auth import Authorizer
 from .guards.body_budget import BodyBudget
-from .responses.items import RecentItems
+from .recent_items import RecentItems
 from .schema.constraints import chat_grammar, check_constraint_with_tools, check_room
 from .schema.errors import POSITION_HEADER, renamed_fields, renamed_text
 from .schema.field_policy import first_warnings

@@ -19,7 +19,7 @@ from engine.tokenizer_manager.http.ollama.wire import (
     SHOW_POLICY,
 )
 from engine.tokenizer_manager.http.openai import chat, completions
-from engine.tokenizer_manager.http.responses.items import KEPT_S, RecentItems
+from engine.tokenizer_manager.http.recent_items import KEPT_S, RecentItems
 from engine.tokenizer_manager.http.responses.wire import POLICY, MessageItem, OutputText
 from engine.tokenizer_manager.http.routes import ROUTES
 

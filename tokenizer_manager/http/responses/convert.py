@@ -17,6 +17,7 @@ from ...conversation.parameters import CUSTOM_INPUT
 from ...generation import Constraint, GenerationRequest
 from ..openai.messages import checked_template_variables
 from ..openai.tools import choice_of, tool_of
+from ..recent_items import KEPT_S
 from ..schema.constraints import constraint_of, json_object, json_schema
 from ..schema.errors import renamed_fields
 from ..schema.field_policy import PART_POLICY, RESULT_POLICY, Notes, policy_of
@@ -33,7 +34,6 @@ from ..schema.values import (
     shortened,
     show,
 )
-from .items import KEPT_S
 from .wire import (
     POLICY,
     ReasoningFields,

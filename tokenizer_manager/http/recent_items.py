@@ -10,17 +10,23 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 
-from ..schema.values import Body
-from .wire import Item
+from .schema.values import Body
 
 KEPT_S: Final = 1800.0
 """How long an item is kept; long enough for a person who confirms each call."""
 MAX_KEPT_BYTES: Final = 32 << 20
 _OVERHEAD_BYTES: Final = 300  # of an entry
+
+
+class Item(Protocol):
+    """A struct with an id, such as an item of an answer of `/v1/responses`."""
+
+    @property
+    def id(self) -> str: ...
 
 
 class RecentItems:
