@@ -11,6 +11,7 @@ from ...runtime.grammar_use import GrammarKind, GrammarSpec, Triggered, Whitespa
 from .conversation import Tool
 from .parameters import CUSTOM_INPUT, NO_PARAMETERS, Parameters, Shape, Unenforceable, parameters_of
 from .parsing.families import Form, Pieces, ToolFamily
+from .parsing.tagged_calls import MAX_KEY_CHARS, PYTHON_KEY
 from .value_grammars import ValueGrammars
 
 MarkerId = Callable[[str], int | None]
@@ -19,7 +20,6 @@ MarkerId = Callable[[str], int | None]
 _ANY_OBJECT: Final[dict[str, Any]] = {"type": "object"}
 _LEADING_SPACE: Final = r"/\n{0,2}/"
 _KEY: Final = r"[A-Za-z0-9_.\-]{1,64}"
-_PYTHON_NAME: Final = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
 
 
 class ToolGrammars:
@@ -184,7 +184,7 @@ class ToolGrammars:
         """The parameters: of a strict tool in the order of its schema, otherwise any."""
         family = self._family
         if not tool.strict and not tool.custom:
-            names = Parameters(parameters_of(tool)).names
+            names = self._names(tool)
             if tool.parameters is None:
                 return ""
             key = f"/{_KEY}/" if not names else one_of(map(quoted, names))
@@ -199,7 +199,7 @@ class ToolGrammars:
                 alternatives.append(f"({self._parameter(builder, f'/{_KEY}/', value)})*")
                 continue
             parts = []
-            for key, schema in self._properties(shape, family.parameter_middle[0].strip()):
+            for key, schema in self._properties(shape):
                 value = self._values.tagged(builder, parameters, schema)
                 if value:
                     rule = self._parameter(builder, quoted(key), value)
@@ -219,15 +219,28 @@ class ToolGrammars:
         for shape in parameters.shapes:
             yield parameters, shape
 
-    @staticmethod
-    def _properties(shape: Shape, forbidden: str) -> Iterator[tuple[str, Any]]:
+    def _names(self, tool: Tool) -> list[str]:
+        """The names of the parameters that the format can write."""
+        return [name for name in Parameters(parameters_of(tool)).names if self._can_write(name)]
+
+    def _properties(self, shape: Shape) -> Iterator[tuple[str, Any]]:
         """Names and schemas of the parameters, in order; optional ones that cannot be written are left out."""
         for key in dict.fromkeys((*shape.properties, *sorted(shape.required))):
-            schema = shape.properties.get(key, shape.others)
-            if key and forbidden not in key and key.isprintable():
-                yield key, schema
+            if self._can_write(key):
+                yield key, shape.properties.get(key, shape.others)
             elif key in shape.required:
                 raise Unenforceable(f"the name {key[:60]!r} of a required parameter")
+
+    def _can_write(self, key: str) -> bool:
+        """Whether the parser reads this name of a parameter back."""
+        family = self._family
+        if not key or len(key) > MAX_KEY_CHARS or not key.isprintable():
+            return False
+        if family.form is Form.TAGGED:
+            return family.parameter_middle[0].strip() not in key
+        if family.quote:
+            return ":" not in key and key == key.strip(' "}') and family.quote not in key
+        return PYTHON_KEY.fullmatch(key) is not None
 
     def _python_call(self, builder: LarkBuilder, tool: Tool) -> str:
         begin = f"{self._family.name_prefix}{tool.name}{self._family.syntax[0]}"
@@ -242,7 +255,7 @@ class ToolGrammars:
                 self._python_shape(builder, parameters, shape) for parameters, shape in self._shapes(tool)
             ]
             return _joined((one_of(shapes), end))
-        names = Parameters(parameters_of(tool)).names
+        names = self._names(tool)
         if not names:
             return end
         value = self._values.any_value(builder)
@@ -253,12 +266,8 @@ class ToolGrammars:
         """Arguments in order. From the last one on: what may come after a first argument, and what may come at all."""
         _, assign, separator, _ = self._family.syntax
         rest, whole = NOTHING, NOTHING
-        for key, schema in reversed(list(self._properties(shape, assign))):
+        for key, schema in reversed(list(self._properties(shape))):
             value = self._values.pythonic(builder, parameters, schema)
-            if not _PYTHON_NAME.fullmatch(key):
-                if key in shape.required:
-                    raise Unenforceable(f"the name {key[:60]!r} of a required parameter")
-                continue
             if not value:
                 continue
             argument = builder.add_rule("argument", f"{quoted(key + assign)} {value}")

@@ -74,6 +74,13 @@ OBJECTS: Final[list[dict[str, Any]]] = [
     },
     {"properties": {name: {"type": "integer"} for name in "abc"}, "required": ["b"]},
     {
+        "properties": {
+            name: {"type": "integer"} for name in ("$f", "größe", "a b", 'q"x', "a:b", "a=b", "a>b")
+        },
+        "required": ["$f", "größe"],
+        "additionalProperties": False,
+    },
+    {
         "$ref": "#/$defs/A",
         "$defs": {
             "A": {

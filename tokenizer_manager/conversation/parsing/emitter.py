@@ -10,7 +10,7 @@ from typing import Final
 from ..conversation import ReasoningOptions, Tool
 from ..deltas import CallArguments, CallBegin, CallEnd, Content, Delta, Reasoning
 from ..parameters import CUSTOM_INPUT
-from .json_text import StringDecoder
+from .json_text import JsonRepair, StringDecoder
 
 MakeId = Callable[[str, int], str]
 """(name of the tool, index of the call) -> id of the call."""
@@ -53,6 +53,7 @@ class Emitter:
         self._reasoning_begun = False
         self._reasoning_parts: list[str] = []
         self._custom: _CustomText | None = None
+        self._repair = JsonRepair()
         self._has_arguments = False
 
     def take(self) -> list[Delta]:
@@ -143,26 +144,24 @@ class Emitter:
         self.current_name = name
         self._space = ""
         self._custom = _CustomText() if tool.custom else None
+        self._repair = JsonRepair()
         self._has_arguments = False
         self._deltas.append(CallBegin(self.num_calls, self._make_id(name, self.num_calls), name, tool.custom))
         self.num_calls += 1
         self.is_call_open = True
 
     def arguments(self, text: str) -> None:
-        """More of the JSON arguments of the call."""
+        """More of the JSON arguments of the call, as the model wrote them."""
         if not text:
             return
         self._has_arguments = True
-        if self._custom is not None:
-            text = self._custom.feed(text)
-        self._put_arguments(text)
+        self._put_arguments((self._repair if self._custom is None else self._custom).feed(text))
 
     def end_call(self) -> None:
         """The call is complete."""
-        if self._custom is not None:
-            self._put_arguments(self._custom.end())
-        elif not self._has_arguments:
+        if self._custom is None and not self._has_arguments:
             self._put_arguments("{}")
+        self._put_arguments((self._repair if self._custom is None else self._custom).end())
         self._deltas.append(CallEnd(self.num_calls - 1))
         self.is_call_open = False
         self._strip_begin = True

@@ -1,6 +1,6 @@
 """Readers of calls with JSON arguments: `{"name": ..., "arguments": {...}}`, and a name followed by JSON.
 
-The bytes of the arguments pass through as the model wrote them.
+The bytes of the arguments pass through as the model wrote them, but for what is no JSON (`JsonRepair`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def read_json_call(source: Source, emitter: Emitter, family: ToolFamily) -> Wait
             if not (yield from source.literal(",")):
                 raise Trouble
             yield from source.skip_space()
-        key = yield from _read_string(source)
+        key = yield from read_string(source)
         if is_first and family.at_start and key not in _FIRST_KEYS:
             raise Trouble
         is_first = False
@@ -51,7 +51,7 @@ def read_json_call(source: Source, emitter: Emitter, family: ToolFamily) -> Wait
             begin_known(source, emitter, key)
             begun, held = True, (yield from _read_arguments(source, emitter, True))
         elif key in ("name", family.name_key) and not begun:
-            begin_known(source, emitter, (yield from _read_string(source)))
+            begin_known(source, emitter, (yield from read_string(source)))
             begun = True
             if held is not None:
                 emitter.arguments(held)
@@ -165,8 +165,12 @@ def _read_arguments(source: Source, emitter: Emitter, begun: bool) -> Generator[
     return held
 
 
-def _read_string(source: Source) -> Generator[None, None, str]:
-    """A JSON string: a key, or the name of a tool."""
+def read_string(source: Source) -> Generator[None, None, str]:
+    """Read a JSON string: a key, or the name of a tool.
+
+    Raises:
+        Trouble: none comes.
+    """
     if (yield from source.peek()) == '"':
         try:
             text: str = json.loads((yield from collect_value(source, _MAX_KEY_CHARS)))

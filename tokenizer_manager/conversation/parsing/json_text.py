@@ -1,6 +1,7 @@
-"""JSON that arrives in pieces, or was cut: `JsonScanner`, `StringDecoder` and `object_of`.
+"""JSON that arrives in pieces, or was cut: `JsonScanner`, `JsonRepair`, `StringDecoder` and `object_of`.
 
-The scanner finds the end of a value and does not check it. The decoder turns the inside of a JSON string into text.
+The scanner finds the end of a value and does not check it; the repair makes it JSON that every client reads. The
+decoder turns the inside of a JSON string into text.
 """
 
 from __future__ import annotations
@@ -82,6 +83,137 @@ class JsonScanner:
                 self._depth -= 1
                 if self._depth <= 0:
                     return pos, True
+
+
+_TOKEN: Final = re.compile(r'\s+|[{}\[\],:"]|[^\s{}\[\],:"]+')
+_STRING: Final = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_NUMBER: Final = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+_WORDS: Final = {**{word: word for word in ("true", "false", "null")}, "True": "true", "False": "false"}
+_CONTROL: Final = {code: f"\\u{code:04x}" for code in range(32)}
+
+
+class JsonRepair:
+    """Passes one JSON value on as it is, but for what JSON does not have or clients do not take.
+
+    NaN, infinities and other bare words become strings, Python's words become JSON's; of two members of one name the
+    first stays; a comma in front of a bracket is dropped; control characters in strings are escaped.
+    """
+
+    __slots__ = ("_held", "_in_string", "_missing", "_num_skipped", "_pending", "_stack", "_wants_key")
+
+    def __init__(self) -> None:
+        self._held = ""  # the beginning of a token
+        self._pending = ""  # a comma, and the space after it
+        self._stack: list[set[str] | None] = []  # open objects with the names so far, and arrays
+        self._in_string = False
+        self._wants_key = False
+        self._missing = ""  # of the last member: its value, and the colon in front of it
+        self._num_skipped = 0  # size of the stack at the member that is left out; 0: none is
+
+    def feed(self, text: str) -> str:
+        """What is certain with this text."""
+        text, self._held = self._held + text, ""
+        parts: list[str] = []
+        pos = 0
+        while pos < len(text):
+            if self._in_string:
+                match = _IN_STRING.search(text, pos)
+                end = len(text) if match is None else match.end()
+                if match is not None and match[0] == "\\":
+                    begin, end = match.start(), end + (5 if text.startswith("u", end) else 1)
+                    if end > len(text):  # the escape sequence is not complete
+                        self._put(parts, text[pos:begin])
+                        self._held = text[begin:]
+                        break
+                self._put(parts, text[pos:end])
+                self._in_string = match is None or match[0] == "\\"
+                pos = end
+                continue
+            token = _TOKEN.match(text, pos)
+            assert token is not None
+            end = token.end()
+            if token[0] == '"' and self._wants_key:
+                string = _STRING.match(text, pos)
+                if string is None:
+                    self._held = text[pos:]
+                    break
+                end = string.end()
+                self._key(parts, string[0])
+            elif not token[0].isspace() and token[0] not in '{}[],:"':
+                if end == len(text):
+                    self._held = token[0]
+                    break
+                self._word(parts, token[0])
+            else:
+                self._mark(parts, token[0])
+            pos = end
+        return "".join(parts)
+
+    def end(self) -> str:
+        """What was held back, and the end of everything that is open."""
+        parts: list[str] = []
+        if self._held and not self._in_string and not self._held.startswith('"'):
+            self._word(parts, self._held)
+        if self._in_string:
+            self._put(parts, '"')
+        if self._missing:
+            self._put(parts, self._missing)
+        self._num_skipped, self._pending = 0, ""
+        parts += ["]" if names is None else "}" for names in reversed(self._stack)]
+        self._stack = []
+        return "".join(parts)
+
+    def _put(self, parts: list[str], text: str) -> None:
+        if not self._num_skipped:
+            parts += (self._pending, text.translate(_CONTROL) if self._in_string else text)
+            self._pending = ""
+
+    def _mark(self, parts: list[str], mark: str) -> None:
+        """A bracket, a comma, a colon, a quote, or space."""
+        if mark in "]}":
+            if len(self._stack) == self._num_skipped:
+                self._num_skipped = 0
+            self._pending = self._pending[1:]
+            self._stack[-1:] = []
+        elif mark == ",":
+            if len(self._stack) == self._num_skipped:
+                self._num_skipped = 0
+            self._pending = mark
+            self._wants_key = bool(self._stack) and self._stack[-1] is not None
+            return
+        elif mark.isspace() and self._pending:
+            self._pending += mark
+            return
+        self._put(parts, mark)
+        if mark in "{[":
+            self._stack.append(set() if mark == "{" else None)
+        self._in_string = mark == '"'
+        self._wants_key = mark == "{" or (self._wants_key and mark.isspace())
+        if not mark.isspace():
+            self._missing = "null" if mark == ":" else ""
+
+    def _key(self, parts: list[str], text: str) -> None:
+        self._wants_key, self._missing = False, ": null"
+        try:
+            name = json.loads(text, strict=False)
+        except ValueError:
+            name = text
+        names = self._stack[-1]
+        if names is not None and not self._num_skipped:
+            if name in names:
+                self._num_skipped, self._pending = len(self._stack), ""
+            names.add(name)
+        self._put(parts, text)
+
+    def _word(self, parts: list[str], word: str) -> None:
+        """A number, or a word without quotes."""
+        if self._wants_key:
+            self._key(parts, json.dumps(word.strip("'"), ensure_ascii=False))
+            return
+        self._missing = ""
+        is_number = _NUMBER.fullmatch(word)
+        text = "null" if word == "None" else word if is_number else _WORDS.get(word)
+        self._put(parts, text or json.dumps(word, ensure_ascii=False))
 
 
 class StringDecoder:

@@ -12,7 +12,8 @@ from typing import Final
 
 Waits = Generator[None, None, None]
 
-_NAME: Final = re.compile(r"[A-Za-z0-9_.:\-]*")
+NAME: Final = re.compile(r"[A-Za-z0-9_.:\-]*")
+"""Names of tools."""
 _SPACE: Final = re.compile(r"\s*")
 
 
@@ -119,15 +120,15 @@ class Source:
         """All of the text has been consumed."""
         return self.final and self.pos >= len(self.text)
 
-    def name(self, max_chars: int) -> Generator[None, None, str]:
-        """Consume the characters that names of tools have.
+    def name(self, max_chars: int, pattern: re.Pattern[str] = NAME) -> Generator[None, None, str]:
+        """Consume the characters that names have.
 
         Raises:
             Trouble: there are none, or too many.
         """
         size = 0
         while True:
-            match = _NAME.match(self.text, self.pos)
+            match = pattern.match(self.text, self.pos)
             assert match is not None
             size = match.end() - self.pos
             if size > max_chars:

@@ -15,10 +15,12 @@ from typing import Final
 from ..parameters import ALL_KINDS, Kinds, Parameters, json_of, parameters_of
 from .emitter import Emitter
 from .families import ToolFamily
-from .json_calls import begin_known, begin_named, collect_value
+from .json_calls import begin_known, begin_named, collect_value, read_string
 from .source import Markers, Source, Trouble, Waits
 
-_MAX_KEY_CHARS: Final = 256
+MAX_KEY_CHARS: Final = 256
+PYTHON_KEY: Final = re.compile(r"[^\s=,()\[\]{}<>\"'\\]*")
+"""Names of keyword arguments; those of schemas are more than Python's, as `$filter`."""
 _MAX_VALUE_CHARS: Final = 1 << 30
 _MAX_QUOTED_DEPTH: Final = 64
 _SCALAR_END: Final = re.compile(r"[,\]}]")
@@ -40,7 +42,7 @@ def read_tagged_call(source: Source, emitter: Emitter, family: ToolFamily) -> Wa
     members = _Members(emitter)
     while (yield from source.pieces(family.parameter_begin)):
         try:
-            key = yield from source.until(first, _MAX_KEY_CHARS)
+            key = yield from source.until(first, MAX_KEY_CHARS)
             kinds = parameters.kinds(key)
             is_string = kinds == {"string"}
             if family.string_flag:
@@ -94,7 +96,7 @@ def _ends(family: ToolFamily) -> list[str]:
 def _read_string_flag(source: Source) -> Generator[None, None, bool]:
     if not (yield from source.pieces(('string="',))):
         raise Trouble
-    return (yield from source.until('">', _MAX_KEY_CHARS)) == "true"
+    return (yield from source.until('">', MAX_KEY_CHARS)) == "true"
 
 
 def _stream_string(source: Source, emitter: Emitter, ends: Markers) -> Waits:
@@ -151,7 +153,7 @@ def read_pythonic_call(source: Source, emitter: Emitter, family: ToolFamily) -> 
             if family.quote:
                 key = yield from _read_quoted_key(source, family.quote)
             else:
-                key = yield from source.name(_MAX_NAME_CHARS)
+                key = yield from source.name(MAX_KEY_CHARS, PYTHON_KEY)
                 if not (yield from source.pieces((assign,))):
                     raise Trouble
         except Trouble:
@@ -170,10 +172,16 @@ def read_pythonic_call(source: Source, emitter: Emitter, family: ToolFamily) -> 
 
 
 def _read_quoted_key(source: Source, quote: str) -> Generator[None, None, str]:
-    key = (yield from source.until(":", _MAX_KEY_CHARS)).strip()
-    for mark in (quote, '"'):
-        if key.startswith(mark) and key.endswith(mark) and len(key) > len(mark):
-            key = key[len(mark) : -len(mark)]
+    """A key and the colon after it; keys with quotes are read, too."""
+    yield from source.skip_space()
+    if (yield from source.literal(quote)):
+        key = yield from source.until(quote, MAX_KEY_CHARS)
+    elif (yield from source.peek()) == '"':
+        key = yield from read_string(source)
+    else:
+        return (yield from source.until(":", MAX_KEY_CHARS)).strip()
+    if not (yield from source.pieces((":",))):
+        raise Trouble
     return key
 
 

@@ -98,6 +98,46 @@ def test_answers_that_are_cut_do_not_depend_on_pieces_and_never_leak_a_marker_af
                 assert size > text.index("now") - 80
 
 
+@pytest.mark.parametrize(
+    ("family", "answer"),
+    [
+        ("hermes", '<tool_call>{"name": "loose", "arguments": {"q": NaN, "n": 1, "n": 2}}</tool_call>'),
+        ("hermes", '<tool_call>{"arguments": {"q": NaN, "n": 1, "n": 2}, "name": "loose"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "loose", "arguments": "{\\"q\\": NaN, \\"n\\": 1}"}</tool_call>'),
+        ("llama3_json", '{"name": "loose",  "parameters": {"q": NaN, "n": 1, "n": 2}}'),
+        ("mistral_v11", '[TOOL_CALLS]loose[ARGS]{"q": NaN, "n": 1, "n": 2}'),
+        ("apertus", '<|tools_prefix|>[{"loose": {"q": NaN, "n": 1, "n": 2}}]<|tools_suffix|>'),
+        ("generic", '{"tool_calls": [{"name": "loose", "arguments": {"q": NaN, "n": 1, "n": 2}}]}'),
+        ("harmony", '<|channel|>commentary to=functions.loose<|message|>{"q": NaN, "n": 1, "n": 2}<|call|>'),
+    ],
+)
+def test_arguments_are_json_in_formats_with_json(family: str, answer: str):
+    """A model's own spelling of a call is not held by the grammar."""
+    expected = [CallBegin(0, "id0", "loose"), CallArguments(0, '{"q": "NaN", "n": 1}'), CallEnd(0)]
+    assert parse([answer], family) == expected
+    assert parse(list(answer), family) == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "answer", "arguments"),
+    [
+        ("pythonic", "[f($filter='a', größe=1)]", '{"$filter": "a", "größe": 1}'),
+        ("lfm2", "<|tool_call_start|>[f($filter='a')]<|tool_call_end|>", '{"$filter": "a"}'),
+        (
+            "gemma4",
+            '<|tool_call>call:f{$filter:{<|"|>http://x<|"|>:1,"c:d":[None],e:{}}}<tool_call|>',
+            '{"$filter": {"http://x": 1, "c:d": [null], "e": {}}}',
+        ),
+    ],
+)
+def test_names_of_arguments_that_are_no_words(family: str, answer: str, arguments: str):
+    properties: dict[str, Any] = {"$filter": {}, "größe": {"type": "integer"}}
+    tool = Tool(name="f", parameters={"type": "object", "properties": properties})
+    expected = [CallBegin(0, "id0", "f"), CallArguments(0, arguments), CallEnd(0)]
+    assert parse([answer], family, tools=(tool,)) == expected
+    assert parse(list(answer), family, tools=(tool,)) == expected
+
+
 def test_a_call_followed_by_unexpected_text_ends():
     for family, answer in {
         "hermes": '<tool_call>\n{"name": "get_weather", "arguments": {"city": "x"} oops',
