@@ -68,7 +68,7 @@ class AnswerFormats:
         for name in ("enable_thinking", "thinking"):
             if name in self.variables:
                 return name
-        is_cohere = self.reasoning is not None and self.reasoning.name == "command_a"
+        is_cohere = self.reasoning is not None and self.reasoning.name in ("command_a", "cohere2_moe")
         return "reasoning" if is_cohere and "reasoning" in self.variables else None
 
 
@@ -213,8 +213,13 @@ def _find_reasoning(template: ChatTemplate, prober: _Prober) -> ReasoningFamily 
         prober.render([_USER], add_generation_prompt=True),
         prober.render([_USER, {"role": "assistant", "content": _TEXT, "reasoning_content": "zq thought zq"}]),
     ]
-    for family in REASONING_FAMILIES.values():
-        if len(family.answer_marks) > 1 and not all(mark in template.source for mark in family.answer_marks):
+    last = {family.begin: family for family in REASONING_FAMILIES.values()}
+    for (
+        family
+    ) in REASONING_FAMILIES.values():  # of several with one marker, the marks around the answer decide
+        if family is not last[family.begin] and not all(
+            mark in template.source for mark in family.answer_marks
+        ):
             continue
         in_source = family.end in template.source
         if family is HARMONY_REASONING:  # <|end|> is a marker of other models too

@@ -76,6 +76,14 @@ def test_calls_are_written_where_the_template_shows_nothing_of_them():
     assert [name for name, is_written in written.items() if is_written] == ["LFM2", "GRANITE33"]
 
 
+def test_the_marks_around_the_answer_tell_two_families_of_one_marker():
+    north = detect(chat_templates.COMMAND_A.replace("_RESPONSE|>", "_TEXT|>"))
+    assert north.reasoning is not None and north.reasoning.name == "cohere2_moe"
+    assert north.reasoning_switch == "reasoning"
+    bare = detect("{{ messages[0].content }}{{ '<|START_THINKING|><|END_THINKING|>' }}")
+    assert bare.reasoning is not None and bare.reasoning.name == "command_a"
+
+
 def test_switches_of_the_reasoning_are_variables_of_the_template():
     assert detect(chat_templates.QWEN3).reasoning_switch == "enable_thinking"
     assert detect(chat_templates.GPT_OSS).reasoning_switch is None

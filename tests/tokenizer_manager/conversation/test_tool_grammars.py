@@ -102,6 +102,8 @@ def test_a_call_without_its_first_marker_is_constrained_too(family: str):
     if row.at_start:
         return
     text, [marker] = first_call(family), row.also_begins
+    if marker not in text:  # another spelling of the first piece
+        text = text.replace(row.begin[0].strip(), marker, 1)
     [triggered] = [each for each in grammars(family).triggered() if each.trigger.decode() == marker]
     rest = text.partition(marker)[2].removesuffix("".join(row.section_end))
     assert matches(triggered.spec, rest)

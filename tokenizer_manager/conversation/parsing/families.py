@@ -49,8 +49,8 @@ class ToolFamily:
 
     Attributes:
         at_start: calls are recognized only at the beginning of the answer, because their first piece is ordinary text.
-        also_begins: further markers in front of calls that models write: one that they put in front of everything, or a
-            later piece with which they begin, without those in front of it.
+        also_begins: further markers in front of calls that models write: one that they put in front of everything
+            (with `at_start`), a later piece with which they begin, or another spelling of the first piece.
         name_prefix: in front of the name, not a part of it.
         indexed_name: the name is followed by ":" and the index of the call.
         arguments_keys: of the form JSON; the first one is the model's own.
@@ -99,9 +99,9 @@ class ToolFamily:
         """The pieces between a marker at the beginning of a call and the name; "": no marker has been read."""
         begin = (*self.section_begin, *self.call_begin)
         texts = [piece.strip() for piece in begin]
-        if self.at_start or marker not in texts:  # none, or one in front of everything
+        if self.at_start or not marker:  # the marker is in front of everything
             return begin
-        return begin[texts.index(marker) + 1 :]
+        return begin[texts.index(marker) + 1 if marker in texts else 1 :]
 
     @property
     def markers(self) -> Pieces:
@@ -263,6 +263,7 @@ _MINIMAX: Final = ToolFamily(
 _GRANITE: Final = ToolFamily(
     name="granite",
     form=Form.JSON,
+    also_begins=("<tool_call>",),  # Granite 3.1
     section_begin=("<|tool_call|>", "["),
     separator=(", ",),
     section_end=("]",),
@@ -419,7 +420,20 @@ REASONING_FAMILIES: Final[dict[str, ReasoningFamily]] = {
         ReasoningFamily("magistral", "[THINK]", "[/THINK]", "[/THINK]"),
         HARMONY_REASONING,
         ReasoningFamily("seed_oss", "<seed:think>", "</seed:think>", "</seed:think>"),
-        ReasoningFamily("command_a", "<|START_THINKING|>", "<|END_THINKING|>", "<|END_THINKING|>"),
+        ReasoningFamily(
+            "cohere2_moe",
+            "<|START_THINKING|>",
+            "<|END_THINKING|>",
+            "<|END_THINKING|>",
+            answer_marks=("<|START_TEXT|>", "<|END_TEXT|>"),
+        ),
+        ReasoningFamily(
+            "command_a",
+            "<|START_THINKING|>",
+            "<|END_THINKING|>",
+            "<|END_THINKING|>",
+            answer_marks=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+        ),
         ReasoningFamily("kimi_vl", "◁think▷", "◁/think▷", "◁/think▷"),
         ReasoningFamily(
             "granite",

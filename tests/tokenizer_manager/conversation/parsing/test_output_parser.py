@@ -346,7 +346,9 @@ def test_arguments_that_are_no_object_are_an_empty_one(arguments: str):
 def test_calls_without_the_marker_in_front_of_them(family: str):
     row = FAMILIES[family]
     [marker] = row.also_begins
-    answer = "I look.\n" + marker + CALLS[family].partition(marker)[2]
+    text = CALLS[family]
+    rest = text.partition(marker if marker in text else row.begin[0])[2]  # another spelling of the first piece
+    answer = "I look.\n" + marker + rest
     for parts in ([answer], list(answer)):
         assert parse(parts, family) == [Content("I look."), *TWO_CALLS]
 
@@ -531,6 +533,8 @@ def test_halves_of_surrogate_pairs_are_replaced():
         ("gemma4", False, "<|channel>thought\nI add.\n<channel|>It is 4."),
         ("apertus", False, "<|inner_prefix|>I add.<|inner_suffix|>It is 4."),
         ("command_a", True, "I add.<|END_THINKING|>It is 4."),
+        ("command_a", True, "I add.<|END_THINKING|><|START_RESPONSE|>It is 4.<|END_RESPONSE|>"),
+        ("cohere2_moe", True, "I add.<|END_THINKING|><|START_TEXT|>It is 4.<|END_TEXT|>"),
     ],
 )
 @pytest.mark.parametrize("tools", ["hermes", None, "generic"])
