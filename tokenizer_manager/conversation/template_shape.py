@@ -2,7 +2,7 @@
 
 Templates are made for one order of messages. What they cannot show they refuse, or they leave it out of the prompt
 without a word: a system message that is not the first, two messages of one role, text of the user after the result of a
-tool, ids of calls that another model has made.
+tool, a text beside calls, ids of calls that another model has made.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ Shows = Callable[[Sequence[Message]], bool]
 _SEPARATOR: Final = "\n\n"
 _SHORT_ID_CHARS: Final = 9
 _LONG_ID: Final = "call_0123456789abcdef01234567"
-_ROLES: Final = {"s": "system", "u": "user", "a": "assistant", "c": "assistant", "t": "tool"}
+_ROLES: Final = {
+    "s": "system",
+    "u": "user",
+    "a": "assistant",
+    "c": "assistant",
+    "b": "assistant",
+    "t": "tool",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +41,7 @@ class TemplateShape:
         no_user: a chat with a message of the system only.
         user_after_tool: a message of the user after the result of a tool.
         open_calls: calls without results, and then a message of the user.
+        text_with_calls: a text of the assistant beside calls.
         any_ids: ids of calls that are not nine letters and digits.
     """
 
@@ -44,6 +52,7 @@ class TemplateShape:
     no_user: bool = True
     user_after_tool: bool = True
     open_calls: bool = True
+    text_with_calls: bool = True
     any_ids: bool = True
 
     @property
@@ -58,7 +67,7 @@ def find_shape(shows: Shows) -> TemplateShape:
     def can(*chats: str) -> bool:
         return all(shows(_probe(chat)) for chat in chats)
 
-    if can("ssusuuaasuctuctucu", "aus", "s") and shows(_probe("uct", _LONG_ID)):
+    if can("ssusuuaasubtuctucu", "aus", "s") and shows(_probe("uct", _LONG_ID)):
         return TemplateShape()
     if not can("u"):
         return TemplateShape()
@@ -71,19 +80,21 @@ def find_shape(shows: Shows) -> TemplateShape:
         no_user=can("s"),
         user_after_tool=can("uctu") or not has_tools,
         open_calls=can("ucu") or not has_tools,
+        text_with_calls=can("ubt") or not can("uacta"),
         any_ids=shows(_probe("uct", _LONG_ID)) or not has_tools,
     )
 
 
 def _probe(chat: str, call_id: str = "zq3456789") -> list[Message]:
-    """A chat of s(ystem), u(ser), a(ssistant), c(all) and t(ool); each content is another one."""
+    """A chat of s(ystem), u(ser), a(ssistant), c(all), b(oth) and t(ool); each content is another one."""
     messages: list[Message] = []
     for index, role in enumerate(chat):
         message: dict[str, Any] = {"role": _ROLES[role], "content": f"zq{index}qz"}
-        if role == "c":
+        if role in "cb":
             function = {"name": "f", "arguments": {}}
-            calls = [{"id": call_id, "type": "function", "function": function}]
-            message |= {"content": "", "tool_calls": calls}
+            message["tool_calls"] = [{"id": call_id, "type": "function", "function": function}]
+            if role == "c":
+                message["content"] = ""
         elif role == "t":
             message |= {"tool_call_id": call_id, "name": "f"}
         messages.append(message)
@@ -96,6 +107,8 @@ def fitted(messages: Sequence[Message], shape: TemplateShape) -> Sequence[Messag
         return messages
     if not shape.any_ids:
         messages = [_with_short_ids(message) for message in messages]
+    if not shape.text_with_calls:
+        messages = [part for message in messages for part in _without_text(message)]
     messages = _with_systems(messages, shape)
     if not shape.open_calls:
         messages = _with_results(messages)
@@ -104,6 +117,8 @@ def fitted(messages: Sequence[Message], shape: TemplateShape) -> Sequence[Messag
         last, role = result[-1] if result else {}, message.get("role")
         after_tool = not shape.user_after_tool and (last.get("role"), role) == ("tool", "user")
         repeated = not shape.repeated_roles and role in ("user", "assistant") and last.get("role") == role
+        if not shape.text_with_calls and message.get("tool_calls") and not last.get("tool_calls"):
+            repeated = False
         if after_tool or repeated:
             result[-1] = _joined(last, message)
         else:
@@ -165,6 +180,13 @@ def _with_results(messages: Sequence[Message]) -> list[Message]:
         else:
             result.append({"role": "user", "content": message.get("content")})
     return result
+
+
+def _without_text(message: Message) -> list[Message]:
+    """A message with calls as one with its text and one with the calls."""
+    if not message.get("tool_calls") or not message.get("content"):
+        return [message]
+    return [{"role": "assistant", "content": message["content"]}, {**message, "content": ""}]
 
 
 def _joined(first: Message, second: Message) -> Message:

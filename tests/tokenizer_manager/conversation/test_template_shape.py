@@ -177,7 +177,7 @@ def test_every_chat_is_shown_with_all_of_its_contents_in_order(name: str):
             },
         ),
         ("gemma2", {"system", "later_system", "repeated_roles", "assistant_first", "no_user"}),
-        ("gpt_oss", {"later_system"}),
+        ("gpt_oss", {"later_system", "text_with_calls"}),
         ("smollm3", {"later_system"}),
         ("last_wins", {"later_system"}),
     ],
@@ -240,6 +240,33 @@ def test_ids_of_other_models_are_nine_letters_and_stay_pairs():
 def test_a_text_of_the_user_after_a_result_is_put_into_the_result():
     prompt = found(MISTRAL_SMALL).render(chat("uctua"), add_generation_prompt=False)
     assert "[TOOL_CONTENT]text 2.\n\ntext 3.[/TOOL_RESULTS]text 4.</s>" in prompt
+
+
+@pytest.mark.parametrize("source", [GPT_OSS, chat_templates.LLAMA31])
+def test_a_text_beside_calls_is_shown_in_front_of_them(source: str):
+    template = found(source)
+    assert not template.shape.text_with_calls
+    for roles in ("uct", "uacta", "uctcta", "sucttu"):
+        messages = chat(roles)
+        for index, message in enumerate(messages):
+            if "tool_calls" in message:
+                message |= {"content": f"look {index}.", "reasoning_content": "r"}
+        prompt = template.render(messages, add_generation_prompt=False)
+        places = [prompt.index(message["content"]) for message in messages if message["role"] != "system"]
+        assert places == sorted(places)
+        if source is chat_templates.LLAMA31:
+            assert prompt.index("look") < prompt.index('"name": "f"')
+
+
+def test_a_text_beside_calls_stays_there_if_it_cannot_be_a_message_of_its_own():
+    source = MINISTRAL.replace(
+        "{{- m.content + '</s>' }}\n{%- elif m.role == 'user'", "{%- elif m.role == 'user'"
+    )
+    template = found(source)
+    messages = chat("ucta")
+    messages[1]["content"] = "look"
+    assert source != MINISTRAL and template.shape.text_with_calls
+    assert "text 3." in template.render(messages, add_generation_prompt=False)
 
 
 def test_an_answer_is_continued_after_messages_were_joined():

@@ -347,7 +347,9 @@ def test_calls_without_the_marker_in_front_of_them(family: str):
     row = FAMILIES[family]
     [marker] = row.also_begins
     text = CALLS[family]
-    rest = text.partition(marker if marker in text else row.begin[0])[2]  # another spelling of the first piece
+    rest = text.partition(marker if marker in text else row.begin[0])[
+        2
+    ]  # another spelling of the first piece
     answer = "I look.\n" + marker + rest
     for parts in ([answer], list(answer)):
         assert parse(parts, family) == [Content("I look."), *TWO_CALLS]
