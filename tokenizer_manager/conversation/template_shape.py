@@ -18,6 +18,7 @@ Shows = Callable[[Sequence[Message]], bool]
 
 _SEPARATOR: Final = "\n\n"
 _SHORT_ID_CHARS: Final = 9
+_SHORT_ID: Final = "zq3456789"
 _LONG_ID: Final = "call_0123456789abcdef01234567"
 _ROLES: Final = {
     "s": "system",
@@ -63,15 +64,19 @@ class TemplateShape:
 
 def find_shape(shows: Shows) -> TemplateShape:
     """Render short chats; the shape of a template that does not even show one message is the default."""
+    arguments: Any = {}
 
-    def can(*chats: str) -> bool:
-        return all(shows(_probe(chat)) for chat in chats)
+    def can(*chats: str, call_id: str = _SHORT_ID) -> bool:
+        return all(shows(_probe(chat, call_id, arguments)) for chat in chats)
 
-    if can("ssusuuaasubtuctucu", "aus", "s") and shows(_probe("uct", _LONG_ID)):
+    if can("ssusuuaasubtuctucu", "aus", "s") and can("uct", call_id=_LONG_ID):
         return TemplateShape()
     if not can("u"):
         return TemplateShape()
     has_tools = can("uct")
+    if not has_tools:  # the template may want JSON text
+        arguments = "{}"
+        has_tools = can("uct")
     return TemplateShape(
         system=can("su"),
         later_system=can("ssu", "susu", "suas", "suasua"),
@@ -81,17 +86,17 @@ def find_shape(shows: Shows) -> TemplateShape:
         user_after_tool=can("uctu") or not has_tools,
         open_calls=can("ucu") or not has_tools,
         text_with_calls=can("ubt") or not can("uacta"),
-        any_ids=shows(_probe("uct", _LONG_ID)) or not has_tools,
+        any_ids=can("uct", call_id=_LONG_ID) or not has_tools,
     )
 
 
-def _probe(chat: str, call_id: str = "zq3456789") -> list[Message]:
+def _probe(chat: str, call_id: str, arguments: Any) -> list[Message]:
     """A chat of s(ystem), u(ser), a(ssistant), c(all), b(oth) and t(ool); each content is another one."""
     messages: list[Message] = []
     for index, role in enumerate(chat):
         message: dict[str, Any] = {"role": _ROLES[role], "content": f"zq{index}qz"}
         if role in "cb":
-            function = {"name": "f", "arguments": {}}
+            function = {"name": "f", "arguments": arguments}
             message["tool_calls"] = [{"id": call_id, "type": "function", "function": function}]
             if role == "c":
                 message["content"] = ""

@@ -193,6 +193,16 @@ def test_what_a_template_cannot_show_is_found_and_logged(
     assert all(each in caplog.text for each in missing)
 
 
+def test_a_template_that_wants_arguments_as_text_is_probed_with_text():
+    source = MISTRAL_SMALL.replace("'[CALL_ID]' + call.id", "call.function.arguments + '[CALL_ID]' + call.id")
+    template = found(source)
+
+    assert source != MISTRAL_SMALL and template.shape == found(MISTRAL_SMALL).shape
+    messages = chat("uctu")
+    messages[1]["tool_calls"][0]["function"]["arguments"] = '{"a": 1}'
+    assert '{"a": 1}[CALL_ID]' in template.render(messages, add_generation_prompt=False)
+
+
 @pytest.mark.parametrize("name", ["QWEN3", "QWEN3_CODER", "SMOLLM2", "KIMI_K2"])
 def test_a_template_that_shows_everything_gets_the_messages_as_they_are(name: str):
     template = found(getattr(chat_templates, name))
