@@ -23,8 +23,7 @@ class GrammarKind(enum.StrEnum):
 class Whitespace(enum.StrEnum):
     """Whitespace between the parts of a JSON value.
 
-    COMPACT: none. PRETTY: after a comma at most one blank, or one newline with up to 32 blanks; after a colon at most
-    one blank. ANY: unbounded.
+    COMPACT: none. PRETTY: at most one blank, or one newline with up to 32 blanks. ANY: unbounded.
     """
 
     COMPACT = "compact"

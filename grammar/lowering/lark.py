@@ -18,9 +18,8 @@ from typing import Any, Final
 
 from ...runtime.grammar_use import GrammarKind, GrammarSpec, Whitespace
 
-PRETTY_COMMA: Final = r",( |\n {0,32})?"
-PRETTY_COLON: Final = r": ?"
-"""Signs of `Whitespace.PRETTY` with the whitespace that JSON writers put after them; there is no other."""
+PRETTY_PATTERN: Final = r" |\n {0,32}"
+"""Whitespace of `Whitespace.PRETTY` at each place where JSON allows it; no whitespace is always allowed too."""
 ALLOWED_ESCAPES: Final = 'nrbtf\\"'
 """Characters that may follow a backslash in a JSON string."""
 NOTHING: Final = '""'
@@ -140,14 +139,12 @@ def json_options(whitespace: Whitespace, pattern: str = "") -> dict[str, Any]:
         whitespace: the rule.
         pattern: a regular expression instead of the rule; "" for none.
     """
-    options: dict[str, Any] = {"json_allowed_escapes": ALLOWED_ESCAPES, "whitespace_flexible": False}
+    if whitespace is Whitespace.PRETTY:
+        pattern = pattern or PRETTY_PATTERN
+    options: dict[str, Any] = {"json_allowed_escapes": ALLOWED_ESCAPES}
     if pattern:
-        options |= {"whitespace_pattern": pattern, "whitespace_flexible": True}
-    elif whitespace is Whitespace.ANY:
-        options["whitespace_flexible"] = True
-    elif whitespace is Whitespace.PRETTY:
-        options |= {"item_separator": PRETTY_COMMA, "key_separator": PRETTY_COLON}
-    return options
+        return options | {"whitespace_pattern": pattern, "whitespace_flexible": True}
+    return options | {"whitespace_flexible": whitespace is Whitespace.ANY}
 
 
 def embedded(spec: GrammarSpec) -> str:

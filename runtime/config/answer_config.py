@@ -29,7 +29,7 @@ class AnswerConfig:
     ] = 5.0
     json_whitespace: Annotated[
         JsonWhitespace,
-        "Whitespace in JSON that a schema constrains: none; a blank, or a newline and up to 32, after commas; any.",
+        "Whitespace in JSON that a schema constrains: none; a blank or a newline with up to 32 blanks; unbounded.",
     ] = "pretty"
     json_closed_objects: Annotated[
         bool,

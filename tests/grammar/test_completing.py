@@ -404,7 +404,7 @@ def test_with_enough_tokens_nothing_is_cut(backend, vocabulary):
 
 
 def test_the_last_tokens_are_those_of_the_way(backend, vocabulary):
-    use = use_of({"type": "array", "items": {"type": "integer"}, "minItems": 3}, Whitespace.ANY)
+    use = use_of({"type": "array", "items": {"type": "integer"}, "minItems": 3})
     grammar = compiled(backend, use)
     way = shortest_end(grammar.matcher(), vocabulary, JsonState(), 100)
     assert way is not None

@@ -74,8 +74,7 @@ def takes(backend: LLGuidanceBackend, spec: GrammarSpec, text: str) -> bool:
 @pytest.mark.parametrize(
     ("spec", "text"),
     [
-        (schema(PERSON, Whitespace.ANY), json.dumps(ANSWER, indent=2, ensure_ascii=False).encode()),
-        (schema(PERSON, Whitespace.PRETTY), json.dumps(ANSWER, ensure_ascii=False).encode()),
+        (schema(PERSON, Whitespace.PRETTY), json.dumps(ANSWER, indent=2, ensure_ascii=False).encode()),
         (schema(PERSON, Whitespace.ANY), json.dumps(ANSWER, ensure_ascii=False).encode()),
         (regex("(true|12)+[a-c]{2,4}"), b"true1212abca"),
         (lark('start: "[" item ("," item)* "]"\nitem: /[a-c]+/ | start'), b"[abc,[ab,c],a]"),
@@ -271,9 +270,7 @@ def test_validate_and_copy_have_no_effects(backend, vocabulary):
     [
         ('{"a":1,"b":[1,2]}', True, True),
         ('{"a": 1, "b": [1, 2]}', False, True),
-        ('{\n  "a": 1,\n  "b": [\n    1\n  ]\n}', False, False),
-        ('{"a": 1\n,\n"b": []}', False, False),
-        ('{"a" : 1, "b": []}', False, False),
+        ('{\n  "a": 1,\n  "b": [\n    1\n  ]\n}', False, True),
         ('{"a":1,\n' + " " * 32 + '"b":[]}', False, True),
         ('{"a":1,\n' + " " * 33 + '"b":[]}', False, False),
         ('{"a":  1,"b":[]}', False, False),

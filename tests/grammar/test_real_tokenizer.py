@@ -56,7 +56,7 @@ def backend(vocabulary: TokenizerVocabulary) -> LLGuidanceBackend:
 
 
 @pytest.mark.parametrize(
-    ("whitespace", "indent"), [(Whitespace.COMPACT, None), (Whitespace.PRETTY, None), (Whitespace.ANY, 4)]
+    ("whitespace", "indent"), [(Whitespace.COMPACT, None), (Whitespace.PRETTY, 2), (Whitespace.ANY, 4)]
 )
 def test_a_whole_answer_is_allowed_token_by_token(backend, vocabulary, whitespace, indent):
     separators = (",", ":") if whitespace is Whitespace.COMPACT else None
@@ -147,9 +147,7 @@ def test_a_random_answer_that_is_cut_is_complete(backend, vocabulary, num_tokens
 @pytest.mark.parametrize("value", ["violet", 12, [1, 2], {"b": None}, True])
 def test_an_answer_that_ends_far_from_its_limit_is_not_cut(backend, vocabulary, value, indent, num_tokens):
     """The masks near the limit lack tokens that were not checked, for there are too many; that cuts nothing."""
-    use = GrammarUse(
-        spec=GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type": "object"}', Whitespace.ANY), complete=True
-    )
+    use = GrammarUse(spec=GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type": "object"}'), complete=True)
     matcher = GuidedMatcher(use, [backend.compile(use.specs[0])], vocabulary)
     matcher.limit(num_tokens)
     mask = np.zeros(SIZE // 32, np.int32)

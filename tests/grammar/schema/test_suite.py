@@ -131,7 +131,7 @@ def test_samples_are_documents_of_the_schema():
         num_samples += 1
         assert grammar_of(report).accepts(report.compact_sample), (case.description, report.compact_sample)
         pretty = ByteGrammar(GrammarSpec(GrammarKind.JSON_SCHEMA, report.text, Whitespace.PRETTY))
-        text = json.dumps(report.sample, ensure_ascii=False)
+        text = json.dumps(report.sample, ensure_ascii=False, indent=2)
         assert pretty.accepts(text), (case.description, text)
 
     assert num_samples > 0.5 * len(CASES)
