@@ -80,6 +80,7 @@ class AnswerPlan:
             reasoning=self.reasoning_family,
             opened=self.reasoning is not None and self.reasoning.opened,
             options=self.conversation.reasoning,
+            must_call=_must_call(self.conversation),
             make_id=make_id,
         )
 
@@ -253,9 +254,8 @@ class Planner:
         return GrammarUse(triggered=grammars.triggered(), ends_after_first=not parallel)
 
     def _tool_grammars(self, family: ToolFamily, tools: Sequence[Tool], parallel: bool) -> ToolGrammars:
-        whitespace = self._config.whitespace
         return ToolGrammars(
-            family, tools, parallel=parallel, whitespace=whitespace, marker_id=self._special_id
+            family, tools, parallel=parallel, whitespace=self._config.whitespace, marker_id=self._special_id
         )
 
     @property

@@ -40,6 +40,7 @@ class OutputParser:
         reasoning: ReasoningFamily | None = None,
         opened: bool = False,
         options: ReasoningOptions | None = None,
+        must_call: bool = False,
         make_id: MakeId | None = None,
     ) -> None:
         """Prepare.
@@ -50,12 +51,14 @@ class OutputParser:
             reasoning: None: text in front of the answer is the answer.
             opened: the answer begins inside the reasoning.
             options: what the request says about reasoning.
+            must_call: the answer is calls, so that a cut beginning of one is no content.
             make_id: of calls; None: as the family has them.
         """
         rule = IdRule.OPENAI if family is None else family.id_rule
         self._family = family
         self._reasoning = reasoning
         self._opened = opened
+        self._must_call = must_call
         self._source = Source()
         self._emitter = Emitter(
             {tool.name: tool for tool in tools} if family is not None else {},
@@ -162,7 +165,7 @@ class OutputParser:
         begins = [piece.strip() for piece in (*family.also_begins, *family.begin[:1])]
         markers = Markers([*(family.also_begins if family.at_start else begins), *self._answer_ends])
         while True:
-            text, marker = source.before(markers)
+            text, marker = source.before(markers, drop_begun=self._must_call)
             if text:
                 emitter.content(text)
             if marker in self._answer_ends:
@@ -187,12 +190,17 @@ class OutputParser:
     def _reread(self) -> None:
         """After trouble: the marker at the mark is content, and the text after it is read again.
 
-        That is so unless a call has begun. A call that has begun ends, unless the answer is cut inside it.
+        That is so unless a call has begun, or the answer is cut where a call must come, or after one. A call that has
+        begun ends, unless the answer is cut inside it.
         """
         source = self._source
         if source.mark is None:
             if self._emitter.is_call_open and not source.at_end:
                 self._emitter.end_call()
+            return
+        if source.at_end and (self._must_call or self._emitter.num_calls):
+            source.mark = None
+            self._emitter.drop_space()
             return
         source.pos = source.mark + self._marker_size
         self._emitter.content(source.text[source.mark : source.pos])

@@ -84,6 +84,7 @@ def parse(
     reasoning: str | None = None,
     opened: bool = False,
     options: ReasoningOptions | None = None,
+    must_call: bool = False,
     tools: tuple[Tool, ...] = TOOLS,
 ) -> list[Delta]:
     """The deltas of an answer that arrives in these parts; neighbors of one kind are joined. Ids are id0, id1, ..."""
@@ -93,6 +94,7 @@ def parse(
         reasoning=None if reasoning is None else REASONING_FAMILIES[reasoning],
         opened=opened,
         options=options,
+        must_call=must_call,
         make_id=lambda _, call: f"id{call}",
     )
     deltas: list[Delta] = []

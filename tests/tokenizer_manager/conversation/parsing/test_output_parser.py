@@ -98,6 +98,19 @@ def test_answers_that_are_cut_do_not_depend_on_pieces_and_never_leak_a_marker_af
                 assert size > text.index("now") - 80
 
 
+@pytest.mark.parametrize("family", sorted(set(CALLS) - {"harmony"}))
+def test_a_cut_beginning_of_a_call_is_no_content_where_a_call_must_come_or_after_one(family: str):
+    text = CALLS[family]
+    for size in range(1, len(text)):
+        parts = [text[:size]]
+        deltas = parse(parts, family, must_call=True)
+        assert deltas == parse(list(text[:size]), family, must_call=True)
+        assert not any(isinstance(delta, Content) for delta in deltas)
+        if size > text.index("now"):  # the second call, without a demand
+            assert parse(parts, family) == deltas
+    assert parse(["[TOOL_CALLS]now[ARGS]{}Done ["], "mistral_v11")[-1] == Content("Done [")
+
+
 @pytest.mark.parametrize(
     ("family", "answer"),
     [
