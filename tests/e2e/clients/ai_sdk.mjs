@@ -1,6 +1,4 @@
 // Runs the AI SDK against a server, and prints what it got as one line of JSON: node ai_sdk.mjs URL
-import { createAnthropic } from '@ai-sdk/anthropic';
-import { createOpenAI } from '@ai-sdk/openai';
 import { createOpenAICompatible } from '@ai-sdk/openai-compatible';
 import { generateObject, generateText, Output, stepCountIs, streamObject, streamText, tool } from 'ai';
 import { z } from 'zod';
@@ -47,10 +45,9 @@ found.forced = {
   reason: forced.finishReason,
 };
 
-// The first step must call, once; the results go back, and the second step answers.
+// The first step must call; the results go back, and the second step answers.
 const steps = await generateText({
   ...weather,
-  providerOptions: { engine: { parallel_tool_calls: false } },
   stopWhen: stepCountIs(2),
   prepareStep: ({ stepNumber }) => ({ toolChoice: stepNumber === 0 ? 'required' : 'none' }),
 });
@@ -82,37 +79,6 @@ found.text = {
   reasons: [whole.finishReason, await stream.finishReason],
   usages: [whole.usage, await stream.usage].map(({ inputTokens, outputTokens }) => ({ inputTokens, outputTokens })),
 };
-
-// Each vendor's own provider with its defaults: a text, and a loop of two steps, whole and streamed.
-const settings = { baseURL: `${process.argv[2]}/v1`, apiKey: 'unused' };
-const models = {
-  openai: createOpenAI(settings)('any'),
-  'openai.chat': createOpenAI(settings).chat('any'),
-  anthropic: createAnthropic(settings)('any'),
-  compatible: provider('any'),
-};
-found.vendors = {};
-for (const [name, model] of Object.entries(models)) {
-  const loop = {
-    ...weather,
-    model,
-    stopWhen: stepCountIs(2),
-    prepareStep: ({ stepNumber }) => ({ toolChoice: stepNumber === 0 ? { type: 'tool', toolName: 'getWeather' } : 'none' }),
-  };
-  const plain = await generateText({ ...options, model, prompt });
-  const looped = await generateText(loop);
-  const streamed = streamText(loop);
-  let error = null;
-  for await (const part of streamed.fullStream) if (part.type === 'error') error = String(part.error);
-  const streamedSteps = await streamed.steps;
-  found.vendors[name] = {
-    text: plain.text,
-    error,
-    steps: [looped.steps, streamedSteps].map((steps) =>
-      steps.map((step) => ({ results: step.toolResults.map(({ output }) => output), reason: step.finishReason })),
-    ),
-  };
-}
 
 try {
   await generateText({ ...options, prompt, maxOutputTokens: 100000000 });

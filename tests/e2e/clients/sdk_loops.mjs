@@ -9,7 +9,8 @@ import { z } from 'zod';
 const apiKey = 'unused';
 const baseURL = `${process.argv[2]}/v1`;
 const models = {
-  openai: createOpenAI({ baseURL, apiKey })('gpt-4o'),
+  openai: createOpenAI({ baseURL, apiKey })('gpt-4o'), // Responses, with item_reference
+  openaiChat: createOpenAI({ baseURL, apiKey }).chat('gpt-4o'),
   anthropic: createAnthropic({ baseURL, apiKey })('claude-sonnet-4-5'),
   compatible: createOpenAICompatible({ name: 'engine', baseURL, apiKey })('any'),
 };
