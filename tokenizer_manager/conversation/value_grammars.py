@@ -30,9 +30,9 @@ _BEGINNINGS: Final = {"integer": "[-0-9]", "number": "[-0-9]", "array": r"\[", "
 """First characters of the values of a kind. A text that may also be such a value does not begin with them."""
 
 _MEMBER: Final = r"[A-Za-z0-9_.\-]{1,64}"
-_PYTHON_VALUE: Final = (
-    r"\"([^\"\\\n]|\\.)*\"|'([^'\\\n]|\\.)*'|-?[0-9]+(\.[0-9]+)?|True|False|None|\[[^\[\]\n]*\]|\{[^{}\n]*\}"
-)
+_NUMBER: Final = r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]{1,3})?"
+_ESCAPE: Final = r"\\[\\\"'bfnrt]"
+_PYTHON_STRING: Final = rf"\"([^\"\\\n]|{_ESCAPE})*\"|'([^'\\\n]|{_ESCAPE})*'"
 
 _HEX: Final = "[0-9A-Fa-f]{1,4}"
 _LABEL: Final = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
@@ -139,13 +139,16 @@ class ValueGrammars:
 
     def any_value(self, builder: LarkBuilder) -> str:
         """Any value of a pythonic call."""
-        if not self._family.quote:
-            return builder.add_terminal("python_value", f"/{_PYTHON_VALUE}/")
         value = builder.add_rule("value", NOTHING)
-        text = _joined(self._literal((self._family.quote,)), self.text(builder))
-        items, member = f'({value} ("," {value})*)?', f'/{_MEMBER}/ ":" {value}'
-        nested = f'"[" {items} "]" | "{{" ({member} ("," {member})*)? "}}"'
-        builder.define(value, f"({text} | /-?[0-9]+(\\.[0-9]+)?/ | /true|false|null/ | {nested})")
+        if self._family.quote:
+            text = _joined(self._literal((self._family.quote,)), self.text(builder))
+            words, key, comma = "true|false|null", f'/{_MEMBER}/ ":"', '","'
+        else:
+            text = builder.add_terminal("python_string", f"/{_PYTHON_STRING}/")
+            words, key, comma = "True|False|None", f"{text} /: ?/", "/, ?/"
+        items, members = (f"({each} ({comma} {each})*)?" for each in (value, f"{key} {value}"))
+        nested = f'"[" {items} "]" | "{{" {members} "}}"'
+        builder.define(value, f"({text} | /{_NUMBER}/ | /{words}/ | {nested})")
         return value
 
     def text(self, builder: LarkBuilder, limits: str = "") -> str:

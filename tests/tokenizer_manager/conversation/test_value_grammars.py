@@ -164,6 +164,39 @@ def test_what_a_strict_grammar_lets_come_is_read_back_as_the_schema_allows(famil
     assert found
 
 
+@pytest.mark.parametrize("family", BY_ARGUMENT)
+def test_calls_of_tools_without_strict_are_read_back_whole(family: str):
+    """What looked like a list and had one quote in it took the rest of the answer into a value."""
+    properties: dict[str, Any] = {"v": {}, "s": {"type": "string"}, "a\nb": {"type": "string"}, "x>=y": {}}
+    tool = Tool(name="f", parameters={"type": "object", "properties": properties})
+    spec = ToolGrammars(
+        FAMILIES[family], [tool], parallel=True, whitespace=Whitespace.COMPACT, marker_id=lambda _: None
+    ).required(leading_space=False)
+    for seed in range(examples(20)):
+        text = random_answer(spec, random.Random(seed), "".join(FAMILIES[family].parameter_end))
+        if text is None:
+            continue
+        deltas = parse([text], family, tools=(tool,))
+        assert parse(list(text), family, tools=(tool,)) == deltas
+        assert [type(delta) for delta in deltas] == [CallBegin, CallArguments, CallEnd] * (len(deltas) // 3)
+        for delta in deltas[1::3]:
+            assert isinstance(delta, CallArguments)
+            assert json.loads(delta.text).keys() <= properties.keys()
+
+
+@pytest.mark.parametrize(
+    "value", ["[[1], {'a': [True, None]}]", '{"a": {"b": 1e5}}', "[]", "'it\\'s'", "-1.5", "[1,2]"]
+)
+def test_values_of_python_may_be_nested(value: str):
+    tool = Tool(name="f", parameters={"type": "object", "properties": {"v": {}}})
+    spec = ToolGrammars(
+        FAMILIES["pythonic"], [tool], parallel=True, whitespace=Whitespace.COMPACT, marker_id=lambda _: None
+    ).required(leading_space=False)
+    matcher = LLMatcher(BYTES, spec.text, log_level=0)
+    data = list(f"[f(v={value})]".encode())
+    assert matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
+
+
 @pytest.mark.parametrize("name", sorted(FORMAT_TEXTS))
 def test_texts_of_formats_are_valid(name: str):
     schema = {"type": "object", "properties": {"v": {"type": "string", "format": name}}, "required": ["v"]}
