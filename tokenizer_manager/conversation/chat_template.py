@@ -129,8 +129,8 @@ class ChatTemplate:
     def find_shape(self) -> None:
         """Render short chats, and set `shape`; after `find_part_roles`."""
 
-        def shows(chat: Sequence[Mapping[str, Any]]) -> bool:
-            return bool(self._shows(chat, [message["content"] for message in chat]))
+        def shows(chat: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> bool:
+            return bool(self._shows(chat, texts))
 
         self.shape = find_shape(shows)
         if missing := self.shape.missing:

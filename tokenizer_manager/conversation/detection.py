@@ -1,8 +1,8 @@
 """`AnswerFormats`: how a model writes tool calls and reasoning; `detect_formats` finds it out from its chat template.
 
 Short conversations are rendered. A family of tool calls is a candidate if its first marker is in the template's output,
-and matches if the parser finds exactly the calls that were rendered: one with nested arguments, text and a call, and
-two calls. A template that fails does not match.
+and matches if the parser finds exactly the calls that were rendered: one with nested arguments, and text and a call. A
+template that fails does not match.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ class AnswerFormats:
         reasoning: None: the model does not reason, or its reasoning is not separated from the answer.
         template_tools: the template shows tools and calls; otherwise they are written into the messages.
         object_arguments: the template wants the arguments of earlier calls as objects; otherwise as JSON text.
-        several_calls: the template can show several calls of one message.
         written_calls: the template shows tools, and nothing of earlier calls: these are written into the contents.
         variables: names of the variables that the template reads.
     """
@@ -53,7 +52,6 @@ class AnswerFormats:
     reasoning: ReasoningFamily | None = None
     template_tools: bool = False
     object_arguments: bool = True
-    several_calls: bool = True
     written_calls: bool = False
     variables: frozenset[str] = frozenset()
 
@@ -186,7 +184,6 @@ def _detect(
         and tools is not None
         and tools.form not in (Form.GENERIC, Form.HARMONY)
         and not prober.shows_calls(),
-        several_calls=is_generic or tools is None or prober.several_calls(tools, reasoning, as_objects),
         variables=variables,
     )
 
@@ -288,9 +285,6 @@ class _Prober:
             ):
                 return "object" if as_objects else "text"
         return ""
-
-    def several_calls(self, family: ToolFamily, reasoning: ReasoningFamily | None, as_objects: bool) -> bool:
-        return self._finds(family, reasoning, _CALLS, "", as_objects)
 
     def _shows_text(self, as_objects: bool) -> bool:
         """Whether a content next to a call is rendered at all."""

@@ -13,21 +13,14 @@ from dataclasses import dataclass, fields
 from typing import Any, Final
 
 Message = Mapping[str, Any]
-Shows = Callable[[Sequence[Message]], bool]
-"""Whether the prompt of a chat has the contents of all its messages."""
+Shows = Callable[[Sequence[Message], Sequence[str]], bool]
+"""Whether the prompt of a chat has these texts."""
 
 _SEPARATOR: Final = "\n\n"
 _SHORT_ID_CHARS: Final = 9
 _SHORT_ID: Final = "zq3456789"
 _LONG_ID: Final = "call_0123456789abcdef01234567"
-_ROLES: Final = {
-    "s": "system",
-    "u": "user",
-    "a": "assistant",
-    "c": "assistant",
-    "b": "assistant",
-    "t": "tool",
-}
+_ROLES: Final = {"s": "system", "u": "user", "t": "tool", **dict.fromkeys("acbp", "assistant")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +36,7 @@ class TemplateShape:
         user_after_tool: a message of the user after the result of a tool.
         open_calls: calls without results, and then a message of the user.
         text_with_calls: a text of the assistant beside calls.
+        parallel_calls: several calls in one message.
         any_ids: ids of calls that are not nine letters and digits.
     """
 
@@ -54,6 +48,7 @@ class TemplateShape:
     user_after_tool: bool = True
     open_calls: bool = True
     text_with_calls: bool = True
+    parallel_calls: bool = True
     any_ids: bool = True
 
     @property
@@ -66,10 +61,18 @@ def find_shape(shows: Shows) -> TemplateShape:
     """Render short chats; the shape of a template that does not even show one message is the default."""
     arguments: Any = {}
 
-    def can(*chats: str, call_id: str = _SHORT_ID) -> bool:
-        return all(shows(_probe(chat, call_id, arguments)) for chat in chats)
+    def can(*chats: str, call_id: str = _SHORT_ID, with_names: bool = False) -> bool:
+        for chat in chats:
+            messages = _probe(chat, call_id, arguments)
+            texts = [str(message["content"]) for message in messages]
+            if with_names:
+                calls = [call for message in messages for call in message.get("tool_calls", ())]
+                texts += [call["function"]["name"] for call in calls]
+            if not shows(messages, texts):
+                return False
+        return True
 
-    if can("ssusuuaasubtuctucu", "aus", "s") and can("uct", call_id=_LONG_ID):
+    if can("ssusuuaasubtuctucu", "aus", "s") and can("uptt", call_id=_LONG_ID, with_names=True):
         return TemplateShape()
     if not can("u"):
         return TemplateShape()
@@ -86,22 +89,34 @@ def find_shape(shows: Shows) -> TemplateShape:
         user_after_tool=can("uctu") or not has_tools,
         open_calls=can("ucu") or not has_tools,
         text_with_calls=can("ubt") or not can("uacta"),
+        parallel_calls=can("uptt", with_names=True) or not can("uctct", with_names=True),
         any_ids=can("uct", call_id=_LONG_ID) or not has_tools,
     )
 
 
 def _probe(chat: str, call_id: str, arguments: Any) -> list[Message]:
-    """A chat of s(ystem), u(ser), a(ssistant), c(all), b(oth) and t(ool); each content is another one."""
+    """A chat of s(ystem), u(ser), a(ssistant), c(all), b(oth), p(arallel calls) and t(ool).
+
+    Each content, and each name of a call, is another one.
+    """
     messages: list[Message] = []
+    open_ids: list[str] = []
     for index, role in enumerate(chat):
         message: dict[str, Any] = {"role": _ROLES[role], "content": f"zq{index}qz"}
-        if role in "cb":
-            function = {"name": "f", "arguments": arguments}
-            message["tool_calls"] = [{"id": call_id, "type": "function", "function": function}]
-            if role == "c":
+        if role in "cbp":
+            open_ids = [f"{call_id[:-1]}{number}" for number in range(1 + (role == "p"))]
+            message["tool_calls"] = [
+                {
+                    "id": each,
+                    "type": "function",
+                    "function": {"name": f"zq{index}{each[-1]}f", "arguments": arguments},
+                }
+                for each in open_ids
+            ]
+            if role != "b":
                 message["content"] = ""
         elif role == "t":
-            message |= {"tool_call_id": call_id, "name": "f"}
+            message |= {"tool_call_id": open_ids.pop(0), "name": "f"}
         messages.append(message)
     return messages
 
@@ -117,13 +132,17 @@ def fitted(messages: Sequence[Message], shape: TemplateShape) -> Sequence[Messag
     messages = _with_systems(messages, shape)
     if not shape.open_calls:
         messages = _with_results(messages)
+    if not shape.parallel_calls:
+        messages = _one_by_one(messages)
     result: list[Message] = []
     for message in _with_user(messages, shape):
         last, role = result[-1] if result else {}, message.get("role")
         after_tool = not shape.user_after_tool and (last.get("role"), role) == ("tool", "user")
         repeated = not shape.repeated_roles and role in ("user", "assistant") and last.get("role") == role
-        if not shape.text_with_calls and message.get("tool_calls") and not last.get("tool_calls"):
-            repeated = False
+        if message.get("tool_calls"):  # two messages that were one
+            repeated = repeated and (
+                shape.parallel_calls if last.get("tool_calls") else shape.text_with_calls
+            )
         if after_tool or repeated:
             result[-1] = _joined(last, message)
         else:
@@ -184,6 +203,31 @@ def _with_results(messages: Sequence[Message]) -> list[Message]:
             result.append(message)
         else:
             result.append({"role": "user", "content": message.get("content")})
+    return result
+
+
+def _one_by_one(messages: Sequence[Message]) -> list[Message]:
+    """The messages with each of several calls in a message of its own, followed by its result."""
+    result: list[Message] = []
+    index = 0
+    while index < len(messages):
+        message, index = messages[index], index + 1
+        calls = message.get("tool_calls") or ()
+        if len(calls) < 2:
+            result.append(message)
+            continue
+        end = index
+        while end < len(messages) and messages[end].get("role") == "tool":
+            end += 1
+        results, index = list(messages[index:end]), end
+        for number, call in enumerate(calls):
+            result.append(
+                {**message, "content": "" if number else message.get("content"), "tool_calls": [call]}
+            )
+            own = [each for each in results if each.get("tool_call_id") == call.get("id")]
+            results = [each for each in results if each not in own]
+            result += own
+        result += results
     return result
 
 

@@ -181,9 +181,9 @@ def generic_messages(
             for call in calls:
                 names[call.get("id", "")] = _function(call).get("name", "")
             if calls:
-                content = json.dumps(
-                    {"tool_calls": [_plain_call(call) for call in calls]}, ensure_ascii=False
-                )
+                written = {"tool_calls": [_plain_call(call) for call in calls]}
+                texts = (content, json.dumps(written, ensure_ascii=False))
+                content = "\n".join(text for text in texts if text)
             elif tools:
                 content = json.dumps({"response": content}, ensure_ascii=False)
             result.append({"role": "assistant", "content": content})

@@ -33,29 +33,29 @@ def detect(source: str | None, **config: Any) -> AnswerFormats:
 
 
 @pytest.mark.parametrize(
-    ("template", "tools", "reasoning", "object_arguments", "several_calls"),
+    ("template", "tools", "reasoning", "object_arguments"),
     [
-        ("QWEN3", "hermes", "think", True, True),
-        ("QWEN3_CODER", "qwen3_coder", None, True, True),
-        ("LLAMA31", "llama3_json", None, True, False),
-        ("MISTRAL", "mistral", None, True, True),
-        ("DEEPSEEK_R1", "deepseek_v3", "think", False, True),
-        ("GPT_OSS", "harmony", "harmony", True, False),
-        ("GLM45", "glm45", "think", True, True),
-        ("KIMI_K2", "kimi_k2", None, True, True),
-        ("GEMMA4", "gemma4", "gemma4", True, True),
-        ("LFM2", "lfm2", None, True, False),
-        ("SEED_OSS", "seed_oss", "seed_oss", True, True),
-        ("DEEPSEEK_V4", "deepseek_v4", "think", True, True),
-        ("GRANITE33", "granite", "granite33", True, False),
-        ("COMMAND_A", "command_a", "command_a", True, True),
-        ("APERTUS", "apertus", "apertus", True, True),
-        ("APRIEL", "apriel", "apriel", True, True),
-        ("SMOLLM2", "generic", None, True, True),
+        ("QWEN3", "hermes", "think", True),
+        ("QWEN3_CODER", "qwen3_coder", None, True),
+        ("LLAMA31", "llama3_json", None, True),
+        ("MISTRAL", "mistral", None, True),
+        ("DEEPSEEK_R1", "deepseek_v3", "think", False),
+        ("GPT_OSS", "harmony", "harmony", True),
+        ("GLM45", "glm45", "think", True),
+        ("KIMI_K2", "kimi_k2", None, True),
+        ("GEMMA4", "gemma4", "gemma4", True),
+        ("LFM2", "lfm2", None, True),
+        ("SEED_OSS", "seed_oss", "seed_oss", True),
+        ("DEEPSEEK_V4", "deepseek_v4", "think", True),
+        ("GRANITE33", "granite", "granite33", True),
+        ("COMMAND_A", "command_a", "command_a", True),
+        ("APERTUS", "apertus", "apertus", True),
+        ("APRIEL", "apriel", "apriel", True),
+        ("SMOLLM2", "generic", None, True),
     ],
 )
 def test_formats_of_public_templates(
-    template: str, tools: str, reasoning: str | None, object_arguments: bool, several_calls: bool
+    template: str, tools: str, reasoning: str | None, object_arguments: bool
 ):
     before_s = time.thread_time()
     formats = detect(getattr(chat_templates, template))
@@ -64,7 +64,6 @@ def test_formats_of_public_templates(
     assert formats.tools is not None and formats.tools.name == tools
     assert (formats.reasoning.name if formats.reasoning else None) == reasoning
     assert formats.object_arguments is object_arguments
-    assert formats.several_calls is several_calls
     assert formats.template_tools is (tools != "generic")
 
 

@@ -206,6 +206,8 @@ def test_history_with_calls_but_no_tools_still_renders_on_the_default_model():
 
     assert "Result of get_weather: rain" in plan.prompt
     assert "You can call" not in plan.prompt
+    message = {"role": "assistant", "content": "I look.", "tool_calls": [CALL]}
+    assert 'assistant\nI look.\n{"tool_calls": [' in planned(chat_templates.SMOLLM2, USER, message).prompt
     assert plan.grammar is None
 
 

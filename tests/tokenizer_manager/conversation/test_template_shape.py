@@ -177,7 +177,7 @@ def test_every_chat_is_shown_with_all_of_its_contents_in_order(name: str):
             },
         ),
         ("gemma2", {"system", "later_system", "repeated_roles", "assistant_first", "no_user"}),
-        ("gpt_oss", {"later_system", "text_with_calls"}),
+        ("gpt_oss", {"later_system", "text_with_calls", "parallel_calls"}),
         ("smollm3", {"later_system"}),
         ("last_wins", {"later_system"}),
     ],
@@ -252,7 +252,7 @@ def test_a_text_of_the_user_after_a_result_is_put_into_the_result():
     assert "[TOOL_CONTENT]text 2.\n\ntext 3.[/TOOL_RESULTS]text 4.</s>" in prompt
 
 
-@pytest.mark.parametrize("source", [GPT_OSS, chat_templates.LLAMA31])
+@pytest.mark.parametrize("source", [GPT_OSS, chat_templates.LLAMA31], ids=["gpt_oss", "llama31"])
 def test_a_text_beside_calls_is_shown_in_front_of_them(source: str):
     template = found(source)
     assert not template.shape.text_with_calls
@@ -266,6 +266,27 @@ def test_a_text_beside_calls_is_shown_in_front_of_them(source: str):
         assert places == sorted(places)
         if source is chat_templates.LLAMA31:
             assert prompt.index("look") < prompt.index('"name": "f"')
+
+
+@pytest.mark.parametrize("source", [GPT_OSS, chat_templates.LLAMA31], ids=["gpt_oss", "llama31"])
+def test_parallel_calls_are_shown_one_by_one_with_their_results(source: str):
+    """Llama's template refuses two calls in one message, so that a session with parallel calls never went on."""
+    template = found(source)
+    assert not template.shape.parallel_calls
+    messages = chat("ucttau")
+    function = {"name": "second", "arguments": {}}
+    messages[1]["tool_calls"].append({"id": "call_2", "type": "function", "function": function})
+    messages[3]["tool_call_id"] = "call_2"
+    prompt = template.render(messages, add_generation_prompt=False)
+    places = [
+        prompt.index(text) for text in ("text 0.", "text 2.", "second", "text 3.", "text 4.", "text 5.")
+    ]
+    assert places == sorted(places)
+
+    messages[2], messages[3] = messages[3], messages[2]  # each result comes after its call
+    assert template.render(messages, add_generation_prompt=False) == prompt
+    del messages[2]  # no result of the second call
+    assert "second" in template.render(messages, add_generation_prompt=False)
 
 
 def test_a_text_beside_calls_stays_there_if_it_cannot_be_a_message_of_its_own():
