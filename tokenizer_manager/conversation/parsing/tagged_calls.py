@@ -1,8 +1,7 @@
 """The readers of calls that write each argument by itself, whose values become JSON one by one.
 
 Tagged: an element for each argument, `<parameter=city>Paris</parameter>`. Pythonic: as Python writes them,
-`get_weather(city="Paris", days=3)`. `Parameters` says of which kinds the values are. Of two values of one name, the
-first is taken.
+`get_weather(city="Paris", days=3)`. `Parameters` says of which kinds the values are.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def read_tagged_call(source: Source, emitter: Emitter, family: ToolFamily) -> Wa
     parameters = Parameters(parameters_of(tool))
     first, *middle = (piece.strip() for piece in family.parameter_middle if not piece.isspace())
     ends = Markers(_ends(family))
-    members = _Members(emitter)
+    is_first = True
     while (yield from source.pieces(family.parameter_begin)):
         try:
             key = yield from source.until(first, MAX_KEY_CHARS)
@@ -53,39 +52,28 @@ def read_tagged_call(source: Source, emitter: Emitter, family: ToolFamily) -> Wa
             break
         if family.newlines:
             yield from source.literal("\n")
-        is_new = members.begin(key)
-        if is_string and is_new:
+        _begin_member(emitter, key, is_first)
+        is_first = False
+        if is_string:
             yield from _stream_string(source, emitter, ends)
         else:
             begins = [begin for kind, begin in _NESTED.items() if tool.strict and kind in kinds]
             text = yield from _collect(source, ends, begins)
-            value = json_of(text, kinds, quoted=family.string_flag)
-            emitter.arguments(value if is_new else "")
+            emitter.arguments(json_of(text, kinds, quoted=family.string_flag))
     ended = yield from source.pieces(family.call_end[:1])
     if not ended and source.at_end:
         raise Trouble  # the answer is cut inside the call
-    members.end()
+    _end_members(emitter, is_first)
 
 
-class _Members:
-    """The object of the arguments, member by member."""
+def _begin_member(emitter: Emitter, name: str, is_first: bool) -> None:
+    emitter.arguments(f"{'{' if is_first else ', '}{json.dumps(name, ensure_ascii=False)}: ")
 
-    def __init__(self, emitter: Emitter) -> None:
-        self._emitter = emitter
-        self._names: set[str] = set()
 
-    def begin(self, name: str) -> bool:
-        """Write the name of a member; False: it has been there before, and its value is not to be written."""
-        if name in self._names:
-            return False
-        self._emitter.arguments(f"{', ' if self._names else '{'}{json.dumps(name, ensure_ascii=False)}: ")
-        self._names.add(name)
-        return True
-
-    def end(self) -> None:
-        """End the object and the call."""
-        self._emitter.arguments("}" if self._names else "{}")
-        self._emitter.end_call()
+def _end_members(emitter: Emitter, are_none: bool) -> None:
+    """End the object and the call."""
+    emitter.arguments("{}" if are_none else "}")
+    emitter.end_call()
 
 
 def _ends(family: ToolFamily) -> list[str]:
@@ -144,7 +132,7 @@ def read_pythonic_call(source: Source, emitter: Emitter, family: ToolFamily) -> 
         raise Trouble
     begin_known(source, emitter, name)
     parameters = Parameters(parameters_of(emitter.tools[name]))
-    members = _Members(emitter)
+    is_first = True
     while True:
         yield from source.skip_space()
         if (yield from source.literal(closing)):
@@ -160,15 +148,16 @@ def read_pythonic_call(source: Source, emitter: Emitter, family: ToolFamily) -> 
             if source.at_end:
                 raise
             break
-        is_new = members.begin(key)
+        _begin_member(emitter, key, is_first)
+        is_first = False
         if family.quote:
             value = yield from _read_quoted_value(source, family.quote, parameters.kinds(key))
         else:
             value = json_of((yield from _read_value(source)).strip(), parameters.kinds(key), quoted=True)
-        emitter.arguments(value if is_new else "")
+        emitter.arguments(value)
         yield from source.skip_space()
         yield from source.literal(separator.strip())
-    members.end()
+    _end_members(emitter, is_first)
 
 
 def _read_quoted_key(source: Source, quote: str) -> Generator[None, None, str]:

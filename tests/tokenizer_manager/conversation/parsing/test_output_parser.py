@@ -20,7 +20,7 @@ from engine.tokenizer_manager.conversation.deltas import (
 )
 from engine.tokenizer_manager.conversation.parsing.families import FAMILIES
 from engine.tokenizer_manager.conversation.parsing.output_parser import OutputParser
-from engine.tokenizer_manager.conversation.written_calls import written_calls
+from engine.tokenizer_manager.conversation.tools import written_calls
 from tests.selection import examples
 from tests.tokenizer_manager.conversation.parsing.answers import ARGUMENTS, CALLS, NOW, WEATHER, joined, parse
 
