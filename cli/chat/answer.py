@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from .backend import AnswerChunk, AnswerUsage, Backend, Call
+from ...runtime.messages import Usage
+from .backend import AnswerChunk, Backend, Call
 from .screen import Screen
 from .session import Message
 from .settings import ChatSettings
@@ -59,7 +60,7 @@ class AnswerStats:
     started_s: float
     first_s: float | None = None
     last_s: float = 0.0
-    usage: AnswerUsage | None = None
+    usage: Usage | None = None
     finish_reason: str | None = None
     stopped: Literal["interrupt", "loop"] | None = None
     loop: Loop | None = None

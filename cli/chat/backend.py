@@ -14,10 +14,11 @@ import httpx
 from ...launch.startup_display import StartupDisplay
 from ...runtime.config.config_sources import MergedConfig, from_arguments
 from ...runtime.errors import EngineError, RequestError, ServerError
+from ...runtime.messages import Usage
 from ...runtime.text import counted, replace_surrogates
 from ..server_client import QUICK_TIMEOUT_S, ServerConnection, error_from, error_of, wait_s
 from .session import Message
-from .settings import AnswerForm, ChatSettings
+from .settings import ChatSettings
 
 if TYPE_CHECKING:
     from ...launch.resolve.prepare import Prepared
@@ -29,15 +30,6 @@ _START_ONE: Final = "start one with `engine serve`, or leave out --url to run in
 _BUSY: Final = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE)
 _MAX_BUSY_S: Final = 60.0
 """Longest time of sending a question again while the server says when (`Retry-After`)."""
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerUsage:
-    """Tokens of one answer: the prompt's, those of them that came from the prefix cache, and the generated ones."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int = 0
 
 
 class Call(NamedTuple):
@@ -53,7 +45,7 @@ class AnswerChunk:
     """A piece of an answer; usage and finish reason come with the last pieces, if the backend knows them."""
 
     text: str
-    usage: AnswerUsage | None = None
+    usage: Usage | None = None
     finish_reason: str | None = None
     reasoning: str = ""
     calls: tuple[Call, ...] = ()
@@ -99,7 +91,7 @@ class Backend(Protocol):
 class InProcessBackend:
     """A backend over `LLM`."""
 
-    def __init__(self, llm: LLM, form: AnswerForm, weights: str) -> None:
+    def __init__(self, llm: LLM, form: Mapping[str, Any], weights: str) -> None:
         self._llm = llm
         self._form = form
         self._weights = weights
@@ -108,7 +100,9 @@ class InProcessBackend:
         self.max_context: int | None = llm.max_model_len
 
     @classmethod
-    def start(cls, merged: MergedConfig, display: StartupDisplay, form: AnswerForm) -> InProcessBackend:
+    def start(
+        cls, merged: MergedConfig, display: StartupDisplay, form: Mapping[str, Any]
+    ) -> InProcessBackend:
         """Load the model; `form`: of the answers.
 
         Raises:
@@ -132,13 +126,12 @@ class InProcessBackend:
     def answer(
         self, messages: Sequence[Message], settings: ChatSettings
     ) -> Generator[AnswerChunk, None, None]:
-        for chunk in self._llm.chat(messages, settings.params(), stream=True, **self._form.options()):
+        for chunk in self._llm.chat(messages, settings.body(), stream=True, **self._form):
             if chunk.error is not None:
                 raise EngineError(chunk.error)
-            usage = chunk.usage
             yield AnswerChunk(
                 chunk.text,
-                AnswerUsage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens),
+                chunk.usage,
                 chunk.finish_reason,
                 reasoning=chunk.reasoning,
                 calls=tuple(Call(call.index, call.name, call.arguments) for call in chunk.tool_calls),
@@ -166,7 +159,7 @@ class HttpBackend:
     on_wait: Callable[[str], None] = staticmethod(lambda _line: None)
 
     def __init__(
-        self, url: str, *, form: AnswerForm, api_key: str | None = None, model: str | None = None
+        self, url: str, *, form: Mapping[str, Any], api_key: str | None = None, model: str | None = None
     ) -> None:
         """Connect; see `ServerConnection`. `form`: of the answers.
 
@@ -192,7 +185,7 @@ class HttpBackend:
     ) -> Generator[AnswerChunk, None, None]:
         body = {
             **settings.body(),
-            **self._form.options(),
+            **self._form,
             "model": self.model,
             "messages": list(messages),
             "stream": True,
@@ -308,9 +301,16 @@ def _call_of(call: Mapping[str, Any]) -> Call:
     return Call(int(call.get("index") or 0), function.get("name") or "", function.get("arguments") or "")
 
 
-def _usage_of(usage: Mapping[str, Any] | None) -> AnswerUsage | None:
+def _usage_of(usage: Mapping[str, Any] | None) -> Usage | None:
     if not usage:
         return None
     details = usage.get("prompt_tokens_details") or {}
-    counts = (usage.get("prompt_tokens"), usage.get("completion_tokens"), details.get("cached_tokens"))
-    return AnswerUsage(*(int(count or 0) for count in counts))
+    prompt, completion, cached = (
+        int(count or 0)
+        for count in (
+            usage.get("prompt_tokens"),
+            usage.get("completion_tokens"),
+            details.get("cached_tokens"),
+        )
+    )
+    return Usage(prompt, completion, cached)

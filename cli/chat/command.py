@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
@@ -29,7 +30,7 @@ from .conversation import Conversation, ask_once
 from .line_editor import LineEditor, default_history_path
 from .screen import Screen, wants_color
 from .session import ChatSession
-from .settings import AnswerForm, ChatSettings
+from .settings import ChatSettings, read_form
 from .slash_commands import LeaveChat, is_command, message_of, run_command
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -143,7 +144,7 @@ def chat(
     session = ChatSession(
         system, _chat_settings(sampling | {"max_tokens": max_tokens, "seed": settings["seed"]})
     )
-    form = AnswerForm.read(schema, tools)
+    form = read_form(schema, tools)
     if load is not None:
         session.load(load)
         session.system = system or session.system
@@ -206,7 +207,7 @@ def _converse(chat: Conversation, display: StartupDisplay, *, quiet: bool, histo
     return run_repl(chat, editor)
 
 
-def _start(merged: MergedConfig, display: StartupDisplay, form: AnswerForm) -> Backend:
+def _start(merged: MergedConfig, display: StartupDisplay, form: Mapping[str, Any]) -> Backend:
     with ends_at_interrupt():
         return InProcessBackend.start(merged, display, form)
 

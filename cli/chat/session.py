@@ -19,10 +19,7 @@ Message = dict[str, str]
 
 
 class ChatSession:
-    """The messages of a conversation.
-
-    The messages alternate: user, assistant, user, ...; between `ask` and `answer` the last one is the user's.
-    """
+    """The messages of a conversation, which alternate: user, assistant, user, ..."""
 
     def __init__(self, system: str | None = None, settings: ChatSettings | None = None) -> None:
         self.system = system
@@ -31,13 +28,7 @@ class ChatSession:
 
     @property
     def num_exchanges(self) -> int:
-        """Questions asked so far."""
-        return sum(message["role"] == "user" for message in self._messages)
-
-    @property
-    def last_question(self) -> str | None:
-        """The newest message of the user."""
-        return next((m["content"] for m in reversed(self._messages) if m["role"] == "user"), None)
+        return len(self._questions())
 
     def messages(self, question: str | None = None) -> list[Message]:
         """The messages for the model: the system prompt, the conversation, and `question` at the end."""
@@ -51,26 +42,26 @@ class ChatSession:
 
     def take_back(self) -> str | None:
         """Forget the last exchange; returns its question, None if there is none."""
-        question = self.last_question
-        while self._messages and self._messages.pop()["role"] != "user":
-            pass
+        if not self._messages:
+            return None
+        start = self._questions()[-1]
+        question = self._messages[start]["content"]
+        del self._messages[start:]
         return question
 
     def drop_oldest(self, count: int) -> int:
         """Forget the oldest exchanges; returns how many were there to forget."""
-        dropped = 0
-        while self._messages and dropped < count:
-            del self._messages[0]
-            while self._messages and self._messages[0]["role"] != "user":
-                del self._messages[0]
-            dropped += 1
-        return dropped
+        starts = self._questions()
+        del self._messages[: [*starts, len(self._messages)][min(count, len(starts))]]
+        return min(count, len(starts))
 
     def clear(self) -> None:
         """Forget every message; the system prompt and the settings stay."""
         self._messages.clear()
 
-    # ------------------------------------------------------------ files
+    def _questions(self) -> list[int]:
+        """The index of each question."""
+        return [n for n, message in enumerate(self._messages) if message["role"] == "user"]
 
     def save(self, path: Path, model: str) -> None:
         """Write the conversation; an existing file is replaced atomically.
@@ -131,11 +122,12 @@ def _check_document(document: Any, path: Path) -> tuple[str | None, ChatSettings
         )
     messages: list[Message] = []
     for number, entry in enumerate(document["messages"]):
-        role, content = (entry.get("role"), entry.get("content")) if isinstance(entry, dict) else (None, None)
         expected = "assistant" if number % 2 else "user"
-        if role != expected or not isinstance(content, str):
-            raise RequestError(f"{path}: message {number} is not a text message of the {expected}")
-        messages.append({"role": role, "content": content})
+        match entry:
+            case {"role": str(role), "content": str(content)} if role == expected:
+                messages.append({"role": role, "content": content})
+            case _:
+                raise RequestError(f"{path}: message {number} is not a text message of the {expected}")
     system = document.get("system")
     if system is not None and not isinstance(system, str):
         raise RequestError(f"{path}: the system prompt is not text")

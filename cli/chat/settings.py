@@ -1,4 +1,4 @@
-"""`ChatSettings`: how answers are sampled; `AnswerForm`: what `--schema` and `--tools` ask of them."""
+"""`ChatSettings`: how answers are sampled; `read_form`: what `--schema` and `--tools` ask of them."""
 
 from __future__ import annotations
 
@@ -54,17 +54,11 @@ class ChatSettings:
                 keep_stop=None,
             )
 
-    def params(self) -> dict[str, Any]:
-        """The parameters that are set, as fields of the engine's `SamplingParams`."""
-        return {"max_new_tokens" if name == "max_tokens" else name: v for name, v in self._given().items()}
-
     def body(self) -> dict[str, Any]:
         """The fields of a request to `/v1/chat/completions`; only the set ones, because servers differ."""
-        return {name: list(v) if name == "stop" else v for name, v in self._given().items()}
-
-    def _given(self) -> dict[str, Any]:
         values = {name: getattr(self, name) for name in PARAMETERS}
-        return {name: value for name, value in values.items() if value not in (None, ())}
+        values["stop"] = list(self.stop)
+        return {name: value for name, value in values.items() if value not in (None, [])}
 
     def changed(self, name: str, text: str) -> ChatSettings:
         """A copy with one parameter set from text; `none` takes it back to its default.
@@ -111,61 +105,34 @@ def _stop_strings(text: str) -> tuple[str, ...]:
     return (text.replace("\\n", "\n").replace("\\t", "\t"),)
 
 
-PARAMETERS: Final[dict[str, Callable[[str], Any]]] = {
-    "temperature": float,
-    "top_p": float,
-    "top_k": int,
-    "min_p": float,
-    "max_tokens": int,
-    "seed": int,
-    "repetition_penalty": float,
-    "frequency_penalty": float,
-    "presence_penalty": float,
-    "stop": _stop_strings,
+_READERS: Final[dict[str, Callable[[str], Any]]] = {"float | None": float, "int | None": int}
+PARAMETERS: Final = {
+    field.name: _READERS.get(str(field.type), _stop_strings) for field in dataclasses.fields(ChatSettings)
 }
 """Parameter -> how its value is read from text."""
 DEFAULTS: Final = ChatSettings()
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerForm:
-    """The form of the answers.
+def read_form(schema: Path | None, tools: Path | None) -> dict[str, Any]:
+    """The fields of a chat request, and arguments of `LLM.chat`, that ask for a form of the answers.
 
-    Attributes:
-        schema: JSON Schema that each answer matches; None: free text.
-        tools: tools that the model may call, in OpenAI's form.
+    Args:
+        schema: file with the JSON Schema that each answer matches; None: free text.
+        tools: file with the tools that the model may call.
+
+    Raises:
+        ConfigError: a file cannot be read, or is not JSON.
+        RequestError: it has another content.
     """
-
-    schema: dict[str, Any] | None = None
-    tools: tuple[dict[str, Any], ...] = ()
-
-    @classmethod
-    def read(cls, schema: Path | None, tools: Path | None) -> AnswerForm:
-        """Read the files of the options.
-
-        Raises:
-            ConfigError: a file cannot be read, or is not JSON.
-            RequestError: it has another content.
-        """
-        form = cls()
-        if schema is not None:
-            value = read_json(schema, f"--schema {schema}")
-            if not isinstance(value, dict):
-                raise RequestError(f"--schema {schema} must hold a JSON Schema, which is an object")
-            form = cls(value, form.tools)
-        if tools is not None:
-            form = cls(form.schema, tuple(_tools_of(read_json(tools, f"--tools {tools}"), tools)))
-        return form
-
-    def options(self) -> dict[str, Any]:
-        """The fields of a chat request; arguments of `LLM.chat`, too."""
-        fields: dict[str, Any] = {}
-        if self.schema is not None:
-            json_schema = {"name": "answer", "schema": self.schema}
-            fields["response_format"] = {"type": "json_schema", "json_schema": json_schema}
-        if self.tools:
-            fields["tools"] = list(self.tools)
-        return fields
+    form: dict[str, Any] = {}
+    if schema is not None:
+        value = read_json(schema, f"--schema {schema}")
+        if not isinstance(value, dict):
+            raise RequestError(f"--schema {schema} must hold a JSON Schema, which is an object")
+        form["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": value}}
+    if tools is not None and (found := _tools_of(read_json(tools, f"--tools {tools}"), tools)):
+        form["tools"] = found
+    return form
 
 
 def _tools_of(value: Any, path: Path) -> list[dict[str, Any]]:

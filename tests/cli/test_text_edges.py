@@ -112,9 +112,9 @@ def test_half_of_a_surrogate_pair_in_a_file_is_refused(capsys, tmp_path, option)
     assert "has a text with half of a surrogate pair" in the_error(capsys, "chat", "x", option, str(path))
     path.write_text('{"title": "\\ud83d\\ude00"}')
     if option == "--schema":
-        from engine.cli.chat.settings import AnswerForm
+        from engine.cli.chat.settings import read_form
 
-        assert AnswerForm.read(path, None).schema == {"title": "😀"}
+        assert read_form(path, None)["response_format"]["json_schema"]["schema"] == {"title": "😀"}
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from engine.cli.chat.backend import AnswerChunk, AnswerUsage
+from engine.cli.chat.backend import AnswerChunk
 from engine.cli.chat.conversation import Conversation
 from engine.cli.chat.screen import Screen
 from engine.cli.chat.session import ChatSession, Message
 from engine.cli.chat.settings import ChatSettings
+from engine.runtime.messages import Usage
 
 Step = str | BaseException
 
@@ -44,8 +45,8 @@ class ScriptedBackend:
             for number, step in enumerate(self.script, 1):
                 if isinstance(step, BaseException):
                     raise step
-                yield AnswerChunk(step, AnswerUsage(prompt_tokens, number, 2))
-            yield AnswerChunk("", AnswerUsage(prompt_tokens, len(self.script), 2), self.finish_reason)
+                yield AnswerChunk(step, Usage(prompt_tokens, number, 2))
+            yield AnswerChunk("", Usage(prompt_tokens, len(self.script), 2), self.finish_reason)
         finally:
             self.num_closed += 1
 

@@ -10,7 +10,7 @@ import pytest
 from engine.cli.chat.answer import AnswerView
 from engine.cli.chat.backend import AnswerChunk, Call, _chunk_of
 from engine.cli.chat.screen import Screen
-from engine.cli.chat.settings import AnswerForm
+from engine.cli.chat.settings import read_form
 from engine.runtime.errors import ConfigError, RequestError
 
 WEATHER = {"name": "get_weather", "parameters": {"type": "object"}}
@@ -75,11 +75,11 @@ def test_the_form_of_answers_becomes_fields_of_a_request(tmp_path):
     (tmp_path / "schema.json").write_text('{"type": "object"}')
     (tmp_path / "tools.json").write_text(json.dumps([WEATHER, {"type": "function", "function": WEATHER}]))
 
-    body = AnswerForm.read(tmp_path / "schema.json", tmp_path / "tools.json").options()
+    body = read_form(tmp_path / "schema.json", tmp_path / "tools.json")
 
     assert body["response_format"]["json_schema"]["schema"] == {"type": "object"}
     assert body["tools"] == [{"type": "function", "function": WEATHER}] * 2
-    assert AnswerForm.read(None, None).options() == {}
+    assert read_form(None, None) == {}
 
 
 @pytest.mark.parametrize(
@@ -100,6 +100,6 @@ def test_other_files_are_refused_by_name(tmp_path, schema, tools, reason):
         paths.append(None if text is None else path)
 
     with pytest.raises((ConfigError, RequestError), match=reason):
-        AnswerForm.read(*paths)
+        read_form(*paths)
     with pytest.raises(ConfigError, match="cannot be read"):
-        AnswerForm.read(tmp_path / "missing", None)
+        read_form(tmp_path / "missing", None)

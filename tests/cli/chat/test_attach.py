@@ -10,7 +10,6 @@ import pytest
 from engine.cli import main as cli
 from engine.cli.chat import command
 from engine.cli.chat.backend import HttpBackend
-from engine.cli.chat.settings import AnswerForm
 from engine.cli.server_client import attach
 from engine.launch.child.socket_dir import ServerRecord
 from engine.runtime.config.environment import variable_of
@@ -43,7 +42,7 @@ def in_process(monkeypatch):
 
 def notes_of(api_key=None):
     notes: list[str] = []
-    backend = attach(lambda url: HttpBackend(url, api_key=api_key, form=AnswerForm()), notes.append)
+    backend = attach(lambda url: HttpBackend(url, api_key=api_key, form={}), notes.append)
     if backend is not None:
         backend.close()
     return backend, notes

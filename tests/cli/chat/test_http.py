@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from engine.cli.chat.backend import AnswerUsage, HttpBackend
-from engine.cli.chat.settings import AnswerForm, ChatSettings
+from engine.cli.chat.backend import HttpBackend
+from engine.cli.chat.settings import ChatSettings
 from engine.runtime.errors import EngineError, RequestError
+from engine.runtime.messages import Usage
 
 QUESTION = [{"role": "user", "content": "hi"}]
 
 
 def connect(url, **options):
-    return HttpBackend(url, form=AnswerForm(), **options)
+    return HttpBackend(url, form={}, **options)
 
 
 def delta(text=None, finish=None, **more):
@@ -49,7 +50,7 @@ def test_an_answer_is_streamed_with_its_usage(server):
     )
     text, chunks = answer(connect(server.url, api_key="k"), ChatSettings(seed=5, stop=("x",)))
     assert text == "Grüße, ☃"
-    assert chunks[-1].usage == AnswerUsage(9, 2, 4)
+    assert chunks[-1].usage == Usage(9, 2, 4)
     assert [c.finish_reason for c in chunks if c.finish_reason] == ["stop"]
     assert server.bodies == [
         {
@@ -68,7 +69,7 @@ def test_an_answer_is_streamed_with_its_usage(server):
 def test_a_server_that_tells_less_is_fine(server, details):
     server.stream(delta("a", finish="stop", usage={"prompt_tokens": 1, "prompt_tokens_details": details}))
     _text, chunks = answer(connect(server.url))
-    assert chunks[-1].usage == AnswerUsage(1, 0, 0)
+    assert chunks[-1].usage == Usage(1, 0, 0)
 
 
 def test_a_refused_request_says_what_the_server_says(server):

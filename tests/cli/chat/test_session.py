@@ -105,7 +105,7 @@ def test_settings_change_one_by_one():
     settings = ChatSettings().changed("temperature", "0").changed("max_tokens", "5")
     assert (settings.temperature, settings.max_tokens) == (0.0, 5)
     assert settings.changed("temperature", "none").temperature == DEFAULTS.temperature
-    assert settings.params() == {"temperature": 0.0, "max_new_tokens": 5}
+    assert settings.body() == {"temperature": 0.0, "max_tokens": 5}
 
 
 @pytest.mark.parametrize(
@@ -130,11 +130,11 @@ def test_every_parameter_reaches_engine_and_server():
     for name, value in values.items():
         settings = settings.changed(name, value)
     assert settings.body() == dict.fromkeys(PARAMETERS, 1) | {"stop": ["x"]}
-    sampling = SamplingParams(**settings.params())
+    sampling = SamplingParams(**settings.body())
     assert (sampling.top_k, sampling.seed, sampling.min_p, sampling.stop) == (1, 1, 1.0, ("x",))
     assert (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty) == (
         1.0,
         1.0,
         1.0,
     )
-    assert ChatSettings().body() == ChatSettings().params() == {}  # the model's defaults hold
+    assert ChatSettings().body() == {}  # the model's defaults hold
