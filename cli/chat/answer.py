@@ -1,4 +1,4 @@
-"""`receive`: one answer from the backend to the screen (`AnswerView`), with its times and tokens (`AnswerStats`)."""
+"""`Answer`: one answer from the backend to the screen, with its times and tokens; `find_loop`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, NamedTuple
 
 from ...runtime.messages import Usage
 from .backend import AnswerChunk, Backend, Call
@@ -20,8 +19,7 @@ MIN_TIMES: Final = 8
 _WINDOW: Final = 4000
 
 
-@dataclass(frozen=True, slots=True)
-class Loop:
+class Loop(NamedTuple):
     """The end of a text is `unit`, `times` times in a row."""
 
     unit: str
@@ -47,35 +45,98 @@ def find_loop(text: str) -> Loop | None:
     return None
 
 
-@dataclass(slots=True)
-class AnswerStats:
-    """Times and tokens of one answer.
+class Answer:
+    """One answer, shown as it arrives.
 
     Attributes:
+        text: as far as it has arrived.
+        calls: the tool calls so far, in order; arguments grow with each chunk.
         usage: of the tokens that have arrived.
-        stopped: why the chat ended it: Ctrl-C, or because it repeats itself; None: it ended by itself.
-        loop: what the answer repeats, if that ended it.
+        interrupted: Ctrl-C ended it.
+        loop: what it repeats, if the chat ended it for that.
     """
 
-    started_s: float
-    first_s: float | None = None
-    last_s: float = 0.0
-    usage: Usage | None = None
-    finish_reason: str | None = None
-    stopped: Literal["interrupt", "loop"] | None = None
-    loop: Loop | None = None
+    def __init__(
+        self, screen: Screen, *, shows_text: bool = True, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """With `shows_text` False nothing is written: the caller prints the answer. `clock`: seconds."""
+        self._screen = screen
+        self._shows_text = shows_text
+        self._clock = clock
+        self._started_s = clock()
+        self._first_s: float | None = None
+        self._last_s = 0.0
+        self.text = ""
+        self.calls: list[Call] = []
+        self.usage: Usage | None = None
+        self.finish_reason: str | None = None
+        self.interrupted = False
+        self.loop: Loop | None = None
+
+    def receive(
+        self, backend: Backend, messages: Sequence[Message], settings: ChatSettings, *, stops_loops: bool
+    ) -> None:
+        """Show the answer until it ends, Ctrl-C is pressed, or, with `stops_loops`, it repeats itself without end.
+
+        Raises:
+            RequestError, EngineError: see `Backend.answer`.
+        """
+        tail = ""
+        try:
+            with contextlib.closing(backend.answer(messages, settings)) as chunks:
+                for chunk in chunks:
+                    self.add(chunk)
+                    if stops_loops and self.finish_reason is None:
+                        tail = (tail + chunk.text + chunk.reasoning)[-_WINDOW:]
+                        self.loop = find_loop(tail)
+                        if self.loop is not None:
+                            break
+        except KeyboardInterrupt:
+            self.interrupted = True
+
+    def add(self, chunk: AnswerChunk) -> None:
+        """Show and keep a chunk."""
+        self.text += chunk.text
+        if self._shows_text:
+            self._screen.reasoning(chunk.reasoning)
+            self._screen.answer(chunk.text)
+        for piece in chunk.calls:
+            if piece.number >= len(self.calls):
+                self.calls.append(piece)
+            else:
+                known = self.calls[piece.number]
+                self.calls[piece.number] = known._replace(
+                    name=known.name + piece.name, arguments=known.arguments + piece.arguments
+                )
+        if chunk.text or chunk.reasoning or chunk.calls:
+            self._last_s = self._clock()
+            self._first_s = self._last_s if self._first_s is None else self._first_s
+        self.usage = chunk.usage or self.usage
+        self.finish_reason = chunk.finish_reason or self.finish_reason
+
+    def end(self) -> None:
+        """The answer is complete: end its line, and write its calls, one JSON object per line."""
+        self._screen.end_answer()
+        if self._shows_text and self.calls:
+            for call in self.calls:
+                self._screen.answer(f"{call_line(call)}\n")
+            self._screen.end_answer()
+
+    def stored_text(self) -> str:
+        """The answer as a conversation keeps it: its text and its calls."""
+        return "\n".join([*([self.text] if self.text else []), *map(call_line, self.calls)])
 
     @property
     def ttft_s(self) -> float | None:
         """Seconds from the question to the first text."""
-        return None if self.first_s is None else self.first_s - self.started_s
+        return None if self._first_s is None else self._first_s - self._started_s
 
     @property
     def tokens_per_s(self) -> float | None:
         """Rate of the tokens after the first."""
-        if self.usage is None or self.first_s is None or self.usage.completion_tokens < 2:
+        if self.usage is None or self._first_s is None or self.usage.completion_tokens < 2:
             return None
-        return (self.usage.completion_tokens - 1) / max(self.last_s - self.first_s, 1e-9)
+        return (self.usage.completion_tokens - 1) / max(self._last_s - self._first_s, 1e-9)
 
     def footer(self, max_context: int | None) -> str:
         """`TTFT 41 ms · 62.3 tok/s · 512 in (480 cached) · 211 out · ctx 723/32768`."""
@@ -101,66 +162,6 @@ class AnswerStats:
         )
 
 
-class AnswerView:
-    """One answer on the screen.
-
-    Attributes:
-        text: what has arrived.
-        calls: the tool calls so far, in order; arguments grow with each chunk.
-    """
-
-    def __init__(self, screen: Screen, *, shows_text: bool = True) -> None:
-        """With `shows_text` False nothing is written: the caller prints the answer at its end."""
-        self._screen = screen
-        self._shows_text = shows_text
-        self._reasoning = False
-        self.text = ""
-        self.calls: list[Call] = []
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether neither text nor calls have arrived."""
-        return not self.text and not self.calls
-
-    def add(self, chunk: AnswerChunk) -> bool:
-        """Show what is new in a chunk; returns whether there was anything."""
-        if chunk.reasoning and self._shows_text:
-            self._screen.reasoning(chunk.reasoning)
-            self._reasoning = True
-        if chunk.text:
-            self._end_reasoning()
-            self.text += chunk.text
-            if self._shows_text:
-                self._screen.answer(chunk.text)
-        for piece in chunk.calls:
-            if piece.number >= len(self.calls):
-                self.calls.append(piece)
-            else:
-                known = self.calls[piece.number]
-                self.calls[piece.number] = known._replace(
-                    name=known.name + piece.name, arguments=known.arguments + piece.arguments
-                )
-        return bool(chunk.text or chunk.reasoning or chunk.calls)
-
-    def end(self) -> None:
-        """The answer is complete: end its line, and write its calls, one JSON object per line."""
-        self._end_reasoning()
-        self._screen.end_answer()
-        if self._shows_text and self.calls:
-            for call in self.calls:
-                self._screen.answer(f"{call_line(call)}\n")
-            self._screen.end_answer()
-
-    def stored_text(self) -> str:
-        """The answer as a conversation keeps it: its text and its calls."""
-        return "\n".join([*([self.text] if self.text else []), *map(call_line, self.calls)])
-
-    def _end_reasoning(self) -> None:
-        if self._reasoning:
-            self._reasoning = False
-            self._screen.end_reasoning()
-
-
 def call_line(call: Call) -> str:
     """A call as JSON, with its arguments as an object if they are one."""
     try:
@@ -168,44 +169,3 @@ def call_line(call: Call) -> str:
     except ValueError:  # the answer was cut
         arguments = call.arguments
     return json.dumps({"name": call.name, "arguments": arguments}, ensure_ascii=False)
-
-
-def receive(
-    backend: Backend,
-    messages: Sequence[Message],
-    settings: ChatSettings,
-    view: AnswerView,
-    *,
-    stops_loops: bool,
-    clock: Callable[[], float] = time.monotonic,
-    stats: AnswerStats | None = None,
-) -> AnswerStats:
-    """Show an answer until it ends, Ctrl-C is pressed, or, with `stops_loops`, it repeats itself without end.
-
-    Args:
-        view: shows the answer and keeps its text; the caller ends it.
-        clock: seconds.
-        stats: filled as the answer arrives, so that the caller has them after an error too.
-
-    Raises:
-        RequestError, EngineError: see `Backend.answer`.
-    """
-    stats = stats or AnswerStats(clock())
-    tail = ""
-    try:
-        with contextlib.closing(backend.answer(messages, settings)) as chunks:
-            for chunk in chunks:
-                if view.add(chunk):
-                    stats.last_s = clock()
-                    stats.first_s = stats.last_s if stats.first_s is None else stats.first_s
-                stats.usage = chunk.usage or stats.usage
-                stats.finish_reason = chunk.finish_reason or stats.finish_reason
-                if stops_loops and stats.finish_reason is None:
-                    tail = (tail + chunk.text + chunk.reasoning)[-_WINDOW:]
-                    stats.loop = find_loop(tail)
-                    if stats.loop is not None:
-                        stats.stopped = "loop"
-                        break
-    except KeyboardInterrupt:
-        stats.stopped = "interrupt"
-    return stats

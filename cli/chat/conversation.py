@@ -10,7 +10,7 @@ from typing import Final
 
 from ...runtime.errors import EngineError, RequestError
 from ..exit_codes import ExitCode
-from .answer import AnswerStats, AnswerView, call_line, receive
+from .answer import Answer, call_line
 from .backend import Backend, HttpBackend
 from .screen import Screen
 from .session import ChatSession
@@ -32,7 +32,7 @@ class Conversation:
         attached: texts of files that go with the next question.
         own_files: saved chats that this one has written or read; `/save` replaces them without a question.
         pending: a question that goes back to the input line; `run_repl` takes it.
-        last: statistics of the latest answer.
+        last: the latest answer.
         num_answers, num_tokens: totals of this run.
     """
 
@@ -54,7 +54,7 @@ class Conversation:
         self.attached: list[str] = []
         self.own_files: set[Path] = set()
         self.pending: str | None = None
-        self.last: AnswerStats | None = None
+        self.last: Answer | None = None
         self.num_answers = 0
         self.num_tokens = 0
         self._clock = clock
@@ -102,43 +102,35 @@ class Conversation:
         return False
 
     def _stream(self, question: str, message: str) -> None:
-        stats = self.last = AnswerStats(self._clock())
-        view = AnswerView(self.screen)
-        receive(
-            self.backend,
-            self.session.messages(message),
-            self.session.settings,
-            view,
-            stops_loops=self.stops_loops,
-            clock=self._clock,
-            stats=stats,
-        )
-        view.end()
-        if not view.is_empty or stats.stopped is None:
-            self.session.add(message, view.stored_text())
+        answer = self.last = Answer(self.screen, clock=self._clock)
+        messages = self.session.messages(message)
+        answer.receive(self.backend, messages, self.session.settings, stops_loops=self.stops_loops)
+        answer.end()
+        if answer.text or answer.calls or not (answer.interrupted or answer.loop):
+            self.session.add(message, answer.stored_text())
             self.attached.clear()
         else:
             self.pending = question
         self.num_answers += 1
-        self.num_tokens += stats.usage.completion_tokens if stats.usage else 0
-        self._show_end(stats)
+        self.num_tokens += answer.usage.completion_tokens if answer.usage else 0
+        self._show_end(answer)
 
-    def _show_end(self, stats: AnswerStats) -> None:
+    def _show_end(self, answer: Answer) -> None:
         limit = self.backend.max_context
-        used = stats.usage.prompt_tokens + stats.usage.completion_tokens if stats.usage else 0
-        if stats.stopped == "interrupt":
+        used = answer.usage.prompt_tokens + answer.usage.completion_tokens if answer.usage else 0
+        if answer.interrupted:
             self.screen.note("[stopped]")
-        elif stats.stopped == "loop":
-            self.screen.note(stats.loop_note())
-        elif stats.finish_reason == "length" and limit is not None and used >= limit:
+        elif answer.loop:
+            self.screen.note(answer.loop_note())
+        elif answer.finish_reason == "length" and limit is not None and used >= limit:
             self.screen.error(
                 f"The answer ends here: the context of {limit} tokens is full. {_CONTEXT_CHOICES}."
             )
-        elif stats.finish_reason == "tool_calls":
+        elif answer.finish_reason == "tool_calls":
             self.screen.note("[the model calls a tool: run it, and type its result]")
-        elif stats.finish_reason == "length":
+        elif answer.finish_reason == "length":
             self.screen.note("[stopped at max_tokens; /set max_tokens none for no limit]")
-        footer = stats.footer(limit)
+        footer = answer.footer(limit)
         if self.shows_stats and footer:
             self.screen.note(footer)
         if limit is not None and WARN_CONTEXT_SHARE * limit <= used < limit:
@@ -160,31 +152,30 @@ def ask_once(
     Returns:
         The exit code: 0, or 130 when Ctrl-C stopped the answer (the part that had arrived is written).
     """
-    view = AnswerView(screen, shows_text=not as_json)
-    messages, settings = session.messages(question), session.settings
+    answer = Answer(screen, shows_text=not as_json)
     try:
-        stats = receive(backend, messages, settings, view, stops_loops=stops_loops)
+        answer.receive(backend, session.messages(question), session.settings, stops_loops=stops_loops)
     except EngineError:
         screen.end_answer()  # its last words may be held back, and the error begins a line
         raise
     if as_json:
-        usage = stats.usage
-        calls = {"tool_calls": [json.loads(call_line(call)) for call in view.calls]} if view.calls else {}
+        usage = answer.usage
+        calls = {"tool_calls": [json.loads(call_line(call)) for call in answer.calls]} if answer.calls else {}
         document = {
             "model": backend.model,
-            "answer": view.text,
+            "answer": answer.text,
             **calls,
-            "finish_reason": "repetition" if stats.stopped == "loop" else stats.finish_reason,
+            "finish_reason": "repetition" if answer.loop else answer.finish_reason,
             "prompt_tokens": usage.prompt_tokens if usage else None,
             "cached_tokens": usage.cached_tokens if usage else None,
             "completion_tokens": usage.completion_tokens if usage else None,
-            "ttft_s": stats.ttft_s,
-            "tokens_per_s": stats.tokens_per_s,
+            "ttft_s": answer.ttft_s,
+            "tokens_per_s": answer.tokens_per_s,
         }
         screen.answer(json.dumps(document, ensure_ascii=False))
-    view.end()
-    if stats.stopped == "loop":
-        screen.note(stats.loop_note())
+    answer.end()
+    if answer.loop:
+        screen.note(answer.loop_note())
     if shows_stats:
-        screen.note(stats.footer(backend.max_context))
-    return ExitCode.INTERRUPTED if stats.stopped == "interrupt" else ExitCode.SUCCESS
+        screen.note(answer.footer(backend.max_context))
+    return ExitCode.INTERRUPTED if answer.interrupted else ExitCode.SUCCESS

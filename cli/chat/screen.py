@@ -31,6 +31,7 @@ class Screen:
         self._out, self._err = out, err
         self.styles_markdown = styles_markdown
         self._at_line_start = True
+        self._is_reasoning = False
         self._live: Live | None = None
         self._growing = ""
         self._has_blocks = False
@@ -44,6 +45,7 @@ class Screen:
         """Write a piece of an answer as it arrives."""
         if not text:
             return
+        self._end_reasoning()
         if not _moves_cursor(self._out):
             self._at_line_start = text.endswith("\n")
             self._write(self._out, _visible(text) if self._out.isatty() else text)
@@ -55,21 +57,18 @@ class Screen:
 
     def reasoning(self, text: str) -> None:
         """Write a piece of the reasoning before an answer, dimmed; not among the answers."""
+        if not text:
+            return
+        self._is_reasoning = True
         if not _moves_cursor(self._err):
             self._write(self._err, _styled(self._err, _DIM, _visible(text)))
             return
         lines, newline, self._growing = (self._growing + _visible(text)).rpartition("\n")
         self._show(self._err, lines + newline, style="dim")
 
-    def end_reasoning(self) -> None:
-        """End the reasoning, so that the answer begins on a new line."""
-        if self._live is None:
-            self._write(self._err, "\n")
-        else:
-            self._end_live(self._err, is_markdown=False, style="dim")
-
     def end_answer(self) -> None:
         """End the current line, so that the next output begins on a new one."""
+        self._end_reasoning()
         if self._live is not None:
             self._end_live(self._out, is_markdown=self.styles_markdown)
         if not self._at_line_start:
@@ -91,6 +90,15 @@ class Screen:
     def error(self, text: str) -> None:
         """An error message."""
         self._write_line(_RED, text)
+
+    def _end_reasoning(self) -> None:
+        if not self._is_reasoning:
+            return
+        self._is_reasoning = False
+        if self._live is None:
+            self._write(self._err, "\n")
+        else:
+            self._end_live(self._err, is_markdown=False, style="dim")
 
     def _write_line(self, style: str, text: str) -> None:
         if self._err.isatty():

@@ -181,7 +181,6 @@ def test_notes_errors_and_reasoning_are_wrapped_at_words(monkeypatch, no_color):
     screen = Screen.for_conversation(terminal)
     for piece in re.findall(r"\S+\s?", text):
         screen.reasoning(piece)
-    screen.end_reasoning()
     lines = re.sub(r"\x1b\[\d*m", "", shown(screen, terminal, "Yes.")).splitlines()
     assert [line.rstrip() for line in lines] == [*wrapped, "Yes."]
 

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from engine.cli.chat.answer import AnswerView
+from engine.cli.chat.answer import Answer
 from engine.cli.chat.backend import AnswerChunk, Call, _chunk_of
 from engine.cli.chat.screen import Screen
 from engine.cli.chat.settings import read_form
@@ -16,9 +16,9 @@ from engine.runtime.errors import ConfigError, RequestError
 WEATHER = {"name": "get_weather", "parameters": {"type": "object"}}
 
 
-def shown(*chunks: AnswerChunk, shows_text: bool = True) -> tuple[AnswerView, str, str]:
+def shown(*chunks: AnswerChunk, shows_text: bool = True) -> tuple[Answer, str, str]:
     out, err = io.StringIO(), io.StringIO()
-    view = AnswerView(Screen(out, err), shows_text=shows_text)
+    view = Answer(Screen(out, err), shows_text=shows_text)
     for chunk in chunks:
         view.add(chunk)
     view.end()
@@ -60,7 +60,7 @@ def test_a_caller_that_prints_the_answer_itself_gets_nothing_shown():
     view, out, err = shown(AnswerChunk("x", reasoning="y", calls=(Call(0, "f", "{}"),)), shows_text=False)
 
     assert (out, err) == ("", "")
-    assert not view.is_empty
+    assert view.text == "x" and view.calls
 
 
 def test_chunks_of_a_server_with_calls_and_reasoning():
