@@ -35,7 +35,17 @@ ALL_KINDS: Final[Kinds] = frozenset(
 )
 WORDS: Final = {"null": ("null", "None"), "true": ("true", "True"), "false": ("false", "False")}
 """Spellings of the kinds with one value, in JSON and in Python."""
-_OF_TYPE: Final = {"boolean": ("true", "false"), "number": ("integer", "number")}
+_OF_TYPE: Final = {
+    **{kind: (kind,) for kind in ("string", "null", "integer", "array", "object")},
+    **dict.fromkeys(("boolean", "bool"), ("true", "false")),
+    **dict.fromkeys(("number", "float"), ("integer", "number")),
+    "str": ("string",),
+    "int": ("integer",),
+    "list": ("array",),
+    "dict": ("object",),
+    "none": ("null",),
+}
+"""Kinds of the types of JSON Schema, and of Python's, which clients send too, in any case; others allow everything."""
 _OBJECT_KEYWORDS: Final = frozenset(
     keyword
     for keyword, kind in FAMILIES.items()
@@ -109,7 +119,8 @@ class Parameters:
         kinds = ALL_KINDS
         if "type" in schema:
             types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-            kinds = frozenset(kind for name in types for kind in _OF_TYPE.get(str(name), (str(name),)))
+            named = [_OF_TYPE.get(str(name).lower(), ALL_KINDS) for name in types]
+            kinds = frozenset(kind for each in named for kind in each)
         for values in listed_values(schema):
             kinds &= frozenset(kind_of(value) for value in values)
         if (target := self.target_of(schema)) is not None:
@@ -124,7 +135,7 @@ class Parameters:
             if schema.get("format") in FORMATS:
                 families.add("string")
             if families:
-                return frozenset(kind for name in families for kind in _OF_TYPE.get(name, (name,)))
+                return frozenset(kind for name in families for kind in _OF_TYPE[name])
         return kinds
 
     def narrowed(self, schema: Any, kinds: Kinds, depth: int = 0) -> Any:

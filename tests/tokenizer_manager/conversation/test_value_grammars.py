@@ -259,7 +259,13 @@ def test_a_pattern_that_may_match_anywhere_as_one_of_the_whole_text(pattern: str
         ({"items": {}}, "array"),
         ({}, ALL),
         (True, ALL),
-        ({"type": 5, "enum": "x", "anyOf": {}}, "5"),
+        ({"type": 5, "enum": "x", "anyOf": {}}, ALL),
+        ({"type": "any"}, ALL),
+        ({"type": "STRING"}, "string"),
+        ({"type": "str"}, "string"),
+        ({"type": "int"}, "integer"),
+        ({"type": ["float", None]}, "integer number null"),
+        ({"type": "bool"}, "true false"),
     ],
 )
 def test_kinds_of_values(schema: Any, kinds: str):

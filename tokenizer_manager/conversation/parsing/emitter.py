@@ -65,6 +65,8 @@ class Emitter:
     def end(self) -> None:
         """The answer has ended: what was held back goes out."""
         self.end_reasoning()
+        if self.is_call_open and self._custom is None:
+            self._put_arguments(self._repair.cut())
         if self._space:
             self._put(self._space)
             self._space = ""

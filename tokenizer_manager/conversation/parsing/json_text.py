@@ -149,6 +149,10 @@ class JsonRepair:
             pos = end
         return "".join(parts)
 
+    def cut(self) -> str:
+        """What was held back, as it came: the value is not complete, and nothing more comes."""
+        return "" if self._num_skipped else self._pending + self._held
+
     def end(self) -> str:
         """What was held back, and the end of everything that is open."""
         parts: list[str] = []

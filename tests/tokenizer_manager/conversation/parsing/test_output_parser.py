@@ -302,6 +302,9 @@ def test_length_in_the_middle_of_a_call():
         CallBegin(0, "id0", "get_weather"),
         CallArguments(0, '{"city": "Par'),
     ]
+    assert parse(['<tool_call>\n{"name": "get_weather", "arguments": {"city": "x", "da'], "hermes")[1] == (
+        CallArguments(0, '{"city": "x", "da')
+    )
     assert parse(['<tool_call>\n{"name": "get_wea'], "hermes") == [Content('<tool_call>\n{"name": "get_wea')]
 
 
