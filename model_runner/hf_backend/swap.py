@@ -42,36 +42,30 @@ class KernelModule(nn.Module):
 def swap_modules(causal_lm: Any, ops: Ops) -> Counter[str]:
     """Replace what is recognized, one by one, so that each old module is freed; returns the number of each kind."""
     counts: Counter[str] = Counter()
-    dtype: torch.dtype = causal_lm.dtype
-    head, embedding = causal_lm.get_output_embeddings(), causal_lm.get_input_embeddings()
-    if type(head) is nn.Linear and head.weight.dtype == dtype and _is_plain(head):
-        packed = ops.pack_linear(head.weight.detach())
-        is_tied = (
-            isinstance(embedding, nn.Embedding) and embedding.weight.data_ptr() == head.weight.data_ptr()
-        )
-        replacements: dict[Any, KernelModule | None] = {head: _linear("head", packed, head)}
-        if is_tied and isinstance(packed, LinearWithRows):
-            replacements[embedding] = _embedding(ops, embedding, packed)
-        counts += _replace(causal_lm, replacements.get)
-        del replacements
-    del head, embedding
-    return counts + _replace(causal_lm, lambda module: _replacement(module, ops, dtype))
-
-
-def _replace(model: nn.Module, replacement: Callable[[nn.Module], KernelModule | None]) -> Counter[str]:
-    counts: Counter[str] = Counter()
-    parents = [module for module in model.modules() if module._modules]  # without the leaves, which are freed
-    for parent in parents:
-        for name in [name for name, _ in parent.named_children()]:
-            new = replacement(getattr(parent, name))
-            if new is not None:
-                setattr(parent, name, new)
-                counts[new.kind] += 1
+    tables: dict[int, LinearWithRows] = {}
+    dtype, head = causal_lm.dtype, causal_lm.get_output_embeddings()
+    parents = [
+        module for module in causal_lm.modules() if module._modules
+    ]  # without the leaves, which are freed
+    places = [(parent, name, child is head) for parent in parents for name, child in parent.named_children()]
+    places.sort(key=lambda place: not place[2])  # the head first: a tied embedding takes its table
+    del head
+    for parent, name, is_head in places:
+        new = _replacement(getattr(parent, name), ops, dtype, tables, is_head=is_head)
+        if new is not None:
+            setattr(parent, name, new)
+            counts[new.kind] += 1
     return counts
 
 
-def _replacement(module: Any, ops: Ops, dtype: torch.dtype) -> KernelModule | None:
-    """The new module; None: the old one stays, as a linear layer does that its model keeps in float32."""
+def _replacement(
+    module: Any, ops: Ops, dtype: torch.dtype, tables: dict[int, LinearWithRows], *, is_head: bool
+) -> KernelModule | None:
+    """The new module; None: the old one stays, as a linear layer does that its model keeps in float32.
+
+    Args:
+        tables: the packed head by the address of its weight, noted here.
+    """
     from transformers.pytorch_utils import Conv1D
 
     parameter = getattr(module, "weight", None)
@@ -79,12 +73,13 @@ def _replacement(module: Any, ops: Ops, dtype: torch.dtype) -> KernelModule | No
         return None
     weight = parameter.detach()
     if weight.dtype == dtype:
-        if type(module) is Conv1D:  # a linear layer that is stored transposed
-            return _linear("linear", ops.pack_linear(weight.t().contiguous()), module)
-        if type(module) is nn.Linear:
-            return _linear("linear", ops.pack_linear(weight), module)
+        if type(module) in (nn.Linear, Conv1D):  # the second one stores its weight transposed
+            packed = ops.pack_linear(weight if type(module) is nn.Linear else weight.t().contiguous())
+            if is_head and isinstance(packed, LinearWithRows):
+                tables[weight.data_ptr()] = packed
+            return _linear(packed, module.bias, is_head=is_head)
         if isinstance(module, nn.Embedding):
-            return _embedding(ops, module, weight)
+            return _embedding(ops, module, tables.get(weight.data_ptr(), weight))
         if type(module) is nn.LayerNorm and weight.ndim == 1:
             bias, eps = module.bias, module.eps
             return KernelModule("norm", lambda x: ops.layer_norm(x, weight, bias, eps))
@@ -97,29 +92,25 @@ def _is_plain(module: nn.Module) -> bool:
     return is_own and len(inspect.signature(module.forward).parameters) == 1
 
 
-def _linear(kind: str, packed: LinearWeight, module: Any) -> KernelModule:
+def _linear(packed: LinearWeight, bias: Tensor | None, *, is_head: bool) -> KernelModule:
     """A linear layer; an output head returns float32 if its kernel can."""
-    bias: Tensor | None = None if module.bias is None else module.bias.detach()
-    multiply: Callable[..., Tensor] = packed
-    if kind == "head" and isinstance(packed, LinearToFloat32):
-        multiply = packed.to_float32
+    multiply = packed.to_float32 if is_head and isinstance(packed, LinearToFloat32) else packed
+    kind = "head" if is_head else "linear"
     return KernelModule(kind, lambda x: multiply(x.reshape(-1, x.shape[-1]), bias).view(*x.shape[:-1], -1))
 
 
 def _embedding(ops: Ops, module: nn.Embedding, table: Tensor | LinearWithRows) -> KernelModule | None:
-    """Rows of a table, or of the weight of a head that is tied to it, times the factor `embed_scale` if there is one.
-
-    None: the module computes something else.
-    """
+    """Rows of a table times the factor `embed_scale` if there is one; None: the module computes something else."""
     scale = getattr(module, "embed_scale", None)
     if isinstance(scale, Tensor):
         scale = scale.to(module.weight.dtype).item()
+    attributes = {"embed_scale", "scalar_embed_scale", *nn.Embedding.__constants__}
     ids = torch.tensor([[0, module.num_embeddings - 1]], device=module.weight.device)
     expected = module.weight[ids] * (1.0 if scale is None else scale)
-    attributes = {"embed_scale", "scalar_embed_scale", *nn.Embedding.__constants__}
-    if not {*_attributes(module)} <= attributes or module.max_norm is not None:
-        return None
-    if not _computes(module, ids, expected, rtol=1e-2):  # the factor may be rounded to bfloat16
+    is_known = {*_attributes(module)} <= attributes and module.max_norm is None
+    if not is_known or not _computes(
+        module, ids, expected, rtol=1e-2
+    ):  # the factor may be rounded to bfloat16
         return None
 
     def rows(ids: Tensor) -> Tensor:
@@ -137,14 +128,11 @@ def _rms_norm(ops: Ops, module: nn.Module, weight: Tensor) -> KernelModule | Non
     dimensions. Attributes besides eps, such as the size of a group, may have an effect on other inputs only.
     """
     attributes = _attributes(module)
-    eps = next((value for key, value in attributes.items() if "eps" in key), None)
-    others = [value for key, value in attributes.items() if "eps" not in key]
-    names = [
-        name for name, _ in (*module.named_parameters(), *module.named_buffers(), *module.named_children())
-    ]
-    if names != ["weight"] or weight.ndim != 1 or not isinstance(eps, float):
+    eps = next((attributes.pop(name) for name in [*attributes] if "eps" in name), None)
+    has_more = len([*module.parameters(), *module.buffers(), *module.children()]) > 1
+    if has_more or weight.ndim != 1 or not isinstance(eps, float):
         return None
-    if not all(value is None or isinstance(value, bool) for value in others):
+    if not all(value is None or isinstance(value, bool) for value in attributes.values()):
         return None
     exact = copy.deepcopy(module).float()
     x = torch.randn(1, 3, 2, len(weight), generator=torch.Generator().manual_seed(0))
