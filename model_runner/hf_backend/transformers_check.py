@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ...models.spec.model_spec import ModelSpec
 
 _CHECK_NAME: Final = "engine_check"
+_NO_ARGUMENTS: Final = "its code does not pass arguments on to attention ({})"
 _LENGTHS: Final = (24, 9)
 _FIRST_PART: Final = 5  # tokens of the second text in the first step
 _LAYER_TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
@@ -81,16 +82,14 @@ class ModelCheck:
             ConfigError: a layer's attention is not what our backends compute.
         """
         length = _LENGTHS[0]
-        text = torch.zeros((1, length), dtype=torch.long, device="meta")
+        text = torch.zeros(length, dtype=torch.long, device="meta")
         # A mask of all heads keeps most models from reading values to find one; a few do not take it.
         for mask in (torch.zeros((1, 1, length, length), dtype=self._dtype, device="meta"), None):
             try:
                 self._run(text, attention_mask=mask)
             except (RuntimeError, ValueError, LookupError, AttributeError, TypeError) as error:
                 if isinstance(error, TypeError) and _CHECK_NAME in str(error):
-                    raise self._refusal(
-                        f"its code does not pass arguments on to attention ({error})"
-                    ) from error
+                    raise self._refusal(_NO_ARGUMENTS.format(error)) from error
             else:  # else the rest needs values
                 self._require_all()
             if self._seen:
@@ -103,25 +102,36 @@ class ModelCheck:
         Raises:
             ConfigError: a layer has another kind of attention than ours.
         """
-        generator, device = torch.Generator().manual_seed(0), next(self._causal_lm.parameters()).device
-        texts = [
-            torch.randint(self._spec.vocab_size, (1, length), generator=generator) for length in _LENGTHS
-        ]
-        self._steps = _Steps(self._spec, self._dtype, [text.to(device) for text in texts])
+        spec, device = self._spec, next(self._causal_lm.parameters()).device
+        shape = len(_LENGTHS), max(_LENGTHS)
+        texts = torch.randint(spec.vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(device)
+        self._texts = [text[:length] for text, length in zip(texts, _LENGTHS, strict=True)]
+        self._kv = KVPool(
+            num_layers=spec.num_layers,
+            num_pages=shape[0],
+            page_size=shape[1],
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            dtype=self._dtype,
+            device=device,
+        )
+        # A page for each text, after the dummy page.
+        self._slots = torch.arange(texts.numel(), device=device).view(shape) + shape[1]
+        self._backend = TorchNativeAttention(spec, self._kv, self._slots.int(), InputBuffers(device))
         try:
-            for number, text in enumerate(self._steps.texts):
-                self._hidden = self._run(text, self._steps.step({number: (0, text.shape[1])}))
+            for number, text in enumerate(self._texts):
+                self._hidden = self._run(text, self._make_step((number, 0, len(text))))
                 self._require_all()
             # The passes above have the model's own positions: some models count from another number.
-            placed = self._run(text, position_ids=torch.arange(text.shape[1], device=device).unsqueeze(0))
+            placed = self._run(text, position_ids=torch.arange(len(text), device=device).unsqueeze(0))
         except TypeError as error:
-            raise self._refusal(f"its code does not pass arguments on to attention ({error})") from error
+            raise self._refusal(_NO_ARGUMENTS.format(error)) from error
         except RuntimeError as error:
             raise self._refusal(f"it cannot run at all ({error})") from error
         counting = "it does not count positions 0, 1, 2 and so on: hidden states differ by {:.1%}"
         self._compare(placed, self._hidden, counting)
         self._decoder.set_attn_implementation("eager")
-        self._logits = self._causal_lm(input_ids=text, use_cache=False).logits[0]
+        self._logits = self._causal_lm(input_ids=text.unsqueeze(0), use_cache=False).logits[0]
 
     @torch.inference_mode()
     def compare(self, model: TransformersModel) -> None:
@@ -132,8 +142,8 @@ class ModelCheck:
         """
         first, second = _LENGTHS
         try:
-            begun = model.forward(self._steps.step({0: (0, first), 1: (0, _FIRST_PART)}))[first:]
-            rest = model.forward(self._steps.step({1: (_FIRST_PART, second)}))
+            begun = model.forward(self._make_step((0, 0, first), (1, 0, _FIRST_PART)))[first:]
+            rest = model.forward(self._make_step((1, _FIRST_PART, second)))
         except ValueError as error:
             raise self._refusal(f"it brings {error}") from error
         mixing = (
@@ -150,12 +160,23 @@ class ModelCheck:
         head = "its head needs more than the last hidden states: alone it gives other logits (by {:.1%})"
         self._compare(logits, self._logits, head)
 
+    def _make_step(self, *spans: tuple[int, int, int]) -> ForwardBatch:
+        """A step with tokens of some texts; spans: (text, start, stop)."""
+        rows, starts, stops = np.asarray(spans).T
+        return ForwardBatch(
+            input_ids=torch.cat([self._texts[text][start:stop] for text, start, stop in spans]),
+            positions=torch.cat([torch.arange(*span, device=self._slots.device) for _, *span in spans]),
+            kv_pool=self._kv,
+            out_cache_loc=torch.cat([self._slots[text, start:stop] for text, start, stop in spans]),
+            attention=self._backend.plan_step(BatchLayout(rows, starts, stops - starts, len(spans))),
+        )
+
     @torch.inference_mode()
     def _run(self, text: Tensor, step: ForwardBatch | None = None, **inputs: Tensor | None) -> Tensor:
-        """Hidden states of a text, [1, T] -> [T, n], with `attend` in each layer. `inputs`: of the decoder."""
+        """Hidden states of a text, [T] -> [T, n], with `attend` in each layer. `inputs`: of the decoder."""
         self._step = step
         self._seen.clear()
-        out = self._decoder(input_ids=text, use_cache=False, engine_check=self, **inputs)
+        out = self._decoder(input_ids=text.unsqueeze(0), use_cache=False, engine_check=self, **inputs)
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
 
@@ -166,9 +187,9 @@ class ModelCheck:
         layer_id, num_layers = getattr(module, "layer_idx", None), self._spec.num_layers
         if not isinstance(layer_id, int) or not 0 <= layer_id < num_layers:
             raise self._refusal(f"an attention layer has the number {layer_id}, of {num_layers} layers")
+        layer = f"layer {layer_id}"
         if layer_id in self._seen:
-            twice = "attends twice, but the KV pool holds its keys and values once"
-            raise self._refusal(f"layer {layer_id} {twice}")
+            raise self._refusal(f"{layer} attends twice, but the KV pool holds its keys and values once")
         self._seen.add(layer_id)
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         if eager is None:
@@ -176,14 +197,14 @@ class ModelCheck:
             raise self._refusal(f"the module of {name} has no eager attention to compare with")
         theirs, weights = eager(module, q, k, v, attention_mask, **options)
         if reason := self._reason_of_form(layer_id, q, k, v, options):
-            raise self._refusal(f"layer {layer_id} {reason}")
+            raise self._refusal(f"{layer} {reason}")
         if self._step is not None:
             ours, _ = attend(module, q, k, v, None, engine_step=self._step, **options)
             difference = float((theirs - ours).abs().max() / theirs.abs().max().clamp_min(1e-30))
             self.worst = max(self.worst, difference)
             if difference > _LAYER_TOLERANCE[q.dtype]:
                 raise self._refusal(
-                    f"layer {layer_id} does not compute plain causal attention: values differ by {difference:.1%} of "
+                    f"{layer} does not compute plain causal attention: values differ by {difference:.1%} of "
                     "the largest (as with position biases, sinks and attention in both directions)"
                 )
         return theirs, weights
@@ -231,36 +252,3 @@ def _attend_checked(
     if engine_check is None:
         raise TypeError(f"{type(module).__name__} does not get {_CHECK_NAME}")
     return engine_check.attend(module, *args, **options)
-
-
-class _Steps:
-    """Makes steps for texts [1, T], over a KV pool with a page for each."""
-
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, texts: list[Tensor]) -> None:
-        self.texts, page_size, device = texts, max(_LENGTHS), texts[0].device
-        self._kv = KVPool(
-            num_layers=spec.num_layers,
-            num_pages=len(texts),
-            page_size=page_size,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            dtype=dtype,
-            device=device,
-        )
-        slots = torch.arange(page_size, (1 + len(texts)) * page_size, device=device)
-        self._table = slots.view(len(texts), page_size).to(torch.int32)
-        self._backend = TorchNativeAttention(spec, self._kv, self._table, InputBuffers(device))
-
-    def step(self, spans: dict[int, tuple[int, int]]) -> ForwardBatch:
-        """A step with the tokens start..stop-1 of some texts."""
-        starts, stops = np.asarray(list(spans.values())).T
-        layout = BatchLayout(np.asarray(list(spans)), starts, stops - starts, len(spans))
-        return ForwardBatch(
-            input_ids=torch.cat([self.texts[number][0, slice(*span)] for number, span in spans.items()]),
-            positions=torch.cat([torch.arange(*span, device=self._table.device) for span in spans.values()]),
-            kv_pool=self._kv,
-            out_cache_loc=torch.cat(
-                [self._table[number, slice(*span)].long() for number, span in spans.items()]
-            ),
-            attention=self._backend.plan_step(layout),
-        )
