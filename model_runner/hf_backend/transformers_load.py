@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -54,12 +55,15 @@ def load_transformers_model(
     model_config = _read_config(transformers, source, spec)
     _refuse_changing_rotary(source, model_config, spec, max_model_len)
     transformers.AttentionInterface.register(ATTENTION_NAME, attend)
-    if config.load_format == "dummy":
-        causal_lm = _from_config(transformers, source, model_config, dtype)
-        _fill(causal_lm, DummyStore(config.seed))
-    else:
-        causal_lm = _from_files(transformers, source, spec, model_config, dtype)
-    causal_lm = causal_lm.eval().requires_grad_(False).to(device)
+    is_dummy = config.load_format == "dummy"
+    causal_lm = _load(transformers, source, spec, model_config, dtype, with_weights=not is_dummy)
+    causal_lm = causal_lm.eval().requires_grad_(False)
+    if is_dummy:
+        weights = DummyStore(config.seed)
+        for name, parameter in causal_lm.named_parameters():
+            if parameter.ndim > 1:  # norms keep transformers' initial values
+                weights.read(name, parameter)
+    causal_lm = causal_lm.to(device)
     name = type(causal_lm).__name__
     check = ModelCheck(causal_lm, spec, source.path)
     check.check_layers()
@@ -93,12 +97,15 @@ def check_architecture(source: ModelSource, spec: ModelSpec) -> None:
     transformers = _import_transformers()
     model_config = _read_config(transformers, source, spec)
     with torch.device("meta"):
-        causal_lm = _from_config(transformers, source, model_config, torch.bfloat16)
+        causal_lm = _load(transformers, source, spec, model_config, torch.bfloat16, with_weights=False)
     ModelCheck(causal_lm.eval(), spec, source.path).check_forms()
 
 
 def _import_transformers() -> Any:
-    _keep_compiler_cache()
+    with contextlib.suppress(ConfigError, OSError):  # else the default of torch, a temporary folder
+        folder = cache_dir() / "torchinductor"
+        folder.mkdir(parents=True, exist_ok=True)
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))  # its compiler is imported by models
     try:
         import transformers
     except ImportError as error:
@@ -108,16 +115,6 @@ def _import_transformers() -> Any:
         ) from error
     transformers.logging.disable_progress_bar()
     return transformers
-
-
-def _keep_compiler_cache() -> None:
-    """Set the cache folder of torch's compiler, which its models import; by default it is a temporary folder."""
-    try:
-        folder = cache_dir() / "torchinductor"
-        folder.mkdir(parents=True, exist_ok=True)
-    except (ConfigError, OSError):  # torch's default folder is used
-        return
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
 
 def _read_config(transformers: Any, source: ModelSource, spec: ModelSpec) -> Any:
@@ -154,26 +151,25 @@ def _refuse_changing_rotary(source: ModelSource, config: Any, spec: ModelSpec, m
             )
 
 
-def _from_config(transformers: Any, source: ModelSource, config: Any, dtype: torch.dtype) -> Any:
-    options = {"dtype": dtype, "attn_implementation": "eager", "trust_remote_code": False}
-    try:
-        return transformers.AutoModelForCausalLM.from_config(config, **options)
-    except (ImportError, ValueError, TypeError) as error:
-        raise _not_loadable(source, config, error) from error
-
-
-def _from_files(
-    transformers: Any, source: ModelSource, spec: ModelSpec, config: Any, dtype: torch.dtype
+def _load(
+    transformers: Any,
+    source: ModelSource,
+    spec: ModelSpec,
+    config: Any,
+    dtype: torch.dtype,
+    *,
+    with_weights: bool,
 ) -> Any:
-    options = {"dtype": dtype, "attn_implementation": "eager", "output_loading_info": True, "config": config}
+    options = {"config": config, "dtype": dtype, "attn_implementation": "eager"}
     try:
+        if not with_weights:
+            return transformers.AutoModelForCausalLM.from_config(trust_remote_code=False, **options)
+        options |= {"output_loading_info": True}
         if spec.files.language_of:
             model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-            store = SafetensorsStore(Path(source.path), spec)
+            store, prefix = SafetensorsStore(Path(source.path), spec), f"{model_class.base_model_prefix}."
             tensors = {
-                re.sub(r"^model\.", f"{model_class.base_model_prefix}.", name): store.mapped(name).to(
-                    dtype, copy=True
-                )
+                re.sub(r"^model\.", prefix, name): store.mapped(name).to(dtype, copy=True)
                 for name in store.names()
             }
             causal_lm, info = model_class.from_pretrained(None, state_dict=tensors, **options)
@@ -181,7 +177,9 @@ def _from_files(
             options |= {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
             causal_lm, info = transformers.AutoModelForCausalLM.from_pretrained(Path(source.path), **options)
     except (ImportError, OSError, ValueError, TypeError, RuntimeError, KeyError) as error:
-        raise _not_loadable(source, config, error) from error
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        reason = f"transformers cannot load {config.model_type}: {lines[0]}"
+        raise ConfigError(f"{source.path}: {reason}") from error
     missing = sorted(info["missing_keys"])
     if missing:
         raise ConfigError(
@@ -190,16 +188,3 @@ def _from_files(
             "--load-format dummy for random weights"
         )
     return causal_lm
-
-
-def _not_loadable(source: ModelSource, config: Any, error: Exception) -> ConfigError:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return ConfigError(f"{source.path}: transformers cannot load {config.model_type}: {lines[0]}")
-
-
-@torch.no_grad()
-def _fill(causal_lm: Any, weights: DummyStore) -> None:
-    """Fill parameters with dummy weights by their names, except norms, which keep transformers' initial values."""
-    for name, parameter in causal_lm.named_parameters():
-        if parameter.ndim > 1:
-            weights.read(name, parameter)
