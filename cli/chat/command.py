@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import stat
 import sys
@@ -36,17 +37,8 @@ from .slash_commands import LeaveChat, is_command, message_of, run_command
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
-def _option(title: str, text: str, *names: str, metavar: str | None = None) -> Any:
-    return typer.Option(*names, help=text, metavar=metavar, rich_help_panel=title, show_default=False)
-
-
-def _chat(text: str, *names: str, metavar: str | None = None) -> Any:
-    return _option("Chat", text, *names, metavar=metavar)
-
-
-def _sampling(text: str, *names: str, metavar: str) -> Any:
-    return _option("Sampling", text, *names, metavar=metavar)
-
+_chat = functools.partial(typer.Option, rich_help_panel="Chat", show_default=False)
+_sampling = functools.partial(typer.Option, rich_help_panel="Sampling", show_default=False)
 
 Text = str | None
 Question = typer.Argument(
@@ -59,78 +51,58 @@ Question = typer.Argument(
 def chat(
     question: Annotated[list[str] | None, Question] = None,
     config_file: ConfigFileOption = None,
-    url: Annotated[
-        Text, _chat("Talk to this server instead of loading a model.", "--url", metavar="URL")
-    ] = None,
+    url: Annotated[Text, _chat(metavar="URL", help="Talk to this server instead of loading a model.")] = None,
     attach_first: Annotated[
         bool,
         _chat(
-            "Talk to a server of this user that runs here, if nothing names a model  [default: attach]",
             "--attach/--no-attach",
+            help="Talk to a server of this user that runs here, if nothing names a model  [default: attach]",
         ),
     ] = True,
     api_key: Annotated[
-        Text, _chat("API key of that server (or set ENGINE_API_KEY).", "--api-key", metavar="TEXT")
+        Text, _chat(metavar="TEXT", help="API key of that server (or set ENGINE_API_KEY).")
     ] = None,
-    system: Annotated[Text, _chat("The system prompt.", "--system", "-s", metavar="TEXT")] = None,
+    system: Annotated[Text, _chat("--system", "-s", metavar="TEXT", help="The system prompt.")] = None,
     load: Annotated[
-        Path | None, _chat("Continue a conversation saved by /save.", "--load", metavar="FILE")
+        Path | None, _chat(metavar="FILE", help="Continue a conversation saved by /save.")
     ] = None,
     schema: Annotated[
-        Path | None,
-        _chat("Answers are JSON that matches the JSON Schema in this file.", "--schema", metavar="FILE"),
+        Path | None, _chat(metavar="FILE", help="Answers are JSON that matches the JSON Schema in this file.")
     ] = None,
     tools: Annotated[
-        Path | None,
-        _chat("Tools that the model may call (JSON, OpenAI's form).", "--tools", metavar="FILE"),
+        Path | None, _chat(metavar="FILE", help="Tools that the model may call (JSON, OpenAI's form).")
     ] = None,
-    as_json: Annotated[bool, _chat("Print the answer as a JSON object, with statistics.", "--json")] = False,
+    as_json: Annotated[
+        bool, _chat("--json", help="Print the answer as a JSON object, with statistics.")
+    ] = False,
     stats: Annotated[
-        bool | None,
-        _chat("Statistics after each answer, on stderr  [default: on a terminal]", "--stats/--no-stats"),
+        bool | None, _chat(help="Statistics after each answer, on stderr  [default: on a terminal]")
     ] = None,
     markdown: Annotated[
-        bool,
-        _chat("Style Markdown in answers on a terminal  [default: markdown]", "--markdown/--no-markdown"),
+        bool, _chat(help="Style Markdown in answers on a terminal  [default: markdown]")
     ] = True,
     stop_loops: Annotated[
-        bool,
-        _chat(
-            "Stop an answer that repeats itself without end  [default: stop-loops]",
-            "--stop-loops/--no-stop-loops",
-        ),
+        bool, _chat(help="Stop an answer that repeats itself without end  [default: stop-loops]")
     ] = True,
-    quiet: Annotated[bool, _chat("Print nothing but answers and errors.", "--quiet", "-q")] = False,
-    history: Annotated[
-        bool, _chat("Remember typed lines  [default: history]", "--history/--no-history")
-    ] = True,
+    quiet: Annotated[bool, _chat("--quiet", "-q", help="Print nothing but answers and errors.")] = False,
+    history: Annotated[bool, _chat(help="Remember typed lines  [default: history]")] = True,
     temperature: Annotated[
-        Text,
-        _sampling(
-            "Sampling temperature; 0 is greedy  [default: the model's]",
-            "--temperature",
-            metavar="NUMBER",
-        ),
+        Text, _sampling(metavar="NUMBER", help="Sampling temperature; 0 is greedy  [default: the model's]")
     ] = None,
     top_p: Annotated[
-        Text,
-        _sampling(
-            "Probability mass of nucleus sampling  [default: the model's]", "--top-p", metavar="NUMBER"
-        ),
+        Text, _sampling(metavar="NUMBER", help="Probability mass of nucleus sampling  [default: the model's]")
     ] = None,
     top_k: Annotated[
-        Text, _sampling("Most likely tokens to sample from  [default: the model's]", "--top-k", metavar="INT")
+        Text, _sampling(metavar="INT", help="Most likely tokens to sample from  [default: the model's]")
     ] = None,
     min_p: Annotated[
         Text,
-        _sampling(
-            "Smallest probability, relative to that of the most likely token", "--min-p", metavar="NUMBER"
-        ),
+        _sampling(metavar="NUMBER", help="Smallest probability, relative to that of the most likely token"),
     ] = None,
     max_tokens: Annotated[
-        Text, _sampling("Most tokens in an answer  [default: what fits]", "--max-tokens", metavar="INT")
+        Text, _sampling(metavar="INT", help="Most tokens in an answer  [default: what fits]")
     ] = None,
-    stop: Annotated[Text, _sampling("String that ends an answer.", "--stop", metavar="TEXT")] = None,
+    stop: Annotated[Text, _sampling(metavar="TEXT", help="String that ends an answer.")] = None,
     *,
     settings: FlagValues,
 ) -> int:
@@ -140,10 +112,12 @@ def chat(
     loaded into this process. Piped input is the question, or is appended to it: `engine chat "Summarize this:" <
     notes.txt`. Standard output carries only the answer.
     """
+    chosen = ChatSettings()
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "stop": stop}
-    session = ChatSession(
-        system, _chat_settings(sampling | {"max_tokens": max_tokens, "seed": settings["seed"]})
-    )
+    for name, text in (sampling | {"max_tokens": max_tokens, "seed": settings["seed"]}).items():
+        if text is not None:
+            chosen = chosen.changed(name, text)
+    session = ChatSession(system, chosen)
     form = read_form(schema, tools)
     if load is not None:
         session.load(load)
@@ -210,14 +184,6 @@ def _converse(chat: Conversation, display: StartupDisplay, *, quiet: bool, histo
 def _start(merged: MergedConfig, display: StartupDisplay, form: Mapping[str, Any]) -> Backend:
     with ends_at_interrupt():
         return InProcessBackend.start(merged, display, form)
-
-
-def _chat_settings(given: dict[str, str | None]) -> ChatSettings:
-    settings = ChatSettings()
-    for name, text in given.items():
-        if text is not None:
-            settings = settings.changed(name, text)
-    return settings
 
 
 def run_repl(chat: Conversation, editor: LineEditor) -> int:

@@ -6,6 +6,7 @@ Standard output carries only the result.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import stat
@@ -37,40 +38,44 @@ _WITHOUT: Final = ("model", "served_model_name", "seed", "sampling_defaults", "c
 """Settings of the model that are options of their own here, or have no effect."""
 
 
-def _option(title: str, text: str, *names: str, metavar: str | None = None) -> Any:
-    return typer.Option(*names, help=text, metavar=metavar, rich_help_panel=title, show_default=False)
-
-
+_option = functools.partial(typer.Option, show_default=False)
+_vectors = functools.partial(_option, rich_help_panel="Vectors")
+_ranking = functools.partial(_option, rich_help_panel="Ranking")
 _Text = str | None
 _Files = Annotated[
     list[str] | None,
     typer.Argument(metavar="FILE", help="Files with a text on each line; - or none: standard input."),
 ]
-_model = _option(
-    "Model",
-    "Folder in Hugging Face layout, .gguf file or name of a model; with --url, which of its models  [default: minilm]",
-    "--model",
-    metavar="TEXT",
-)
-_url = _option("Where it runs", "Ask this server instead of loading a model.", "--url", metavar="URL")
-_attach = _option(
-    "Where it runs",
-    "Ask a server of this user that runs here and can do it, if nothing names a model  [default: attach]",
-    "--attach/--no-attach",
-)
-_api_key = _option(
-    "Where it runs", "API key of that server (or set ENGINE_API_KEY).", "--api-key", metavar="TEXT"
-)
-_null = _option(
-    "Texts", "Texts end with a NUL byte instead of a line end, as `find -print0` writes them.", "--null", "-0"
-)
-_skip_empty = _option("Texts", "Leave out empty texts; otherwise they are errors.", "--skip-empty")
-_truncate = _option("Texts", "Cut texts that are longer than the model takes.", "--truncate")
-_quiet = _option("General", "Print nothing but the result and errors.", "--quiet", "-q")
-
-
-def _vectors(text: str, *names: str, metavar: str | None = None) -> Any:
-    return _option("Vectors", text, *names, metavar=metavar)
+_where = functools.partial(_option, rich_help_panel="Where it runs")
+_texts = functools.partial(_option, rich_help_panel="Texts")
+_Model = Annotated[
+    _Text,
+    _option(
+        rich_help_panel="Model",
+        metavar="TEXT",
+        help="Folder in Hugging Face layout, .gguf file or name of a model; with --url, which of its models  "
+        "[default: minilm]",
+    ),
+]
+_Url = Annotated[_Text, _where(metavar="URL", help="Ask this server instead of loading a model.")]
+_Attach = Annotated[
+    bool,
+    _where(
+        help="Ask a server of this user that runs here and can do it, if nothing names a model  [default: attach]"
+    ),
+]
+_ApiKey = Annotated[_Text, _where(metavar="TEXT", help="API key of that server (or set ENGINE_API_KEY).")]
+_Truncate = Annotated[bool, _texts("--truncate", help="Cut texts that are longer than the model takes.")]
+_Null = Annotated[
+    bool,
+    _texts(
+        "--null", "-0", help="Texts end with a NUL byte instead of a line end, as `find -print0` writes them."
+    ),
+]
+_SkipEmpty = Annotated[bool, _texts("--skip-empty", help="Leave out empty texts; otherwise they are errors.")]
+_Quiet = Annotated[
+    bool, _option("--quiet", "-q", rich_help_panel="General", help="Print nothing but the result and errors.")
+]
 
 
 @app.command(cls=GroupedCommand, context_settings=CONTEXT_SETTINGS)
@@ -78,48 +83,40 @@ def _vectors(text: str, *names: str, metavar: str | None = None) -> Any:
 def embed(
     files: _Files = None,
     config_file: ConfigFileOption = None,
-    model: Annotated[_Text, _model] = None,
-    url: Annotated[_Text, _url] = None,
-    attach: Annotated[bool, _attach] = True,
-    api_key: Annotated[_Text, _api_key] = None,
+    model: _Model = None,
+    url: _Url = None,
+    attach: _Attach = True,
+    api_key: _ApiKey = None,
     output: Annotated[
-        _Text, _vectors("Write to this file instead of standard output.", "--output", "-o", metavar="FILE")
+        _Text,
+        _vectors("--output", "-o", metavar="FILE", help="Write to this file instead of standard output."),
     ] = None,
     form: Annotated[
         _Text,
         _vectors(
-            "Form of the vectors  [default: by the name of FILE; a table on a terminal, else npy]",
             "--format",
             metavar="|".join(WRITERS),
+            help="Form of the vectors  [default: by the name of FILE; a table on a terminal, else npy]",
         ),
     ] = None,
     dimensions: Annotated[
         int | None,
-        _vectors(
-            "Leading numbers to keep, of a model that was trained for it.", "--dimensions", metavar="INT"
-        ),
+        _vectors(metavar="INT", help="Leading numbers to keep, of a model that was trained for it."),
     ] = None,
     normalize: Annotated[
-        bool | None,
-        _vectors(
-            "Scale vectors to length 1  [default: as the model's files say]", "--normalize/--no-normalize"
-        ),
+        bool | None, _vectors(help="Scale vectors to length 1  [default: as the model's files say]")
     ] = None,
     prompt_name: Annotated[
-        _Text, _vectors("The model's prompt to put before each text.", "--prompt-name", metavar="TEXT")
+        _Text, _vectors(metavar="TEXT", help="The model's prompt to put before each text.")
     ] = None,
     input_type: Annotated[
         _Text,
-        _vectors(
-            "What the texts are, for models that have prompts for it.",
-            "--input-type",
-            metavar="query|document",
-        ),
+        _vectors(metavar="query|document", help="What the texts are, for models that have prompts for it."),
     ] = None,
-    truncate: Annotated[bool, _truncate] = False,
-    null: Annotated[bool, _null] = False,
-    skip_empty: Annotated[bool, _skip_empty] = False,
-    quiet: Annotated[bool, _quiet] = False,
+    truncate: _Truncate = False,
+    null: _Null = False,
+    skip_empty: _SkipEmpty = False,
+    quiet: _Quiet = False,
     *,
     settings: FlagValues,
 ) -> None:
@@ -167,37 +164,34 @@ def embed(
         print(f"engine: {note}", file=sys.stderr)
 
 
-def _ranking(text: str, *names: str, metavar: str | None = None) -> Any:
-    return _option("Ranking", text, *names, metavar=metavar)
-
-
 @rerank_app.command(cls=GroupedCommand, context_settings=CONTEXT_SETTINGS)
 @takes_config_options(("model",), exclude=_WITHOUT)
 def rerank(
     query: Annotated[str, typer.Argument(metavar="QUERY", help="What the documents are compared with.")],
     files: _Files = None,
     config_file: ConfigFileOption = None,
-    model: Annotated[_Text, _model] = None,
-    url: Annotated[_Text, _url] = None,
-    attach: Annotated[bool, _attach] = True,
-    api_key: Annotated[_Text, _api_key] = None,
+    model: _Model = None,
+    url: _Url = None,
+    attach: _Attach = True,
+    api_key: _ApiKey = None,
     top_n: Annotated[
         int | None,
-        _ranking("Print only so many documents, the most relevant ones.", "--top-n", "-n", metavar="INT"),
+        _ranking(
+            "--top-n", "-n", metavar="INT", help="Print only so many documents, the most relevant ones."
+        ),
     ] = None,
     instruction: Annotated[
         _Text,
         _ranking(
-            "What makes a document relevant, for models that take an instruction.",
-            "--instruction",
             metavar="TEXT",
+            help="What makes a document relevant, for models that take an instruction.",
         ),
     ] = None,
-    as_json: Annotated[bool, _ranking("Print a JSON object on each line.", "--json")] = False,
-    truncate: Annotated[bool, _truncate] = False,
-    null: Annotated[bool, _null] = False,
-    skip_empty: Annotated[bool, _skip_empty] = False,
-    quiet: Annotated[bool, _quiet] = False,
+    as_json: Annotated[bool, _ranking("--json", help="Print a JSON object on each line.")] = False,
+    truncate: _Truncate = False,
+    null: _Null = False,
+    skip_empty: _SkipEmpty = False,
+    quiet: _Quiet = False,
     *,
     settings: FlagValues,
 ) -> None:
