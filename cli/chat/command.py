@@ -159,7 +159,7 @@ def chat(
                 shows_stats=shows,
                 stops_loops=stop_loops,
             )
-        screen = Screen.for_conversation(sys.stdout, styles_markdown=markdown)
+        screen = Screen(sys.stdout, styles_markdown=markdown)
         conversation = Conversation(
             session, backend, screen, shows_stats=stats is not False and not quiet, stops_loops=stop_loops
         )
@@ -170,10 +170,8 @@ def chat(
 
 def _converse(chat: Conversation, display: StartupDisplay, *, quiet: bool, history: bool) -> int:
     if not quiet:
-        backend = chat.backend
-        context = f", context of {backend.max_context} tokens" if backend.max_context else ""
-        chat.screen.heading(f"{backend.model} {backend.where}{context}")
-        if about := backend.about():
+        chat.screen.heading(chat.title)
+        if about := chat.backend.about():
             chat.screen.note(about)
         started = f"Started: {display.summary()}. " if display.steps else ""
         chat.screen.note(f"{started}/help lists the commands, Ctrl-D leaves.")

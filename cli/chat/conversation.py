@@ -61,6 +61,13 @@ class Conversation:
         if isinstance(backend, HttpBackend):
             backend.on_wait = screen.note
 
+    @property
+    def title(self) -> str:
+        """The model, its place and its context."""
+        backend = self.backend
+        context = f", context of {backend.max_context} tokens" if backend.max_context else ""
+        return f"{backend.model} {backend.where}{context}"
+
     def ask(self, question: str) -> None:
         """Show the answer to a question, and keep both. Ctrl-C keeps the part that has arrived.
 

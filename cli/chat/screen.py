@@ -18,7 +18,7 @@ _FENCE: Final = re.compile(r" {0,3}(`{3,}|~{3,})(.*)")
 
 
 class Screen:
-    """Two streams: answers go to `out`, notes and errors to `err`; in a conversation both are the same.
+    """Two streams: answers go to `out`, notes and errors to `err`; without `err`, as in a conversation, to `out` too.
 
     On a terminal rich shows an answer: each block of Markdown when it is complete, and below it the end of the block
     that still grows, which is replaced in place. Elsewhere answers are unchanged.
@@ -27,19 +27,14 @@ class Screen:
         styles_markdown: whether Markdown is styled; without, rich only breaks lines between words.
     """
 
-    def __init__(self, out: TextIO, err: TextIO, *, styles_markdown: bool = True) -> None:
-        self._out, self._err = out, err
+    def __init__(self, out: TextIO, err: TextIO | None = None, *, styles_markdown: bool = True) -> None:
+        self._out, self._err = out, out if err is None else err
         self.styles_markdown = styles_markdown
         self._at_line_start = True
         self._is_reasoning = False
         self._live: Live | None = None
         self._growing = ""
         self._has_blocks = False
-
-    @classmethod
-    def for_conversation(cls, out: TextIO, *, styles_markdown: bool = True) -> Screen:
-        """All on one stream, in its order."""
-        return cls(out, out, styles_markdown=styles_markdown)
 
     def answer(self, text: str) -> None:
         """Write a piece of an answer as it arrives."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from ...runtime.errors import RequestError
 from ...runtime.text import counted
@@ -18,16 +17,9 @@ class LeaveChat(Exception):
     """`/exit`."""
 
 
-@dataclass(frozen=True, slots=True)
-class SlashCommand:
-    """One command.
-
-    Attributes:
-        name: without the slash.
-        arguments: how `/help` shows them.
-        help: one line.
-        run: receives the conversation and the text after the name.
-        words: completions of its first argument; `PATH` for file names.
+class SlashCommand(NamedTuple):
+    """One command: its name without the slash, its arguments and its line in `/help`, the function that receives the
+    text after the name, and completions of the first argument (`PATH`: file names).
     """
 
     name: str
@@ -85,9 +77,6 @@ def run_command(chat: Conversation, line: str) -> None:
         chat.screen.error(str(error))
 
 
-# ---------------------------------------------------------------- the commands
-
-
 def _help(chat: Conversation, argument: str) -> None:
     if argument:
         command = find_command(argument.removeprefix("/"))
@@ -105,11 +94,11 @@ def _set(chat: Conversation, argument: str) -> None:
         _show(chat, "")
         return
     name = name.replace("-", "_")
-    if name in PARAMETERS and not value.strip():
-        chat.screen.line(f"{name} = {_value(getattr(chat.session.settings, name))}")
-        return
-    chat.session.settings = chat.session.settings.changed(name, value.strip())
-    chat.screen.note(f"{name} = {_value(getattr(chat.session.settings, name))}")
+    show: Callable[[str], None] = chat.screen.line
+    if name not in PARAMETERS or value.strip():
+        chat.session.settings = chat.session.settings.changed(name, value.strip())
+        show = chat.screen.note
+    show(f"{name} = {_value(getattr(chat.session.settings, name))}")
 
 
 def _show(chat: Conversation, _argument: str) -> None:
@@ -136,13 +125,12 @@ def _clear(chat: Conversation, _argument: str) -> None:
 
 
 def _regen(chat: Conversation, _argument: str) -> None:
-    question = _take_back(chat)
-    chat.ask(question)
+    chat.ask(_take_back(chat))
 
 
 def _undo(chat: Conversation, _argument: str) -> None:
-    question = _take_back(chat)
-    chat.screen.note(f"Forgot: {_shortened(question)}")
+    question = " ".join(_take_back(chat).split())
+    chat.screen.note(f"Forgot: {question if len(question) <= 60 else f'{question[:57]}...'}")
 
 
 def _edit(chat: Conversation, _argument: str) -> None:
@@ -150,8 +138,10 @@ def _edit(chat: Conversation, _argument: str) -> None:
 
 
 def _drop(chat: Conversation, argument: str) -> None:
-    count = _count(argument or "1")
-    dropped = chat.session.drop_oldest(count)
+    count = argument or "1"
+    if not count.isdecimal() or int(count) < 1:
+        raise RequestError(f"{count!r} is no count; give a number from 1")
+    dropped = chat.session.drop_oldest(int(count))
     chat.screen.note(
         f"Forgot the {dropped} oldest of {counted(dropped + chat.session.num_exchanges, 'exchange')}."
     )
@@ -182,9 +172,7 @@ def _file(chat: Conversation, argument: str) -> None:
 
 
 def _markdown(chat: Conversation, argument: str) -> None:
-    if argument not in _ON_OFF:
-        raise RequestError(f"/markdown takes on or off, not {argument!r}")
-    chat.screen.styles_markdown = argument == "on"
+    chat.screen.styles_markdown = _is_on(argument, "/markdown")
     chat.screen.note(f"Markdown is styled: {argument}.")
 
 
@@ -196,12 +184,10 @@ def _load(chat: Conversation, argument: str) -> None:
 
 
 def _stats(chat: Conversation, argument: str) -> None:
-    if argument in _ON_OFF:
-        chat.shows_stats = argument == "on"
+    if argument:
+        chat.shows_stats = _is_on(argument, "/stats")
         chat.screen.note(f"A footer follows each answer: {argument}.")
         return
-    if argument:
-        raise RequestError(f"/stats takes on or off, not {argument!r}")
     if chat.last is not None:
         chat.screen.line(f"  last answer  {chat.last.footer(chat.backend.max_context) or 'nothing came'}")
     chat.screen.line(
@@ -213,15 +199,12 @@ def _tokens(chat: Conversation, _argument: str) -> None:
     used, limit = chat.used_tokens(), chat.backend.max_context
     if used is None:
         raise RequestError("this server cannot count tokens; the footer of an answer has its numbers")
-    if limit is None:
-        chat.screen.line(f"The conversation has {counted(used, 'token')}.")
-    else:
-        chat.screen.line(f"The conversation has {used} of {limit} tokens ({used / limit:.0%}).")
+    share = counted(used, "token") if limit is None else f"{used} of {limit} tokens ({used / limit:.0%})"
+    chat.screen.line(f"The conversation has {share}.")
 
 
 def _model(chat: Conversation, _argument: str) -> None:
-    context = f", context of {chat.backend.max_context} tokens" if chat.backend.max_context else ""
-    chat.screen.line(f"{chat.backend.model} {chat.backend.where}{context}")
+    chat.screen.line(chat.title)
 
 
 def _exit(_chat: Conversation, _argument: str) -> None:
@@ -235,10 +218,10 @@ def _take_back(chat: Conversation) -> str:
     return question
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise RequestError(f"{text!r} is no count; give a number from 1")
-    return int(text)
+def _is_on(argument: str, command: str) -> bool:
+    if argument not in _ON_OFF:
+        raise RequestError(f"{command} takes on or off, not {argument!r}")
+    return argument == "on"
 
 
 def _path(text: str, usage: str) -> Path:
@@ -289,11 +272,6 @@ def _value(value: object) -> str:
     if isinstance(value, tuple):
         return ", ".join(map(repr, value)) or "none"
     return str(value)
-
-
-def _shortened(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= 60 else f"{line[:57]}..."
 
 
 _TABLE: Final = (

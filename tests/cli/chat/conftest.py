@@ -95,9 +95,7 @@ def make_chat() -> Callable[..., Chat]:
 
     def make(**options: object) -> Chat:
         backend, out, ticks = ScriptedBackend(**options), io.StringIO(), iter(range(10_000))  # type: ignore[arg-type]
-        conversation = Conversation(
-            ChatSession(), backend, Screen.for_conversation(out), clock=lambda: next(ticks) * 0.5
-        )
+        conversation = Conversation(ChatSession(), backend, Screen(out), clock=lambda: next(ticks) * 0.5)
         return Chat(conversation, backend, out)
 
     return make

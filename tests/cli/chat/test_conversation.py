@@ -149,9 +149,9 @@ def shown(screen: Screen, stream: io.StringIO, text: str) -> str:
 @pytest.mark.usefixtures("colors")
 def test_a_model_cannot_write_escape_sequences_to_a_terminal():
     terminal, file = Terminal(), io.StringIO()
-    Screen.for_conversation(file).answer("a\x1b[2Jb")
+    Screen(file).answer("a\x1b[2Jb")
     assert file.getvalue() == "a\x1b[2Jb"
-    text = shown(Screen.for_conversation(terminal), terminal, "a\x1b[2Jb\x9bc")
+    text = shown(Screen(terminal), terminal, "a\x1b[2Jb\x9bc")
     assert text == "a\N{REPLACEMENT CHARACTER}[2Jb\N{REPLACEMENT CHARACTER}c"
 
 
@@ -159,12 +159,10 @@ def test_a_model_cannot_write_escape_sequences_to_a_terminal():
 def test_a_terminal_gets_wrapped_lines_and_styled_markdown():
     text = "one **two** three four five six"
     terminal, plain, file = Terminal(), Terminal(), io.StringIO()
-    assert shown(Screen.for_conversation(terminal), terminal, text) == (
-        "one \x1b[1mtwo\x1b[0m three four\nfive six"
-    )
-    unstyled = Screen.for_conversation(plain, styles_markdown=False)
+    assert shown(Screen(terminal), terminal, text) == ("one \x1b[1mtwo\x1b[0m three four\nfive six")
+    unstyled = Screen(plain, styles_markdown=False)
     assert shown(unstyled, plain, text) == "one **two** three\nfour five six"
-    assert shown(Screen.for_conversation(file), file, text) == text
+    assert shown(Screen(file), file, text) == text
 
 
 @pytest.mark.usefixtures("colors")
@@ -175,10 +173,10 @@ def test_notes_errors_and_reasoning_are_wrapped_at_words(monkeypatch, no_color):
     wrapped = ["repetition_penalty", "must lie in a range", "(said at once)"]
     for write in (Screen.note, Screen.error, Screen.line, Screen.heading):
         terminal = Terminal()
-        write(Screen.for_conversation(terminal), text)
+        write(Screen(terminal), text)
         assert re.sub(r"\x1b\[\d*m", "", terminal.getvalue()).splitlines() == wrapped
     terminal = Terminal()
-    screen = Screen.for_conversation(terminal)
+    screen = Screen(terminal)
     for piece in re.findall(r"\S+\s?", text):
         screen.reasoning(piece)
     lines = re.sub(r"\x1b\[\d*m", "", shown(screen, terminal, "Yes.")).splitlines()
@@ -189,7 +187,7 @@ def test_notes_errors_and_reasoning_are_wrapped_at_words(monkeypatch, no_color):
 def test_blocks_are_printed_once_and_apart_and_a_tall_one_fits_while_it_grows():
     terminal = Terminal()
     code = "".join(f"line {number}\n" for number in range(30))
-    text = shown(Screen.for_conversation(terminal), terminal, f"a\n\nb\nc\n\n```\n{code}```\n- d\n\n  e\n")
+    text = shown(Screen(terminal), terminal, f"a\n\nb\nc\n\n```\n{code}```\n- d\n\n  e\n")
     words = re.sub(r"\x1b\[[0-9;]*m", "", text).split()
     assert words == ["a", "b", "c", *code.split(), "•", "d", "e"]
     assert text.startswith("a\n\nb c\n\n")
@@ -216,11 +214,11 @@ def test_colors_only_on_a_terminal_and_not_under_no_color(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     terminal, file = Terminal(), io.StringIO()
-    Screen.for_conversation(terminal).note("x")
-    Screen.for_conversation(file).note("x")
+    Screen(terminal).note("x")
+    Screen(file).note("x")
     assert "\x1b[" in terminal.getvalue()
     assert file.getvalue() == "x\n"
     monkeypatch.setenv("NO_COLOR", "1")
     plain = Terminal()
-    Screen.for_conversation(plain).error("x")
+    Screen(plain).error("x")
     assert plain.getvalue() == "x\n"
