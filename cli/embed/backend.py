@@ -107,12 +107,16 @@ class ServerBackend:
         body["model"] = self.model
         if body.pop("truncate", False):
             body["truncate_prompt_tokens"] = -1
-        response = self._send(path, body)
-        for _ in range(_ATTEMPTS - 1):
-            if response.status_code != httpx.codes.TOO_MANY_REQUESTS:
+        attempts = 0
+        while True:
+            attempts += 1
+            try:
+                response = self._server.client.post(f"{self._server.base}{path}", json=body)
+            except httpx.HTTPError as error:
+                raise self._server.failure(error) from None
+            if response.status_code != httpx.codes.TOO_MANY_REQUESTS or attempts == _ATTEMPTS:
                 break
             time.sleep(min(wait_s(response), _MAX_WAIT_S))
-            response = self._send(path, body)
         if response.status_code != httpx.codes.OK:
             raise error_of(response)
         try:
@@ -121,12 +125,6 @@ class ServerBackend:
             raise ServerError(
                 f"{self._server.base} gave an answer that is not one of this API; check --url"
             ) from None
-
-    def _send(self, path: str, body: dict[str, Any]) -> httpx.Response:
-        try:
-            return self._server.client.post(f"{self._server.base}{path}", json=body)
-        except httpx.HTTPError as error:
-            raise self._server.failure(error) from None
 
 
 def in_parts(
@@ -218,15 +216,12 @@ def in_options(message: str) -> str:
 
 def _vectors(data: Sequence[Mapping[str, Any]], count: int) -> Vectors:
     """The vectors of an answer, in the order of its inputs; numbers come from a server that does not know base64."""
-    rows: list[Vectors | None] = [None] * count
+    rows: dict[int, Vectors] = {}
     for each in data:
         value = each["embedding"]
-        rows[each["index"]] = (
+        rows[range(count)[each["index"]]] = (
             np.frombuffer(base64.b64decode(value, validate=True), dtype="<f4")
             if isinstance(value, str)
             else np.asarray(value, dtype=np.float32)
         )
-    found = [row for row in rows if row is not None]
-    if len(found) < count:
-        raise ValueError("a vector is missing")
-    return np.stack(found)
+    return np.stack([rows[index] for index in range(count)])
