@@ -22,7 +22,6 @@ from .settings import ChatSettings
 
 if TYPE_CHECKING:
     from ...launch.resolve.prepare import Prepared
-    from ...offline.llm import LLM
 
 # One conversation at a time; the KV of a second sequence keeps the old conversation cached after /clear or /regen.
 BASE_SETTINGS: Final = from_arguments({"max_running_requests": 2})
@@ -91,18 +90,7 @@ class Backend(Protocol):
 class InProcessBackend:
     """A backend over `LLM`."""
 
-    def __init__(self, llm: LLM, form: Mapping[str, Any], weights: str) -> None:
-        self._llm = llm
-        self._form = form
-        self._weights = weights
-        self.model = llm.model_name
-        self.where = "in this process"
-        self.max_context: int | None = llm.max_model_len
-
-    @classmethod
-    def start(
-        cls, merged: MergedConfig, display: StartupDisplay, form: Mapping[str, Any]
-    ) -> InProcessBackend:
+    def __init__(self, merged: MergedConfig, display: StartupDisplay, form: Mapping[str, Any]) -> None:
         """Load the model; `form`: of the answers.
 
         Raises:
@@ -111,17 +99,17 @@ class InProcessBackend:
         display.step("import the engine")
         from ...offline.llm import LLM
 
-        weights = ""
-
         def check(prepared: Prepared) -> None:  # before weights are read
-            nonlocal weights
             if prepared.spec.pooling is not None:
                 raise RequestError(_why_it_cannot_chat(prepared.model_name, prepared.spec.pooling.task))
             quantization = prepared.spec.quantization
-            weights = str(prepared.config.model.dtype if quantization is None else quantization.method)
+            self._weights = str(prepared.config.model.dtype if quantization is None else quantization.method)
 
-        llm = LLM.from_config(merged, on_step=display.step, on_download=display.download, check=check)
-        return cls(llm, form, weights)
+        self._llm = LLM.from_config(merged, on_step=display.step, on_download=display.download, check=check)
+        self._form = form
+        self.model = self._llm.model_name
+        self.where = "in this process"
+        self.max_context: int | None = self._llm.max_model_len
 
     def answer(
         self, messages: Sequence[Message], settings: ChatSettings

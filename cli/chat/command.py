@@ -181,7 +181,7 @@ def _converse(chat: Conversation, display: StartupDisplay, *, quiet: bool, histo
 
 def _start(merged: MergedConfig, display: StartupDisplay, form: Mapping[str, Any]) -> Backend:
     with ends_at_interrupt():
-        return InProcessBackend.start(merged, display, form)
+        return InProcessBackend(merged, display, form)
 
 
 def run_repl(chat: Conversation, editor: LineEditor) -> int:

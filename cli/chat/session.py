@@ -64,11 +64,7 @@ class ChatSession:
         return [n for n, message in enumerate(self._messages) if message["role"] == "user"]
 
     def save(self, path: Path, model: str) -> None:
-        """Write the conversation; an existing file is replaced atomically.
-
-        Raises:
-            RequestError: it cannot be written.
-        """
+        """Write the conversation; see `_write`."""
         document = {
             "version": FILE_VERSION,
             "model": model,
@@ -79,11 +75,7 @@ class ChatSession:
         _write(path, json.dumps(document, ensure_ascii=False, indent=2) + "\n")
 
     def export(self, path: Path, model: str) -> None:
-        """Write the conversation as Markdown: a heading for each message; an existing file is replaced atomically.
-
-        Raises:
-            RequestError: it cannot be written.
-        """
+        """Write the conversation as Markdown: a heading for each message; see `_write`."""
         names = {"system": "System", "user": "You", "assistant": model}
         parts = [
             f"## {names[message['role']]}\n\n{message['content'].strip()}\n" for message in self.messages()
@@ -105,6 +97,11 @@ class ChatSession:
 
 
 def _write(path: Path, text: str) -> None:
+    """Write a file; an existing one is replaced atomically.
+
+    Raises:
+        RequestError: it cannot be written.
+    """
     partial = path.with_name(f".{path.name}.partial")
     try:
         partial.write_text(text, encoding="utf-8")
