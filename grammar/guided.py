@@ -150,11 +150,10 @@ class GuidedMatcher:
             block.bound(self._num_left - len(self._shortest))
 
     def _may_reason(self, reasoning: ReasoningBlock) -> bool:
-        """Whether a reasoning block that is not open yet leaves room for a short answer."""
+        """Whether a block that is not open yet leaves room for a short answer, however its marker is spelled."""
         if self._num_left is None or self._shortest is None:
             return True
-        markers = (reasoning.begin, reasoning.end)
-        num_tokens = sum([marker_table(self._vocabulary, marker).most_tokens for marker in markers])
+        num_tokens = len(reasoning.begin) + marker_table(self._vocabulary, reasoning.end).most_tokens
         return num_tokens + len(self._shortest) <= self._num_left
 
     def _refuse_limit(self, num_tokens: int, need: int, num_marker: int) -> None:

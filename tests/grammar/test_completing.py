@@ -268,6 +268,22 @@ def test_reasoning_leaves_the_tokens_of_the_short_answer(
     check(schema, text.rpartition(b"</think>")[2])
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_marker_in_single_bytes_leaves_the_tokens_of_the_short_answer(backend, vocabulary, seed):
+    use = GrammarUse(
+        spec=use_of({"type": "null"}).spec,
+        reasoning=ReasoningBlock(b"<think>", b"</think>", False),
+        complete=True,
+    )
+    grammar, choose = compiled(backend, use), random.Random(seed)
+    assert grammar.short_answer is not None
+    num_tokens = len(grammar.short_answer) + choose.randrange(24)
+
+    text = answer(limited(backend, grammar, use, num_tokens), vocabulary, num_tokens, choose)
+
+    assert text.rpartition(b"</think>")[2] == b"null"
+
+
 RECORD = {
     "type": "object",
     "properties": {f"field_{i}": {"type": "string"} for i in range(12)},
