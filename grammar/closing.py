@@ -14,7 +14,9 @@ import copy
 import functools
 import heapq
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -45,7 +47,10 @@ _FIRST_TOKENS: Final = 128
 _MAX_STATES: Final = 256
 """States of a string with a pattern that are looked at: 10 to 30 ms."""
 _PATTERN_BYTES: Final = 64
-"""Of a string with a pattern or a format, the shortest of which is not computed."""
+"""Of a string with a short pattern or a format, the shortest of which is not computed."""
+_REPEATED: Final = re.compile(r"(?P<group>\))?\{(?P<count>[0-9]{1,5})")
+_NUMBER: Final = b"0123456789+-.eE"
+_END_OF_ARRAY: Final = 0x5D
 _QUOTE: Final = 0x22
 _BACKSLASH: Final = 0x5C
 _UNICODE: Final = 0x75
@@ -95,8 +100,23 @@ class JsonState:
         """Objects and arrays that are open."""
         return len(self._open)
 
+    @property
+    def is_first(self) -> bool:
+        """The position is outside of strings, and the first value of the document or of an array would begin here."""
+        return not self.in_string and self.last in b"\x00["
+
+    @property
+    def in_number(self) -> bool:
+        """The last sign belongs to a number."""
+        return not self.in_string and self.last in _NUMBER
+
+    @property
+    def kind(self) -> tuple[bool, int, int, bool]:
+        """The part of the position that the effect of a token depends on."""
+        return self.in_string, self.escape_len, self.utf8_len, self.is_first
+
     def _read_sign(self, byte: int) -> None:
-        self.num_begun += byte in b'"{[,'
+        self.num_begun += byte in b'"{[,' or (self.is_first and byte != _END_OF_ARRAY)
         if byte == _QUOTE:
             self.in_string = True
             self.is_name = self._open.endswith(b"{") and self.last in b"{,"
@@ -125,6 +145,8 @@ class JsonState:
 
 _IN_TEXT: Final = JsonState()
 _IN_TEXT.read(b'"')
+_AFTER_NUMBER: Final = JsonState()
+_AFTER_NUMBER.read(b"0")
 
 
 class Skeleton(NamedTuple):
@@ -170,7 +192,11 @@ class ClosingTokens:
         counts[0] = 0
         self.num_up_to = counts.cumsum()
         self._tokens = vocabulary.tokens
-        self._skeletons: dict[tuple[int, bool, bool, int, int], Skeleton] = {}
+        self._skeletons: dict[tuple[int, bool, tuple[object, ...]], Skeleton] = {}
+        self._numbers: dict[
+            tuple[object, ...], npt.NDArray[np.int32]
+        ] = {}  # [V] of groups, at a kind of position
+        self._group_ids: dict[tuple[object, ...], dict[object, int]] = {}
         self._ids: dict[tuple[bytes, ...], tuple[int, ...]] = {
             texts: tuple(id_of[t] for t in texts if t in id_of) for texts in _LISTS
         }
@@ -204,7 +230,7 @@ class ClosingTokens:
             state: before it.
             is_free: characters of the string that `state` is in count, and do not differ.
         """
-        key = token_id, is_free, state.in_string, state.escape_len, state.utf8_len
+        key = token_id, is_free, state.kind
         found = self._skeletons.get(key)
         if found is None:
             end, kept, char_start = state.copy(), bytearray(), 0
@@ -223,6 +249,27 @@ class ClosingTokens:
             num_begun = end.num_begun - state.num_begun
             found = self._skeletons[key] = Skeleton(bytes(kept), end.escape_len, end.utf8_len, num_begun)
         return found
+
+    def grouped(
+        self, token_ids: npt.NDArray[np.intp], key_of: Callable[[int], object], position: tuple[object, ...]
+    ) -> dict[object, npt.NDArray[np.intp]]:
+        """Tokens by their keys, each of which is computed once per kind of position.
+
+        Args:
+            token_ids: ascending.
+            key_of: the key of a token; the same at all positions of this kind.
+            position: the kind.
+        """
+        if position not in self._numbers:
+            self._numbers[position] = np.full(self._ranks.size, -1, np.int32)
+            self._group_ids[position] = {}
+        numbers, ids = self._numbers[position], self._group_ids[position]
+        for token_id in token_ids[numbers[token_ids] < 0].tolist():
+            numbers[token_id] = ids.setdefault(key_of(token_id), len(ids))
+        found = numbers[token_ids]
+        order = np.argsort(found, kind="stable")
+        parts = np.split(token_ids[order], np.flatnonzero(np.diff(found[order])) + 1)
+        return {key_of(int(part[0])): part for part in parts if len(part)}
 
     @functools.lru_cache(maxsize=1 << 18)  # noqa: B019  (as many tables as vocabularies, which a process keeps)
     def kinds(self, token_id: int) -> str:
@@ -349,8 +396,8 @@ def growth_of(schema: str) -> int:
         container += node.get("minProperties", 0) * (8 + other)
         values = [node["const"]] if "const" in node else node.get("enum", ())
         string = max((len(json.dumps(value)) for value in values), default=2 + node.get("minLength", 0))
-        string += _PATTERN_BYTES if "pattern" in node or "format" in node else 0
-        total: int = max(container, string)
+        string += _pattern_bytes(node.get("pattern", "")) if "pattern" in node or "format" in node else 0
+        total: int = max(container, string, _number_bytes(node))
         if "$ref" in node:
             total += size(root.get("$defs", {}).get(str(node["$ref"]).rpartition("/")[2]))
         total += sum([size(part) for part in node.get("allOf", ())])
@@ -364,6 +411,21 @@ def growth_of(schema: str) -> int:
     for definition in root.get("$defs", {}).values() if isinstance(root, dict) else ():
         size(definition)
     return largest
+
+
+def _number_bytes(node: Mapping[str, Any]) -> int:
+    """Bytes of a short number of a schema, or more: as many digits as its bounds and its step have."""
+    names = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum", "multipleOf")
+    bounds = [node[name] for name in names if isinstance(node.get(name), int | float)]
+    return sum(len(format(Decimal(repr(bound)), "f")) for bound in bounds)
+
+
+def _pattern_bytes(pattern: str) -> int:
+    """Bytes of a short string of a pattern, or more in common cases: repetitions are added up."""
+    counts = [
+        int(match["count"]) * (len(pattern) if match["group"] else 1) for match in _REPEATED.finditer(pattern)
+    ]
+    return max(_PATTERN_BYTES, len(pattern) + sum(counts))
 
 
 def forced_share(compiled: CompiledGrammar) -> float | None:
@@ -399,23 +461,25 @@ def _next_tokens(
     for token_id in tokens.candidates(state):
         if matcher.validate((token_id,)):
             return [token_id]
-    if by_characters and state.in_string and not state.escape_len and not state.utf8_len:
-        return _string_end(matcher, vocabulary, tokens, max_tokens)
+    if by_characters and (
+        state.in_number or (state.in_string and not state.escape_len and not state.utf8_len)
+    ):
+        return _end_by_characters(matcher, vocabulary, tokens, state, max_tokens)
     mask = np.zeros(-(-vocabulary.size // 32), np.int32)
     matcher.fill(mask)
     best = -1 if matcher.error else tokens.longest(mask)
     return [] if best < 0 else [best]
 
 
-def _string_end(
-    matcher: Matcher, vocabulary: Vocabulary, tokens: ClosingTokens, max_tokens: int
+def _end_by_characters(
+    matcher: Matcher, vocabulary: Vocabulary, tokens: ClosingTokens, state: JsonState, max_tokens: int
 ) -> list[int]:
-    """At most `max_tokens` tokens of characters after which a string may end; [] if they are not found.
+    """At most `max_tokens` tokens of characters after which a string or a number may end; [] if they are not found.
 
     Breadth first, with the first allowed character of each kind before the others. Positions of one length with equal
     masks count as one state.
     """
-    quote = tokens.candidates(_IN_TEXT)[:1]
+    ends = tokens.candidates(_IN_TEXT if state.in_string else _AFTER_NUMBER)
     mask = np.zeros(-(-vocabulary.size // 32), np.int32)
     seen: set[tuple[int, bytes]] = set()
     pending: list[tuple[int, int, Matcher, tuple[int, ...]]] = [(0, 0, matcher, ())]
@@ -423,7 +487,7 @@ def _string_end(
         if not pending:
             break
         _, _, here, way = heapq.heappop(pending)
-        if way and quote and here.validate(quote):
+        if way and (any(here.validate((end,)) for end in ends) or is_complete(here, vocabulary)):
             return list(way)
         if forced := here.forced():
             return [*way, *forced]

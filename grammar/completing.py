@@ -52,7 +52,6 @@ class NearChoices:
 
     Attributes:
         grammar_mask: [W] tokens that the grammar allows.
-        found: ways that searches have found.
     """
 
     def __init__(self, position: Position, path: Sequence[int], vocabulary: Vocabulary, growth: int) -> None:
@@ -71,7 +70,7 @@ class NearChoices:
         self._path = list(path)
         self._vocabulary = vocabulary
         self._ways = _ends_of(self._path)  # tried before searches
-        self.found: list[list[int]] = []  # by searches; tried for groups after that
+        self._found: list[list[int]] = []  # by searches for `mask`; tried for groups after that
         self.grammar_mask: MaskRow = np.zeros(-(-vocabulary.size // 32), np.int32)
         position.matcher.fill(self.grammar_mask)
         self._is_failed = bool(position.matcher.error)
@@ -92,7 +91,15 @@ class NearChoices:
 
         Where only one text may follow, masks have the tokenizer's split of it, and not the others.
         """
-        return self._goes_on(token_id, self._ways) or self._search(token_id)
+        return self._goes_on(token_id, self._ways) or self._search(token_id) is not None
+
+    def ways_for(self, token_id: int) -> list[list[int]]:
+        """The ways by which a token is allowed, beside the path: the same ones after masks, checks and drafts."""
+        group = self._groups.get(self._key_of(token_id), ()) if allows(self.grammar_mask, token_id) else ()
+        if not len(group) or self._is_sure(group):
+            return []
+        self.mask()
+        return self._found
 
     def mask(self) -> MaskRow:
         """[W] the tokens that are allowed; read-only."""
@@ -106,12 +113,12 @@ class NearChoices:
             return self.grammar_mask
         mask = np.zeros_like(self.grammar_mask)
         num_searches, bits = MAX_SEARCHES, np.zeros(mask.size * 32, np.uint8)
-        for group in sorted(self._groups.values(), key=len, reverse=True):
+        for group in sorted(self._groups.values(), key=lambda group: (-len(group), group[0])):
             fits = self._is_sure(group)
             if not fits and num_searches > 0 and not self._by_kind:
                 num_searches -= 1
                 both = {int(group[0]), int(group[-1])}
-                fits = all(self._goes_on(each, self.found) or self._search(each) for each in both)
+                fits = all(self._goes_on(each, self._found) or self._finds(each) for each in both)
             if fits:
                 bits[group] = 1
         mask |= np.packbits(bits, bitorder="little").view(np.int32)
@@ -134,10 +141,8 @@ class NearChoices:
             for count in np.unique(num_chars[num_chars > 0]).tolist():
                 groups[count] = token_ids[num_chars == count]
             token_ids = token_ids[num_chars == 0]
-        others: dict[object, list[int]] = {}
-        for token_id in token_ids.tolist():
-            others.setdefault(self._key_of(token_id), []).append(token_id)
-        groups.update({key: np.array(ids, np.intp) for key, ids in others.items()})
+        position = self._is_free, self._by_kind, state.kind
+        groups.update(tables.grouped(token_ids, self._key_of, position))
         return groups
 
     def _key_of(self, token_id: int) -> object:
@@ -168,8 +173,8 @@ class NearChoices:
         if self._num_values < 0:
             return False
         state, tables = self._position.state, closing_tokens(self._vocabulary)
-        # The characters of a name choose the value that follows; those of a pattern its end.
-        chooses = state.in_string and (state.is_name or not self._is_free)
+        # The characters of a name choose the value that follows; those of a pattern or a number its end.
+        chooses = state.in_number or (state.in_string and (state.is_name or not self._is_free))
         if not chooses and tables.num_chars[token_id] and state.in_string:
             return True
         num_begun = tables.skeleton(token_id, state, is_free=self._is_free).num_begun
@@ -182,18 +187,22 @@ class NearChoices:
             len(way) <= left and leads_to_end(matcher, self._vocabulary, [token_id, *way]) for way in ways
         )
 
-    def _search(self, token_id: int) -> bool:
+    def _finds(self, token_id: int) -> bool:
+        """Search a way after a token, and keep it."""
+        way = self._search(token_id)
+        if way is not None:
+            self._found.append(way)
+        return way is not None
+
+    def _search(self, token_id: int) -> list[int] | None:
         left, ahead = self._position.num_left - 1, self._position.matcher.copy()
         if left < 0 or not ahead.accept((token_id,)):
-            return False
+            return None
         if ahead.ended:
-            return True
+            return []
         state = self._position.state.copy()
         state.read(self._vocabulary.tokens[token_id])
-        way = shortest_end(ahead, self._vocabulary, state, left)
-        if way is not None:
-            self.found.append(way)
-        return way is not None
+        return shortest_end(ahead, self._vocabulary, state, left)
 
 
 class CompletingMatcher:
@@ -268,11 +277,12 @@ class CompletingMatcher:
     def accept(self, token_ids: Sequence[int]) -> int:
         """Advance over generated tokens; see `Matcher.accept`."""
         for count, token_id in enumerate(token_ids):
+            choices = self._near_choices()
+            ways = [] if choices is None else choices.ways_for(token_id)
             num_accepted = self._inner.accept((token_id,))
             if not num_accepted or self._inner.error:
                 return count + num_accepted
             self.is_cut = self.is_cut or self._num_left in self._refused
-            ways = [] if self._choices is None else self._choices.found
             self._choices = None
             self._num_left -= 1
             if self._inner.ended:
@@ -393,7 +403,10 @@ class CompletingMatcher:
         else:
             known = next((way for way in (*_ends_of(path), *ways) if self._is_path(way)), None)
         ends_string = bool(path) and self._vocabulary.tokens[path[0]][:1] == b'"'
-        if known is not None and not num_begun and (ends_string or not self._state.in_string):
+        is_shorter = known is not None and len(known) < len(path)
+        if known is not None and (
+            is_shorter or (not num_begun and (ends_string or not self._state.in_string))
+        ):
             self._locate(known)
             return
         most = self._num_left if known is None else len(known) - 1

@@ -41,7 +41,14 @@ PEOPLE = {
 scalars = st.one_of(
     st.just({"type": "null"}),
     st.just({"type": "boolean"}),
-    st.builds(lambda low: {"type": "integer", "minimum": low}, st.sampled_from([-5, 0, 17, 1000])),
+    st.builds(lambda low: {"type": "integer", "minimum": low}, st.sampled_from([-5, 0, 17, 1000, 10**12])),
+    st.sampled_from(
+        [
+            {"type": "number", "minimum": 0.001, "maximum": 0.002},
+            {"type": "integer", "minimum": 1000, "multipleOf": 7},
+            {"type": "integer", "maximum": -(10**9)},
+        ]
+    ),
     st.just({"type": "number"}),
     st.builds(
         lambda least, more: {"type": "string", "minLength": least, "maxLength": least + more},
@@ -282,6 +289,32 @@ def test_a_marker_in_single_bytes_leaves_the_tokens_of_the_short_answer(backend,
     text = answer(limited(backend, grammar, use, num_tokens), vocabulary, num_tokens, choose)
 
     assert text.rpartition(b"</think>")[2] == b"null"
+
+
+NUMBERS = {
+    "type": "object",
+    "properties": {
+        "xs": {"type": "array", "items": {"type": "integer", "minimum": 10**12}},
+        "y": {"type": "string"},
+    },
+    "required": ["xs", "y"],
+    "additionalProperties": False,
+}
+LONG_PATTERN = {"type": "array", "items": {"type": "string", "pattern": "^[0-9a-f]{90}$"}}
+STEPS = {"type": "array", "items": {"type": "integer", "multipleOf": 7, "minimum": 1000}}
+
+
+@pytest.mark.parametrize("schema", [NUMBERS, LONG_PATTERN, STEPS])
+@pytest.mark.parametrize("more", range(16))
+def test_a_long_number_or_string_is_not_begun_without_room(backend, vocabulary, schema, more):
+    use = use_of(schema)
+    grammar = compiled(backend, use)
+    assert grammar.short_answer is not None
+    num_tokens = len(grammar.short_answer) + more
+
+    text = answer(limited(backend, grammar, use, num_tokens), vocabulary, num_tokens, random.Random(more))
+
+    check(schema, text)
 
 
 RECORD = {
