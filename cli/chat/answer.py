@@ -115,7 +115,7 @@ class Answer:
         self.finish_reason = chunk.finish_reason or self.finish_reason
 
     def end(self) -> None:
-        """The answer is complete: end its line, and write its calls, one JSON object per line."""
+        """End the line of the complete answer, and write its calls, one JSON object per line."""
         self._screen.end_answer()
         if self._shows_text and self.calls:
             for call in self.calls:

@@ -24,15 +24,11 @@ class Conversation:
     """One chat with one backend.
 
     Attributes:
-        session: the messages and settings.
-        backend: answers the questions.
-        screen: where it is shown.
         shows_stats: a footer follows each answer.
         stops_loops: an answer that repeats itself without end is stopped.
         attached: texts of files that go with the next question.
         own_files: saved chats that this one has written or read; `/save` replaces them without a question.
         pending: a question that goes back to the input line; `run_repl` takes it.
-        last: the latest answer.
         num_answers, num_tokens: totals of this run.
     """
 

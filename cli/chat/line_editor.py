@@ -104,7 +104,6 @@ class UnicodeHistory(FileHistory):
     """A history file for lines that may have bytes that are not UTF-8, which arrive as lone surrogates."""
 
     def store_string(self, string: str) -> None:
-        """Append a line."""
         super().store_string(replace_surrogates(string))
 
 
@@ -115,7 +114,6 @@ class SlashCompleter(Completer):
         self._paths = PathCompleter(expanduser=True)
 
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
-        """Candidates for the text before the cursor."""
         line = document.text_before_cursor
         if not is_command(line) or "\n" in line:
             return

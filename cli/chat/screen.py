@@ -71,7 +71,6 @@ class Screen:
             self._at_line_start = True
 
     def line(self, text: str = "") -> None:
-        """A line of normal text."""
         self._write_line("", text)
 
     def note(self, text: str) -> None:
@@ -79,11 +78,9 @@ class Screen:
         self._write_line(_DIM, text)
 
     def heading(self, text: str) -> None:
-        """A title."""
         self._write_line(_BOLD, text)
 
     def error(self, text: str) -> None:
-        """An error message."""
         self._write_line(_RED, text)
 
     def _end_reasoning(self) -> None:

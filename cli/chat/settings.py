@@ -16,7 +16,6 @@ from ...runtime.sampling_defaults import OPENAI_DEFAULTS
 from ..json_input import read_json
 
 _ENCLOSED: Final = frozenset({('"', '"'), ("'", "'"), ("[", "]")})
-_QUOTE, _ESCAPED_QUOTE = '"', '\\"'
 _NONE_WORDS: Final = frozenset({"none", "auto", "default", "off"})
 
 
@@ -90,7 +89,7 @@ def _stop_strings(text: str) -> tuple[str, ...]:
         RequestError: quotes or a list that JSON cannot read.
     """
     if len(text) >= 2 and (text[0], text[-1]) in _ENCLOSED:
-        quoted = f'"{text[1:-1].replace(_QUOTE, _ESCAPED_QUOTE)}"' if text[0] == "'" else text
+        quoted = '"' + text[1:-1].replace('"', '\\"') + '"' if text[0] == "'" else text
         try:
             value = json.loads(quoted)
         except ValueError as error:
