@@ -19,6 +19,17 @@ if TYPE_CHECKING:
 
 _SERVER: Final = ServerConfig()
 DEFAULT_URL: Final = f"http://{_SERVER.host}:{_SERVER.port}"
+
+
+def server_url(given: str | None) -> str:
+    """The URL that is given; else that of the newest server of this user on this machine; else the default one."""
+    if given:
+        return given
+    from ..launch.child.socket_dir import running_servers
+
+    return next((record.url for record in reversed(running_servers()) if record.url), DEFAULT_URL)
+
+
 _TIMEOUT_S: Final = 10.0
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -30,7 +41,9 @@ def why(
     url: Annotated[
         str | None,
         typer.Option(
-            "--url", metavar="URL", help=f"Server that handled the request  [default: {DEFAULT_URL}]"
+            "--url",
+            metavar="URL",
+            help="Server that handled the request  [default: your newest on this machine]",
         ),
     ] = None,
     api_key: Annotated[
@@ -55,7 +68,7 @@ def why(
         explanation = _ask_file(log, rid)
     else:
         key = api_key or variable("ENGINE_API_KEY")
-        explanation = _ask_server(url or DEFAULT_URL, key, rid)
+        explanation = _ask_server(server_url(url), key, rid)
     if not explanation.found:
         typer.echo(f"engine: {explanation.sentence}", err=True)
         return ExitCode.NOT_FOUND

@@ -17,6 +17,8 @@ from .settings import ChatSettings
 MIN_CHARS: Final = 1000
 MIN_TIMES: Final = 8
 _WINDOW: Final = 4000
+MIN_RATE_S: Final = 0.02
+"""From the first to the last piece of an answer. In less time several tokens came in one piece, maybe all."""
 
 
 class Loop(NamedTuple):
@@ -133,10 +135,11 @@ class Answer:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Rate of the tokens after the first."""
+        """Rate of the tokens after the first; None for an answer that came in too short a time to have one."""
         if self.usage is None or self._first_s is None or self.usage.completion_tokens < 2:
             return None
-        return (self.usage.completion_tokens - 1) / max(self._last_s - self._first_s, 1e-9)
+        elapsed_s = self._last_s - self._first_s
+        return None if elapsed_s < MIN_RATE_S else (self.usage.completion_tokens - 1) / elapsed_s
 
     def footer(self, max_context: int | None) -> str:
         """`TTFT 41 ms · 62.3 tok/s · 512 in (480 cached) · 211 out · ctx 723/32768`."""

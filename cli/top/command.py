@@ -15,7 +15,7 @@ import typer
 from ...runtime.errors import RequestError
 from ...runtime.text import variable
 from ..options import CONTEXT_SETTINGS, GroupedCommand
-from ..why import DEFAULT_URL
+from ..why import server_url
 from .snapshot import Client, Rates, Snapshot, Unreachable
 from .view import render
 
@@ -30,7 +30,8 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 @app.command(cls=GroupedCommand, context_settings=CONTEXT_SETTINGS)
 def top(
     url: Annotated[
-        str | None, typer.Argument(metavar="URL", help=f"Server to watch  [default: {DEFAULT_URL}]")
+        str | None,
+        typer.Argument(metavar="URL", help="Server to watch  [default: your newest on this machine]"),
     ] = None,
     url_option: Annotated[
         str | None, typer.Option("--url", metavar="URL", help="The same as the argument.")
@@ -74,7 +75,7 @@ def top(
         import setproctitle
 
         setproctitle.setproctitle("engine: top")  # instead of the command line, which contains the key
-    with Client(url or url_option or DEFAULT_URL, key, cacert=cacert) as client:
+    with Client(server_url(url or url_option), key, cacert=cacert) as client:
         if once:
             print_once(client.poll(), as_json=as_json)
         else:

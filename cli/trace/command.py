@@ -92,6 +92,7 @@ def trace(
     typer.echo(
         f"{target}: {counted(len(timeline.requests), 'request', commas=True)}, "
         f"{counted(len(timeline.passes), 'pass', 'passes', commas=True)}"
+        + (f", of run {origin.run} of {origin.num_runs} (--run N chooses)" if origin.num_runs > 1 else "")
     )
 
 

@@ -111,7 +111,7 @@ def _import_ray(use: RayUse) -> Any:
         return importlib.import_module("ray")
     except ImportError as error:
         raise ConfigError(
-            f"{use.setting}, but Ray cannot be imported ({error}); pip install 'engine[ray]', or use {use.instead}"
+            f"{use.setting}, but Ray cannot be imported ({error}); pip install ray, or use {use.instead}"
         ) from None
 
 

@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 
 from engine.cli import main as cli
+from engine.cli.why import server_url
+from engine.launch.child import socket_dir
+from engine.launch.child.socket_dir import ServerRecord
 from engine.runtime.config.engine_config import EngineConfig
 from engine.runtime.feasibility import Capacity
 from engine.runtime.messages import FinishKind
@@ -26,6 +29,20 @@ FOUND = {
     "columns": ["after", "what"],
     "rows": [["0.000 s", "came"], ["1.000 s", "started [0]"]],
 }
+
+
+def test_without_a_url_it_is_the_newest_server_of_the_user(monkeypatch):
+    records = [
+        ServerRecord(1, "a", "/a", "http://127.0.0.1:1", 1.0),
+        ServerRecord(2, "b", "/b", "http://127.0.0.1:2", 2.0),
+    ]
+    monkeypatch.setattr(
+        socket_dir, "running_servers", lambda: [*records, ServerRecord(3, "c", "/c", "", 3.0)]
+    )
+    assert server_url(None) == "http://127.0.0.1:2"
+    assert server_url("http://other:3") == "http://other:3"
+    monkeypatch.setattr(socket_dir, "running_servers", list)
+    assert server_url(None) == "http://127.0.0.1:30000"
 
 
 class Server:

@@ -218,7 +218,9 @@ def _instructions(tools: Sequence[Tool], choice: ToolChoice) -> str:
     else:
         rule = (
             f"To call tools, answer with one JSON object: {call}\n"
-            'Otherwise answer with one JSON object: {"response": "your answer"}'
+            # No words in quotes: a small model answers with them.
+            'Otherwise answer with one JSON object: {"response": TEXT}, where TEXT is your answer to the user as a '
+            "string"
         )
     return "You can call these tools:\n" + "\n".join(lines) + f"\n\n{rule}"
 

@@ -39,7 +39,7 @@ _MAX_PDF_CHARS: Final = 1_000_000
 _MEMORY_BYTES: Final = 1 << 30  # of address space
 _NICENESS: Final = 10
 _LENGTH: Final = struct.Struct("<I")
-_NO_PYPDF: Final = "this server cannot read PDF files; on its machine, run: pip install 'engine[pdf]'"
+_NO_PYPDF: Final = "this server cannot read PDF files; on its machine, run: pip install pypdf"
 
 
 class RenderText(Message, frozen=True):

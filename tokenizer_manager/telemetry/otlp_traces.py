@@ -38,7 +38,7 @@ _PATH: Final = "/v1/traces"
 _WAITING_RECORDS: Final = 4096
 _CLOSE_S: Final = 1.0
 _QUIET_S: Final = 60.0
-_INSTALL: Final = "install it: pip install 'engine[otel]'"
+_INSTALL: Final = "install it: pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
 
 
 def make_traces(endpoint: str | None, model: str) -> Traces:

@@ -12,6 +12,7 @@ from engine.cli.chat.backend import AnswerChunk, Call, _chunk_of
 from engine.cli.chat.screen import Screen
 from engine.cli.chat.settings import read_form
 from engine.runtime.errors import ConfigError, RequestError
+from engine.runtime.messages import Usage
 
 WEATHER = {"name": "get_weather", "parameters": {"type": "object"}}
 
@@ -103,3 +104,13 @@ def test_other_files_are_refused_by_name(tmp_path, schema, tools, reason):
         read_form(*paths)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_form(tmp_path / "missing", None)
+
+
+@pytest.mark.parametrize(("ends_s", "rate"), [((0.0, 0.0), None), ((0.0, 0.015), None), ((0.0, 0.5), 12.0)])
+def test_an_answer_that_came_at_once_has_no_rate(ends_s: tuple[float, float], rate: float | None):
+    times = iter((0.0, *ends_s))  # of the question, and of each piece
+    view = Answer(Screen(io.StringIO(), io.StringIO()), clock=lambda: next(times))
+    view.add(AnswerChunk("Rome "))
+    view.add(AnswerChunk("is fine.", usage=Usage(prompt_tokens=3, completion_tokens=7)))
+
+    assert view.tokens_per_s == rate

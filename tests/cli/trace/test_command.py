@@ -68,13 +68,14 @@ def test_a_part_of_the_time_and_some_requests(log, tmp_path):
     assert 0.5e6 <= begin[0] <= sum(begin) <= 0.8e6
 
 
-def test_the_last_of_several_runs_or_the_one_asked_for(write_log, sample_engine, tmp_path):
+def test_the_last_of_several_runs_or_the_one_asked_for(write_log, sample_engine, tmp_path, capsys):
     runs = [sample_engine(num_requests=size, seed=size).records() for size in (3, 5, 7)]
     log, out = write_log(*runs), tmp_path / "page.html"
     for arguments, size, source in [([], 7, "run 3 of 3"), (["--run", "2"], 5, "run 2 of 3")]:
         assert cli.run(["trace", str(log), "-o", str(out), *arguments]) == 0
         assert len(page_data(out)["requests"]["rid"]) == size
         assert source in page_data(out)["source"]
+        assert capsys.readouterr().out.endswith(f", of {source} (--run N chooses)\n")
 
 
 def test_a_log_that_a_crash_cut_is_shown_as_far_as_it_goes(log, tmp_path):

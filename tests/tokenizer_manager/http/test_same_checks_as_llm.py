@@ -243,10 +243,6 @@ def test_errors_use_the_words_of_a_program(both: Both):
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("max_tokens", "did you mean 'max_new_tokens'"),
-        ("max_completion_tokens", "did you mean 'max_new_tokens'"),
-        ("min_tokens", "did you mean 'min_new_tokens'"),
-        ("stop_strings", "did you mean 'stop'"),
         ("temprature", "did you mean 'temperature'"),
         ("n", r"LLM\.sample\(prompt, n\)"),
         ("guided_json", "pass json_schema to the call"),
