@@ -283,7 +283,10 @@ def _cumulative(values: Sequence[float]) -> list[tuple[float, float]]:
 
 
 def _quantile(values: Sequence[float], share: float) -> float:
-    return values[round(share * (len(values) - 1))]
+    """A quantile of sorted values, between two of them in proportion, as numpy's."""
+    low, part = divmod(share * (len(values) - 1), 1.0)
+    first = values[int(low)]
+    return first + part * (values[min(int(low) + 1, len(values) - 1)] - first)
 
 
 def _short(value: float) -> str:

@@ -17,6 +17,8 @@ import numpy.typing as npt
 from .result_file import Run
 
 MIN_RUNS_FOR_T_INTERVAL = 3
+MAX_CACHE_DIFFERENCE = 0.1
+"""Of the shares of prompt tokens from the cache, in two runs that can be compared."""
 NUM_RESAMPLES = 4000
 MAX_RESAMPLED_VALUES = 1 << 22  # drawn at once: 32 MB
 CONFIDENCE = 0.95
@@ -132,6 +134,22 @@ def compare(runs_a: Sequence[Run], runs_b: Sequence[Run], seed: int = 0) -> list
         for metric in (VECTOR_THROUGHPUT, WHOLE_RUN_THROUGHPUT, *METRICS)
     )
     return [comparison for comparison in found if comparison is not None]
+
+
+def differences(runs_a: Sequence[Run], runs_b: Sequence[Run]) -> list[str]:
+    """What differs beside the systems: settings of the client, and the state of the prefix cache.
+
+    A run after another one with the same prompts finds them in the cache, unless it is flushed before.
+    """
+    found = setting_differences(runs_a[0], runs_b[0])
+    shares = [[run.summary.cached_share for run in runs] for runs in (runs_a, runs_b)]
+    low, high = (pick(map(pick, shares)) for pick in (min, max))
+    if high - low > MAX_CACHE_DIFFERENCE:
+        in_words = " / ".join(", ".join(f"{share:.0%}" for share in side) for side in shares)
+        found.append(
+            f"prompt tokens from the prefix cache: {in_words}; --flush-cache empties it before each run"
+        )
+    return found
 
 
 def setting_differences(run_a: Run, run_b: Run) -> list[str]:

@@ -51,7 +51,7 @@ def write_page(path: Path, title: str, series: Series, curves: Series, *, notes:
     ):
         page.distribution(name, {each: _values_ms(runs, field) for each, runs in series.items()}, unit="ms")
     page.bars(
-        "Output",
+        "Output over the whole run",
         {each: _mean(runs, FIGURES["output tok/s"]) or 0.0 for each, runs in series.items()},
         "tok/s",
     )

@@ -10,7 +10,7 @@ from rich.console import Console
 from ...runtime.text import counted
 from ..console import framed_table, output_console
 from ..report_page import check_writable
-from .compare import MIN_RUNS_FOR_T_INTERVAL, compare, setting_differences
+from .compare import MIN_RUNS_FOR_T_INTERVAL, compare, differences
 from .page import FIGURES, offered_rate, write_page
 from .result_file import Run, read_results
 from .summary import Distribution, Summary
@@ -87,24 +87,21 @@ def print_comparison(path_a: Path, path_b: Path, html: Path | None = None) -> No
     console.print(table)
     for row in comparisons:
         console.print(row.verdict(), highlight=False, markup=False)
-    for difference in setting_differences(runs_a[0], runs_b[0]):
-        console.print(f"note: the runs differ in {difference}", style="yellow", highlight=False, markup=False)
+    notes = [f"the runs differ in {difference}" for difference in differences(runs_a, runs_b)]
     if any(not row.between_runs for row in comparisons):
-        console.print(
-            f"note: intervals cover the scatter within runs only; {MIN_RUNS_FOR_T_INTERVAL} runs of each (--append) "
-            "would cover the scatter between them",
-            style="yellow",
-            highlight=False,
-            markup=False,
+        notes.append(
+            f"intervals cover the scatter within runs only; {MIN_RUNS_FOR_T_INTERVAL} runs of each (--append) would "
+            "cover the scatter between them"
         )
+    for note in notes:
+        console.print(f"note: {note}", style="yellow", highlight=False, markup=False)
     if not comparisons:
         console.print("the files have no metric in common")
     if html is not None:
         name_a, name_b = (str(path) if path_a.name == path_b.name else path.stem for path in (path_a, path_b))
         sides = {f"A: {name_a}": runs_a, f"B: {name_b}": runs_b}
-        write_page(
-            html, f"{name_a} against {name_b}", sides, sides, notes=[row.verdict() for row in comparisons]
-        )
+        said = [*(row.verdict() for row in comparisons), *(f"Note: {note}." for note in notes)]
+        write_page(html, f"{name_a} against {name_b}", sides, sides, notes=said)
 
 
 def _rows(summary: Summary) -> list[tuple[str, str]]:

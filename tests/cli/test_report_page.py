@@ -30,7 +30,7 @@ def test_a_distribution_is_a_curve_per_series():
     assert [x for x, _ in first] == sorted(x for x, _ in first)
     assert (first[0][1], first[-1][1]) == (210.0, 10.0)  # 0 and 100 %
     assert {x for x, _ in second} == {546.0}  # the largest value, at the right end
-    assert "A: P50 2, P99 3 ms" in page.html()
+    assert "A: P50 2, P99 2.98 ms" in page.html()
     assert "B: P50 4, P99 4 ms" in page.html()
 
 

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from engine import ConfigError
 from engine.cli import main as cli
-from engine.cli.bench.compare import compare, setting_differences
+from engine.cli.bench.compare import compare, differences, setting_differences
 from engine.cli.bench.result_file import SCHEMA, ResultFile, read_results, write_results
 from engine.cli.bench.summary import summarize
 from engine.cli.bench.tables import print_comparison, print_summary
@@ -60,6 +60,19 @@ def test_different_workloads_are_pointed_out(make_run):
     a, b = make_run(), msgspec.structs.replace(make_run(), client={"seed": 1})
 
     assert setting_differences(a, b) == ["seed: 0 / 1"]
+
+
+def test_a_warm_prefix_cache_is_pointed_out(make_run):
+    cold, warm = make_run(), make_run()
+    warm = msgspec.structs.replace(warm, summary=msgspec.structs.replace(warm.summary, cached_share=0.979))
+
+    assert differences([cold], [cold]) == []
+    assert differences([cold, cold], [warm]) == [
+        "prompt tokens from the prefix cache: 0%, 0% / 98%; --flush-cache empties it before each run"
+    ]
+    assert differences([cold, warm], [cold, warm]) != [], (
+        "runs that --append added found the first one's prompts"
+    )
 
 
 def test_result_files_round_trip_and_collect_runs(tmp_path, make_run, capsys):
