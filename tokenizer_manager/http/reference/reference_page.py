@@ -210,7 +210,7 @@ def _range_of(field: Mapping[str, Any]) -> str:
         parts.append(f"{'from' if high is not None and high < _LARGE else 'at least'} {low:g}")
     if high is not None and high < _LARGE:
         parts.append(f"{'to' if parts and above is None else 'at most'} {high:g}")
-    words.append(" ".join(parts))
+    words.append(", ".join(parts) if above is not None else " ".join(parts))
     if (length := field.get("maxLength")) is not None:
         words.append(f"at most {length:,} characters")
     return "; ".join(dict.fromkeys(filter(None, words)))

@@ -67,7 +67,7 @@ export class Answer {
     if (this.finishReason === "length") {
       return maxContext && used >= maxContext
         ? `The answer ends here: the context of ${count(maxContext)} tokens is full. Begin a new conversation, or edit an earlier message.`
-        : "Stopped at max_tokens; raise it in the settings for a longer answer.";
+        : "The answer has reached its limit; raise “Longest answer” in the settings.";
     }
     if (this.finishReason === "abort") return "The server ended this answer.";
     return null;
