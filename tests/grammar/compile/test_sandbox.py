@@ -118,6 +118,8 @@ def test_a_compilation_ends_when_its_cpu_time_is_used_up_and_others_go_on(setup)
         bomb, _ = await begun(worker, BOMB)
         assert (await worker.compile(schema({}))).code == ""
         result = await bomb
+        while "beside others" in result.lost:  # a busy machine gave it less than 0.5 s of CPU time in 2 s
+            result = await worker.compile(schema(BOMB))
         assert result.code == "schema_too_complex"
         assert "took longer than 0.5 s to compile" in result.message
         assert (await worker.compile(schema({}))).code == ""
