@@ -250,5 +250,5 @@ def _attend_checked(
     module: Any, *args: Any, engine_check: ModelCheck | None = None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     if engine_check is None:
-        raise TypeError(f"{type(module).__name__} does not get {_CHECK_NAME}")
+        raise TypeError(f"{type(module).__name__} does not get the step's arguments, {_CHECK_NAME}")
     return engine_check.attend(module, *args, **options)

@@ -233,8 +233,8 @@ FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
     "moshi": ("layer 0 attends to all tokens", {}),
     "bloom": ("external attention", {"n_layer": 2, "n_head": 4}),
     "gptj": ("external attention", {"n_layer": 2, "n_head": 4, "rotary_dim": 8}),
-    "mamba": ("layers with a state", {}),
-    "falcon_h1": ("layers with a state", {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_state": 16}),
+    "mamba": ("its layers keep a state", {}),
+    "falcon_h1": ("its layers keep a state", {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_state": 16}),
 }
 
 
