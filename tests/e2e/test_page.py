@@ -19,7 +19,7 @@ def test_a_question_is_answered_and_the_memory_shown(browser, serve):
     tab.press("Enter")
     tab.wait("document.querySelector('.assistant .figures')")
     assert "5 out" in tab.text(".assistant .figures")
-    assert "max_tokens" in tab.text(".assistant .note")
+    assert "Longest answer" in tab.text(".assistant .note")
     tab.click("#open-live")
     tab.wait("/free \\d+ %/.test(document.querySelector('#live').innerText)")
     tab.wait("document.querySelector('#live').innerText.includes('No request is live')")

@@ -155,7 +155,7 @@ def test_the_end_at_a_limit_is_said(open_page):
     tab, _ = open_page(say_all("abc", finish=LENGTH))
     ask(tab, "Hi")
     tab.wait(ANSWERED)
-    assert "max_tokens" in tab.text(".assistant .note")
+    assert "Longest answer" in tab.text(".assistant .note")
 
 
 def test_a_warning_of_the_server_is_shown(open_page):

@@ -14,6 +14,7 @@ export class Rendered {
   #done = 0;  // characters that are rendered
   #text = "";
   #asked = { length: 0, at: 0, waits: false };
+  #timer = 0;
 
   // `render(text, complete)` asks the server.
   constructor(box, render) {
@@ -27,8 +28,19 @@ export class Rendered {
     if (!text.startsWith(this.#text)) this.#reset();
     this.#text = text;
     this.#showTail(text.slice(this.#done));
-    const isNew = text.lastIndexOf("\n") >= this.#asked.length;
-    if (isNew && !this.#asked.waits && performance.now() - this.#asked.at > INTERVAL_MS) this.#renderFinished();
+    this.#schedule();
+  }
+
+  // Ask for the blocks of new lines, at the earliest INTERVAL_MS after the last question; also if no text comes any more.
+  #schedule() {
+    if (this.#asked.waits || this.#timer || this.#text.lastIndexOf("\n") < this.#asked.length) return;
+    const pause = Math.max(INTERVAL_MS - (performance.now() - this.#asked.at), 0);
+    this.#timer = setTimeout(() => { this.#timer = 0; this.#renderFinished(); }, pause);
+  }
+
+  #cancel() {
+    clearTimeout(this.#timer);
+    this.#timer = 0;
   }
 
   // The whole text.
@@ -36,6 +48,7 @@ export class Rendered {
     const version = ++this.#version;
     delete this.box.dataset.rendered;
     if (this.#text !== text) this.grow(text);
+    this.#cancel();
     if (text.trim()) {
       const answer = queue = queue.then(() => this.render(text, true)).catch(() => null);
       const rendered = await answer;
@@ -53,7 +66,9 @@ export class Rendered {
     this.#asked = { length: this.#text.length, at: performance.now(), waits: true };
     const rendered = await this.render(text, false).catch(() => null);
     this.#asked.waits = false;
-    if (!rendered?.num_lines || version !== this.#version) return;
+    if (version !== this.#version) return;
+    this.#schedule();
+    if (!rendered?.num_lines) return;
     let end = 0;
     for (let line = 0; line < rendered.num_lines; line++) end = text.indexOf("\n", end) + 1 || text.length;
     this.#blocks.append(...elements(rendered.blocks));
@@ -62,6 +77,7 @@ export class Rendered {
   }
 
   #reset() {
+    this.#cancel();
     this.#version++;
     this.#done = 0;
     this.#asked = { length: 0, at: 0, waits: false };
