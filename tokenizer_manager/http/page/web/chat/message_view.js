@@ -107,9 +107,12 @@ export class MessageView {
       if (!this.body.querySelector("form")) this.#showTools();
       return;
     }
-    if (message.tool_calls?.length) {
-      this.calls.replaceChildren(...message.tool_calls.map((call) =>
-        callView(call, { result: acts.resultOf(call), onResult: isLast ? (text) => acts.onResult(call, text) : null })));
+    const results = (message.tool_calls ?? []).map((call) => acts.resultOf(call));
+    const shown = JSON.stringify([isLast, message.tool_calls, results.map((result) => result?.content)]);
+    if (results.length && shown !== this.callsShown) {  // drawn anew only for a change: a result may be half typed
+      this.callsShown = shown;
+      this.calls.replaceChildren(...message.tool_calls.map((call, i) =>
+        callView(call, { result: results[i], onResult: isLast ? (text) => acts.onResult(call, text) : null })));
     }
     this.tools.replaceChildren(...this.#branches(), copyButton(() => message.content, "Copy the answer"),
       ...(isLast ? [iconButton("again", "Regenerate the answer", () => acts.onRegenerate(message))] : []));
