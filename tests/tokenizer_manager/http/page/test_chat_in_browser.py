@@ -158,6 +158,14 @@ def test_the_end_at_a_limit_is_said(open_page):
     assert "Longest answer" in tab.text(".assistant .note")
 
 
+def test_an_answer_in_one_piece_has_no_rate(open_page):
+    tab, _ = open_page(say_all("one piece"))
+    ask(tab, "Hi")
+    tab.wait(ANSWERED)
+    assert "9 out" in tab.text(".assistant .figures")
+    assert "tok/s" not in tab.text(".assistant .figures")
+
+
 def test_a_warning_of_the_server_is_shown(open_page):
     tab, _ = open_page(say_all("x"))
     choose(tab, "reasoning_effort", "low")

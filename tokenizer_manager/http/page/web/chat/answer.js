@@ -2,6 +2,9 @@
 
 import { count } from "../dom.js";
 
+// From the first to the last piece of an answer: in less time several tokens came in one piece, and there is no rate.
+const MIN_RATE_MS = 20;
+
 export class Answer {
   text = "";
   reasoning = "";
@@ -46,8 +49,8 @@ export class Answer {
     const parts = [], usage = this.usage;
     if (this.#first !== null) parts.push(`first token ${Math.round(this.#first - this.#started)} ms`);
     if (usage && this.#first !== null && usage.completion_tokens > 1) {
-      const rate = (usage.completion_tokens - 1) / Math.max((this.#last - this.#first) / 1000, 1e-6);
-      if (rate < 1e6) parts.push(`${rate.toFixed(1)} tok/s`);
+      const elapsedMs = this.#last - this.#first;
+      if (elapsedMs >= MIN_RATE_MS) parts.push(`${((usage.completion_tokens - 1) * 1000 / elapsedMs).toFixed(1)} tok/s`);
     }
     if (usage) {
       const cached = usage.prompt_tokens_details?.cached_tokens, used = usage.prompt_tokens + usage.completion_tokens;
