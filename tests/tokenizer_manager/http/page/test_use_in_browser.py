@@ -130,6 +130,24 @@ def test_a_stopped_answer_goes_on(open_page, ended_by):
     assert tab.run("document.querySelector('.assistant .end button')") is None
 
 
+def test_an_answer_that_goes_on_is_shown_once(open_page):
+    tab, served = open_page()
+    ask(tab, "Count")
+    served.engine.say(row(served.engine.next_request(), "First.\n\nSecond", total=2))
+    tab.wait("document.querySelector('.arriving .blocks p')")
+    tab.click("#stop")
+    tab.wait(ANSWERED)
+    tab.click(".assistant .end button")
+    request = served.engine.next_request()
+    served.engine.say(row(request, " part.", total=2))
+    tab.wait("document.querySelector('.arriving .text').innerText.includes('part.')")
+    tab.wait("document.querySelector('.arriving .blocks p')")
+    assert tab.text(".arriving .text").split() == ["First.", "Second", "part."]
+    served.engine.say(row(request, "\n\nThird", total=3))
+    tab.wait("document.querySelectorAll('.arriving .blocks p').length === 2")
+    assert tab.text(".arriving .text").split() == ["First.", "Second", "part.", "Third"]
+
+
 def test_an_adapter_is_chosen(open_page, tmp_path: Path):
     write_adapter(tmp_path / "sql", SPEC)
     tab, served = open_page(say_all("x"), adapters=[loaded(tmp_path / "sql", SPEC, 1, "sql")])

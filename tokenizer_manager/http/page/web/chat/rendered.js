@@ -24,8 +24,8 @@ export class Rendered {
 
   // The text so far.
   grow(text) {
+    if ("rendered" in this.box.dataset || !text.startsWith(this.#text)) this.#reset();  // after a whole text, its last block grows again
     delete this.box.dataset.rendered;
-    if (!text.startsWith(this.#text)) this.#reset();
     this.#text = text;
     this.#showTail(text.slice(this.#done));
     this.#schedule();
@@ -63,9 +63,9 @@ export class Rendered {
 
   async #renderFinished() {
     const text = this.#text.slice(this.#done), version = this.#version;
-    this.#asked = { length: this.#text.length, at: performance.now(), waits: true };
+    const asked = this.#asked = { length: this.#text.length, at: performance.now(), waits: true };
     const rendered = await this.render(text, false).catch(() => null);
-    this.#asked.waits = false;
+    asked.waits = false;
     if (version !== this.#version) return;
     this.#schedule();
     if (!rendered?.num_lines) return;
