@@ -159,6 +159,26 @@ def test_two_tabs_do_not_overwrite_each_other(open_page, browser):
     other.close()
 
 
+def test_a_change_of_one_conversation_does_not_reach_the_next(open_page):
+    tab, _ = open_page(say_all("Hello."))
+    begin(tab, "About bread")
+    tab.run(
+        "(() => { const { getAll } = IDBIndex.prototype; IDBIndex.prototype.getAll = function (id) { "
+        "const real = getAll.call(this, id), late = {}; IDBIndex.prototype.getAll = getAll; "
+        "real.onsuccess = () => { window.release = () => { late.result = real.result; late.onsuccess(); }; }; "
+        "return late; }; new BroadcastChannel('engine').postMessage(''); })()"
+    )
+    tab.wait("window.release !== undefined")  # the page reads what another tab has changed
+    tab.click("#new")
+    tab.wait("!document.querySelector('.message')")
+    tab.run("window.release()")
+    ask(tab, "About trains")
+    tab.wait(ANSWERED)
+    tab.wait("document.querySelectorAll('#conversations li').length === 2")
+    assert titles(tab) == ["About trains", "About bread"]
+    assert tab.run("document.querySelector('.branches')") is None
+
+
 def test_a_full_storage_is_said(open_page):
     tab, _ = open_page(say_all("Hello."))
     begin(tab, "Short")

@@ -86,12 +86,13 @@ export class Chat {
 
   // Another tab may have added to this conversation.
   async refresh() {
-    if (this.isAnswering || this.conversation.isEmpty) return;
-    const kept = await this.store.read(this.conversation.id);
-    if (!kept) this.conversation.isKept = false;
-    if (!kept || this.isAnswering) return;
-    this.conversation.merge(kept.messages);
-    this.conversation.about.title = kept.about.title;
+    const { conversation } = this;
+    if (this.isAnswering || conversation.isEmpty) return;
+    const kept = await this.store.read(conversation.id);
+    if (!kept) conversation.isKept = false;
+    if (!kept || this.isAnswering || conversation !== this.conversation) return;
+    conversation.merge(kept.messages);
+    conversation.about.title = kept.about.title;
     this.#drawTools();
   }
 
