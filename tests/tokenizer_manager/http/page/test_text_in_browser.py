@@ -10,7 +10,7 @@ from engine.tokenizer_manager.rendering import worker
 from tests.browser import Tab
 from tests.tokenizer_manager.fake_engine import STOP, row, say_all
 
-from .chat_page import ANSWERED, ask
+from .chat_page import ANSWERED, ask, choose
 
 pytestmark = pytest.mark.slow
 
@@ -128,6 +128,20 @@ def test_a_block_that_grows_is_text_and_finished_ones_are_rendered(open_page):
     served.engine.say(row(request, "rd**.\n\n", total=2), row(request, "End", total=3))
     tab.wait("document.querySelectorAll('.arriving .blocks strong').length === 2")
     assert tab.text(".arriving .text > .plain") == "End"
+
+
+def test_a_json_answer_is_not_rendered_anew_with_each_piece(open_page):
+    tab, served = open_page()
+    choose(tab, "form", "json")
+    ask(tab, "Hi")
+    request = served.engine.next_request()
+    pieces = ['{"a": [0', *(f", {number}" for number in range(1, 9)), "]}"]
+    for number, piece in enumerate(pieces, 1):
+        served.engine.say(row(request, piece, total=number, finish=STOP if piece == "]}" else None))
+        tab.wait(f"document.querySelector('.assistant .text')?.innerText.includes({piece!r})")
+    tab.wait(ANSWERED)
+    assert tab.text(".assistant .text pre") == "".join(pieces)
+    assert 1 <= sum(url.endswith("/page/render") for url in tab.urls) <= 3
 
 
 def test_a_text_beyond_the_limit_of_the_renderer_stays_text(open_page, monkeypatch):

@@ -71,8 +71,9 @@ export class MessageView {
     if (this.message.id) this.settle();
   }
 
-  // A JSON answer is no Markdown; its strings have no raw line breaks, so none of its lines ends the code block.
-  #source({ content }) { return this.message.json && content ? `\`\`\`json\n${content}\n\`\`\`` : content ?? ""; }
+  // A JSON answer is no Markdown; its strings have no raw line breaks, so none of its lines ends the code block. Nothing
+  // else does: what has arrived so far is the beginning of what comes.
+  #source({ content }) { return this.message.json && content ? `\`\`\`json\n${content}` : content ?? ""; }
 
   // What has arrived so far. Reasoning is open until the answer begins, unless the reader moved it.
   show({ reasoning, tool_calls: calls, ...rest }) {
