@@ -364,6 +364,7 @@ def test_a_part_of_a_result_that_is_no_text_is_left_out(serve: Serve, path, part
         {"type": "web_search_call", "id": "ws_1", "status": "completed"},
         {"type": "image_generation_call", "id": "ig_1", "result": "AA=="},
         {"type": "tool_search_output", "tools": []},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"},
         {"type": "mcp_call", "id": "m", "name": "x", "arguments": "{}"},
         {"type": "something_of_next_year"},
     ],
@@ -506,6 +507,16 @@ def test_a_tool_loop_with_references_to_items(serve: Serve):
     assert (reply.status_code, spelled_out.status_code) == (200, 200), reply.text
     served.engine.next_request()
     assert prompt_of(served) == prompt_of(served)
+
+
+def test_an_item_of_another_key_cannot_be_referred_to(serve: Serve):
+    served = serve(say_all("hello"), api_key=("ann", "bob"))
+    keys = {name: {"Authorization": f"Bearer {name}"} for name in ("ann", "bob")}
+    [item] = served.client.post(RESPONSES, json={"input": "Hi"}, headers=keys["ann"]).json()["output"]
+    body = {"input": [USER, {"type": "item_reference", "id": item["id"]}, USER]}
+    for path in (RESPONSES, f"{RESPONSES}/input_tokens"):
+        statuses = [served.client.post(path, json=body, headers=key).status_code for key in keys.values()]
+        assert statuses == [200, 400]
 
 
 def test_a_reference_to_an_item_that_is_not_kept(serve: Serve):

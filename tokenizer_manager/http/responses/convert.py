@@ -190,6 +190,8 @@ class _ItemReader:
                 field = "content" if item.get("content") else "summary"
                 if text := text_of(item.get(field) or [], f"{at}.{field}", self._notes):
                     self._history.reasoning(text)
+                elif item.get("encrypted_content"):
+                    left_out("reasoning", at, self._notes, "this server cannot read encrypted_content")
             case "item_reference":
                 item_id = _text(item, "id", at)
                 if (found := self._find_item(item_id)) is None:
