@@ -216,25 +216,25 @@ TOOL_POLICY: Final = policy_of(
     {"function": FUNCTION_POLICY, "custom": _CUSTOM},
     kinds=("function", "custom", None),
 )
-"""Of a tool in OpenAI's forms, nested or flat."""
+"""Fields of a tool in OpenAI's forms, nested or flat."""
 CHOICE_POLICY: Final = policy_of(
     ("name", "mode", "tools"),
     nested={"function": _NAME, "custom": _NAME, "allowed_tools": policy_of(("mode", "tools"))},
 )
-"""Of `tool_choice` in OpenAI's forms."""
+"""Fields of `tool_choice` in OpenAI's forms."""
 CALL_POLICY: Final = policy_of(
     ("id",),
     ("index",),
     {"function": policy_of(("name", "arguments"), ("index",)), "custom": policy_of(("name", "input"))},
 )
-"""Of a call in a message."""
+"""Fields of a call in a message."""
 _TEXTS: Final = ("text", "input_text", "output_text", "refusal", "summary_text", "reasoning_text")
 _PART_FIELDS: Final = ("text", "refusal")
 _PART_NO_EFFECT: Final = ("annotations", "cache_control", "citations", "id", "logprobs")
 PART_POLICY: Final = policy_of(_PART_FIELDS, _PART_NO_EFFECT, kinds=(*_TEXTS, None))
-"""Of a text part, which may leave out its type."""
+"""Fields of a text part, which may leave out its type."""
 RESULT_POLICY: Final = policy_of(_PART_FIELDS, _PART_NO_EFFECT, kinds=_TEXTS)
-"""Of a text part of a tool's result, where an object without a type is a value."""
+"""Fields of a text part of a tool's result, where an object without a type is a value."""
 
 
 class Notes:
