@@ -79,18 +79,19 @@ def run_driver(drive: Callable[[DriverSocket], int], patience_s: float) -> tuple
             return drive(DriverSocket(theirs, folder)), ""
         finally:
             theirs.send(_OWN_END)
+            theirs.detach()  # open until the process has ended: the other side answers signals until then
+    os.setpgid(pid, pid)  # in both processes: a signal may come before the new one has run
     theirs.close()
     with SignalQueue() as signals, ours:
         said, code, message = _watch(pid, ours, signals, patience_s)
-    if (
-        _JOINED not in said or _OWN_END in said
-    ):  # else processes of the driver may be left, and need their files
+    # Else processes of the driver may be left, and need their files.
+    if _JOINED not in said or _OWN_END in said:
         shutil.rmtree(folder, ignore_errors=True)
     return code, message
 
 
 def _watch(pid: int, sock: socket.socket, signals: SignalQueue, patience_s: float) -> tuple[bytes, int, str]:
-    """What the driver has said, and the result."""
+    """The bytes from the driver, its exit code, and a message."""
     said, passed_on, deadline_s = b"", 0, float("inf")
     while True:
         left_s = None if deadline_s == float("inf") else max(0.0, deadline_s - time.monotonic())

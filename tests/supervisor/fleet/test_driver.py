@@ -97,6 +97,17 @@ def test_a_driver_that_is_stuck_is_killed_some_seconds_after_a_second_signal():
     assert (code, line[:21]) in {("130", "130 stopped at once b"), ("143", "143 stopped at once b")}
 
 
+def test_a_driver_that_is_stuck_in_its_exit_is_killed_as_well():
+    driver = Driver('import atexit; atexit.register(lambda: (say("up"), time.sleep(1000))); return 0')
+    assert driver.output.readline() == "0 \n"
+    driver.wait_until_up()
+    driver.process.terminate()
+    driver.process.send_signal(signal.SIGINT)
+    code, line = driver.end()
+    assert (code, line[:21]) in {("130", "130 stopped at once b"), ("143", "143 stopped at once b")}
+    assert not driver.folder.exists()
+
+
 def test_it_ends_with_its_parent():
     driver = Driver(STUCK)
     driver.wait_until_up()
