@@ -65,7 +65,8 @@ routers: $(VENV)/.created ## install the routers that the slow tests put in fron
 # Node.js or a registry their tests are skipped.
 agents: $(VENV)/.created ## install the coding agents that the slow tests run against a server, into build/agents
 	@stamp="build/agents/.npm-$(shell echo '$(AGENTS)' | cksum | cut -d' ' -f1)"; \
-	  test -e "$$stamp" || { echo 'Installing $(AGENTS) into build/agents ...'; mkdir -p build/agents; \
+	  test -e "$$stamp" || { echo 'Installing $(AGENTS) into build/agents ...'; \
+	  rm -rf build/agents; mkdir -p build/agents; \
 	  npm install --prefix build/agents --no-audit --no-fund --loglevel=error $(AGENTS) && touch "$$stamp"; } || \
 	    { rm -rf build/agents; echo 'make: the agents could not be installed; their tests are skipped' >&2; }
 	@stamp="build/aider/.$(AIDER)"; test -e "$$stamp" && exit; \
