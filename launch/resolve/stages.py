@@ -91,7 +91,6 @@ def stage_spec(spec: ModelSpec, stage: Stage) -> ModelSpec:
         rope_layers=spec.rope_layers[part],
         windows=windows,
         form=msgspec.structs.replace(spec.form, mlp_layers=spec.form.mlp_layers[part]),
-        streams=spec.streams.of_stage(part),  # which share no keys and values, see `reason_against_stages`
         experts=experts,
         files=msgspec.structs.replace(spec.files, num_mtp_layers=0, num_parameters=None),
     )

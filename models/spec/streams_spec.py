@@ -68,16 +68,6 @@ class StreamsSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Residual streams beside the first one."""
         return 0 if self.altup is None else self.altup.num_streams - 1
 
-    def of_stage(self, layers: slice) -> StreamsSpec:
-        """The part of a pipeline stage, whose layers have keys and values of their own."""
-        return msgspec.structs.replace(
-            self,
-            layer_heads=self.layer_heads[layers],
-            intermediate_sizes=self.intermediate_sizes[layers],
-            kv_sources=(),
-            sparsity=self.sparsity[layers],
-        )
-
     def of_rank(self, tp: int) -> StreamsSpec:
         """The part of each of `tp` ranks."""
         inputs = self.layer_inputs
