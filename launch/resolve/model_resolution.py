@@ -138,7 +138,7 @@ def check_implementation(config: ModelConfig, source: ModelSource, spec: ModelSp
             f"quantization is {config.quantization}, but {asked}, and transformers computes with plain weights only; "
             "drop --quantization" + (" or use --model-impl engine" if is_known else "")
         )
-    # The last reason of all: who installs the package is not refused for another one afterwards.
+    # Last: an installation of the package must not lead to another refusal.
     if (reason := why_no_package(installed)) is not None:
         raise ConfigError(f"{source.path}: {asked}, and transformers cannot compute it: {reason}")
 

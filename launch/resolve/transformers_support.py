@@ -4,8 +4,8 @@ An import takes seconds and loads torch, and a start asks before any process exi
 package's files: its version, the architectures with a language model, and two marks of their code. What only a run of
 the model shows is found when it is loaded (`model_runner/hf_backend/transformers_check`).
 
-Where the package is missing, the tables below say what version 5.23 would answer: nobody should install a package to be
-told that it does not help. A test compares them with the package that the tests install.
+Where the package is missing, the tables below give the answer of version 5.23: an installation that cannot help is not
+suggested. A test compares them with the package that the tests install.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ plbart prophetnet reformer rembert roformer stablelm trocr whisper xglm xlm xlne
 """
 
 COMPUTED: Final = frozenset(_COMPUTED.split())
-"""Those that nothing is known against."""
+"""Types that nothing is known against."""
 WITH_STATE: Final = frozenset(_WITH_STATE.split())
 WITH_OWN_ATTENTION: Final = frozenset(_WITH_OWN_ATTENTION.split())
 
@@ -94,7 +94,7 @@ def find_transformers() -> Installed | None:
 def why_not_transformers(model_type: str, installed: Installed | None) -> str | None:
     """Reason why the package cannot compute this architecture, and what to do; None: nothing is known against it.
 
-    Of a package that is missing or too old (`why_no_package`) the tables above are asked.
+    If the package is missing or too old (`why_no_package`), the tables above answer.
     """
     if installed is None or why_no_package(installed) is not None:
         version = TABLES_OF

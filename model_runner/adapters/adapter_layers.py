@@ -24,18 +24,16 @@ from ..ops.deltas import DeltaShape
 from ..weights.gguf_order import pairs_apart
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
+    from pathlib import Path
 
     from torch import Tensor
 
     from ...models.spec.model_spec import ModelSpec
+    from ...runtime.adapter_spec import AdapterSpec
     from ..ops.deltas import LowRankDelta, MakeDeltas, PackedDelta
 
     Span = tuple[int, int]
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from ...runtime.adapter_spec import AdapterSpec
 
 _DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

@@ -44,9 +44,8 @@ def swap_modules(causal_lm: Any, ops: Ops) -> Counter[str]:
     counts: Counter[str] = Counter()
     tables: dict[int, LinearWithRows] = {}
     dtype, head = causal_lm.dtype, causal_lm.get_output_embeddings()
-    parents = [
-        module for module in causal_lm.modules() if module._modules
-    ]  # without the leaves, which are freed
+    # Without the leaves, which are freed.
+    parents = [module for module in causal_lm.modules() if module._modules]
     places = [(parent, name, child is head) for parent in parents for name, child in parent.named_children()]
     places.sort(key=lambda place: not place[2])  # the head first: a tied embedding takes its table
     del head
@@ -108,9 +107,8 @@ def _embedding(ops: Ops, module: nn.Embedding, table: Tensor | LinearWithRows) -
     ids = torch.tensor([[0, module.num_embeddings - 1]], device=module.weight.device)
     expected = module.weight[ids] * (1.0 if scale is None else scale)
     is_known = {*_attributes(module)} <= attributes and module.max_norm is None
-    if not is_known or not _computes(
-        module, ids, expected, rtol=1e-2
-    ):  # the factor may be rounded to bfloat16
+    # The factor may be rounded to bfloat16.
+    if not is_known or not _computes(module, ids, expected, rtol=1e-2):
         return None
 
     def rows(ids: Tensor) -> Tensor:
@@ -150,7 +148,7 @@ def _normalize(ops: Ops, weight: Tensor, eps: float) -> Callable[[Tensor], Tenso
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """What a module has besides parameters, buffers and children."""
+    """Attributes of a module besides parameters, buffers and children."""
     known = vars(nn.Module())
     return {name: value for name, value in vars(module).items() if name not in known and name[0] != "_"}
 

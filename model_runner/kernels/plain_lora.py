@@ -94,9 +94,8 @@ class PlainEmbeddingDelta(SlotMatrices):
 
 def _adapted(ranks: Sequence[int], y: Tensor, runs: AdapterRuns) -> Iterator[tuple[int, int, slice]]:
     """Slot, rank and rows of each run that an adapter changes."""
-    if (
-        not runs.runs
-    ):  # known only to a replay: an operation that no recording takes, also if it were without runs
+    # Known only to a replay: an operation that no recording takes, also if it were without runs.
+    if not runs.runs:
         y.mul_(1)
     for slot, first, last in runs.on_host():
         if rank := ranks[slot]:

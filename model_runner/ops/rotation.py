@@ -39,7 +39,7 @@ class LayerKV(NamedTuple):
 
 
 class RotaryStore(NamedTuple):
-    """How the tokens of a step are rotated in one layer, and where their keys and values are stored.
+    """Rotation of the tokens of a step in one layer, and the slots for their keys and values.
 
     Rotation is as in Su et al. 2021, with halves paired as in Hugging Face's Llama. It is computed in float32 or in the
     dtype of cos and sin, and rounded to the model's dtype at the end. With R = 0 nothing is rotated, for models or

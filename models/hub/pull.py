@@ -355,9 +355,8 @@ def _explained(error: Exception, name: HubName, cache: HubCache) -> Exception:
         return HubAbsentError(str(name))
     if isinstance(error, errors.RemoteEntryNotFoundError):
         return ConfigError(f"{name}: a file is not in the repository any more; pull again")
-    for (
-        each
-    ) in causes:  # the error of a file is the cause of one that says that the file is not on this machine
+    # The error of a file is the cause of one that says that the file is not on this machine.
+    for each in causes:
         if isinstance(each, errors.HfHubHTTPError):
             status, said = each.response.status_code, each.server_message or each.response.reason_phrase
             token = "" if has_token else ", or with HF_TOKEN, which has higher limits"

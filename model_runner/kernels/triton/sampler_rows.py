@@ -61,9 +61,6 @@ def sum_of_exp(maxima, sums):
     return largest, tl.sum(sums * tl.exp(maxima - shift), axis=0)
 
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, possibly-undefined"
-
-
 # A row of the table: 16 words, float32 unless noted. `triton_backend` writes it.
 KIND: tl.constexpr = tl.constexpr(0)  # int32, one of the three below
 TEMPERATURE: tl.constexpr = tl.constexpr(1)

@@ -125,7 +125,7 @@ def _prompt_sizes(spec: ModelSpec, step_tokens: Callable[[], int]) -> list[int]:
 
 
 class RecordingCosts:
-    """Begins when it is made.
+    """The device memory and the time that recordings take, measured from the construction on.
 
     Attributes:
         num_bytes: device memory of each size so far.

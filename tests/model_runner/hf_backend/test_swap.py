@@ -189,8 +189,6 @@ class Model(nn.Module):
 
     def get_output_embeddings(self) -> None: ...
 
-    def get_input_embeddings(self) -> None: ...
-
 
 def tokens_of(length: int, seed: int = 0) -> list[int]:
     source = random.Random(seed)
