@@ -67,8 +67,8 @@ KEYWORDS: Final[dict[str, Keyword]] = {
     "anyOf": _enforced(),
     "allOf": _enforced("a recursive $ref inside it is not combined with other schemas"),
     "oneOf": _enforced(
-        "where no two branches can both match; treated as anyOf otherwise",
-        "use anyOf, or give each branch a required property with another const",
+        "where no two branches can both match; else as anyOf",
+        "use anyOf, or require a different const in each branch",
     ),
     "not": _approximated("a grammar cannot exclude values", "list what is allowed with enum or anyOf"),
     "if": _CONDITION,
@@ -86,21 +86,21 @@ KEYWORDS: Final[dict[str, Keyword]] = {
     "required": _enforced(),
     "additionalProperties": _enforced(),
     "patternProperties": _enforced(
-        "where one pattern, or patterns with different beginnings, are given",
-        "make the patterns begin with ^ and different texts",
+        "for one pattern, or patterns with different beginnings",
+        "begin patterns with ^ and different texts",
     ),
     "propertyNames": _enforced(
-        "where it has only a pattern or an enum, and the object has no properties or patternProperties",
+        "where a pattern or enum is the only rule of names",
         "use patternProperties with additionalProperties: false",
     ),
     "minProperties": _enforced(
-        "where all listed properties are required, and for at most one more; a generated name may repeat",
+        "where all listed properties are required, and up to one more",
         "list properties under required",
     ),
     "maxProperties": _enforced("where all listed properties are required", "list properties under required"),
     "unevaluatedProperties": _enforced(
         "where it is the same as additionalProperties",
-        "use additionalProperties, with all properties in one object",
+        "use additionalProperties, with all in one object",
     ),
     # arrays
     "items": _enforced(),
