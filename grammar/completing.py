@@ -353,7 +353,8 @@ class CompletingMatcher:
         if self._path is None or not self._is_near or self._inner.ended or self._inner.error:
             return None
         if self._choices is None:
-            position = Position(self._inner, self._state, self._num_left)
+            # Copies of this matcher share the choices, and this matcher may go on before they do.
+            position = Position(self._inner.copy(), self._state.copy(), self._num_left)
             self._choices = NearChoices(position, self._path, self._vocabulary, self._growth)
         return self._choices
 

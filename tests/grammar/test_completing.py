@@ -501,3 +501,24 @@ def test_tokens_of_the_reasoning_block_count(backend, vocabulary):
 
     assert isinstance(json.loads(text), str)
     assert matcher.ended
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_a_copy_near_the_limit_does_not_follow_the_original(backend, vocabulary, is_asked):
+    use = use_of(PERSON)
+    grammar = compiled(backend, use)
+    original, alone = (limited(backend, grammar, use, 30) for _ in range(2))
+    begin = vocabulary.encode(b'{"name":"')
+    for matcher in (original, alone):
+        assert matcher.accept(begin) == len(begin)
+    if is_asked:
+        assert original.allows(vocabulary.encode(b"a")[0])
+    twin = original.copy()
+    rest = vocabulary.encode(b'a", "')
+    assert original.accept(rest) == len(rest)
+
+    masks = np.zeros((2, -(-vocabulary.size // 32)), np.int32)
+    twin.fill(masks[0])
+    alone.fill(masks[1])
+    assert (masks[0] == masks[1]).all()
+    assert [twin.allows(i) for i in range(256)] == [alone.allows(i) for i in range(256)]
