@@ -1,28 +1,25 @@
-"""`shortest_end`, `JsonState`: a short way from a position in a JSON answer to its end; `growth_of`: how ways grow.
+"""`shortest_end`: a short way from a position in a JSON answer to its end.
 
 The search is greedy: forced text, else the first token of a list that the grammar allows at this kind of position, else
 the longest token that it allows. The text that it finds is then split by the tokenizer, which takes fewer tokens. All
 tokens are checked by the matcher, so a way that is found is valid; it need not be the shortest one. Where a string has
-a pattern that a long token leads away from its end, as that of an e-mail address, its end is searched by characters.
+a pattern (an e-mail address) and a long token leads away from its end, the end is searched by characters.
 """
 
 # Shapes: V tokens of the model's vocabulary, W = ceil(V / 32) words of a mask.
 
 from __future__ import annotations
 
-import copy
 import functools
 import heapq
-import json
-import re
-from collections.abc import Callable, Mapping, Sequence
-from decimal import Decimal
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from .backend import CompiledGrammar, MaskRow, Matcher, Vocabulary
+from .json_state import BLANKS, JsonState
 from .markers import allows
 
 _MAX_RANK: Final = 16
@@ -46,102 +43,6 @@ _FIRST_TOKENS: Final = 128
 """Tokens of the first greedy way: most are shorter, and one in a string with a pattern may have no end."""
 _MAX_STATES: Final = 256
 """States of a string with a pattern that are looked at: 10 to 30 ms."""
-_PATTERN_BYTES: Final = 64
-"""Of a string with a short pattern or a format, the shortest of which is not computed."""
-_REPEATED: Final = re.compile(r"(?P<group>\))?\{(?P<count>[0-9]{1,5})")
-_NUMBER: Final = b"0123456789+-.eE"
-_END_OF_ARRAY: Final = 0x5D
-_QUOTE: Final = 0x22
-_BACKSLASH: Final = 0x5C
-_UNICODE: Final = 0x75
-_BLANKS: Final = b" \t\r\n"
-
-
-class JsonState:
-    """The position at the end of a JSON text. It checks nothing: the grammar does.
-
-    Attributes:
-        in_string: the end is inside a string or the name of a field.
-        escape_len: bytes of an escape that are missing: 0 outside of one, 1 after a backslash, 4 to 1 after `u`.
-        utf8_len: continuation bytes that the last character of a string lacks.
-        is_name: the string is the name of a field.
-        last: the last byte that is no whitespace, outside of strings; 0 at the beginning.
-        num_begun: values and members that were begun so far; a comma begins one, too.
-    """
-
-    __slots__ = (
-        *("_is_unicode", "_open", "escape_len", "in_string", "is_name", "last", "num_begun", "utf8_len"),
-    )
-
-    def __init__(self) -> None:
-        self.in_string = False
-        self.is_name = False
-        self.escape_len = 0
-        self.utf8_len = 0
-        self.last = 0
-        self.num_begun = 0
-        self._is_unicode = False
-        self._open = b""  # the brackets that are not closed
-
-    def read(self, data: bytes) -> None:
-        """Append bytes."""
-        for byte in data:
-            if self.in_string:
-                self._read_string_byte(byte)
-            elif byte not in _BLANKS:
-                self._read_sign(byte)
-
-    def copy(self) -> JsonState:
-        """An independent state at the same position."""
-        return copy.copy(self)
-
-    @property
-    def depth(self) -> int:
-        """Objects and arrays that are open."""
-        return len(self._open)
-
-    @property
-    def is_first(self) -> bool:
-        """The position is outside of strings, and the first value of the document or of an array would begin here."""
-        return not self.in_string and self.last in b"\x00["
-
-    @property
-    def in_number(self) -> bool:
-        """The last sign belongs to a number."""
-        return not self.in_string and self.last in _NUMBER
-
-    @property
-    def kind(self) -> tuple[bool, int, int, bool]:
-        """The part of the position that the effect of a token depends on."""
-        return self.in_string, self.escape_len, self.utf8_len, self.is_first
-
-    def _read_sign(self, byte: int) -> None:
-        self.num_begun += byte in b'"{[,' or (self.is_first and byte != _END_OF_ARRAY)
-        if byte == _QUOTE:
-            self.in_string = True
-            self.is_name = self._open.endswith(b"{") and self.last in b"{,"
-        elif byte in b"{[":
-            self._open += bytes((byte,))
-        elif byte in b"}]":
-            self._open = self._open[:-1]
-        self.last = byte
-
-    def _read_string_byte(self, byte: int) -> None:
-        if self.escape_len:
-            if byte == _UNICODE and not self._is_unicode:
-                self.escape_len, self._is_unicode = 4, True
-            else:
-                self.escape_len -= 1
-            self._is_unicode = self._is_unicode and self.escape_len > 0
-        elif byte == _BACKSLASH:
-            self.escape_len = 1
-        elif byte == _QUOTE:
-            self.in_string, self.last = False, byte
-        elif byte >= 0xC0:
-            self.utf8_len = 1 + (byte >= 0xE0) + (byte >= 0xF0)
-        elif self.utf8_len:
-            self.utf8_len -= 1
-
 
 _IN_TEXT: Final = JsonState()
 _IN_TEXT.read(b'"')
@@ -241,7 +142,7 @@ class ClosingTokens:
                     char_start = len(kept)
                 if is_plain:
                     kept += b"" if 0x80 <= byte < 0xC0 else b"x"
-                elif end.in_string or byte not in _BLANKS:
+                elif end.in_string or byte not in BLANKS:
                     kept.append(byte)
                 end.read(bytes((byte,)))
             if end.utf8_len:
@@ -363,69 +264,6 @@ def _end_of_other_name(
             if (rest := _greedy_end(ahead, vocabulary, position, max_tokens)) is not None:
                 return [token_id, *rest]
     return None
-
-
-@functools.lru_cache(maxsize=64)
-def growth_of(schema: str) -> int:
-    """Bound the tokens that a way grows by where one more value is begun: those of the largest shortest document of a
-    part of the schema. A token has at least one byte.
-
-    Args:
-        schema: JSON text, as `check_schema` writes it.
-    """
-    root: Any = json.loads(schema)
-    known: dict[int, int] = {}
-    largest = 0
-
-    def size(node: Any) -> int:
-        """Bytes of the shortest document of a schema, or more. Visits all schemas inside it, too."""
-        nonlocal largest
-        if not isinstance(node, dict):
-            return len("null")
-        if id(node) in known:
-            return known[id(node)]
-        known[id(node)] = 0  # on the way around a cycle
-        inner = {key: size(node[key]) for key in ("items", "additionalProperties") if key in node}
-        fields = {name: size(part) for name, part in node.get("properties", {}).items()}
-        others = [size(part) for part in node.get("patternProperties", {}).values()]
-        prefix = [size(part) for part in node.get("prefixItems", ())]
-        required, least = node.get("required", ()), node.get("minItems", 0)
-        other = max([inner.get("additionalProperties", 4), *others])
-        container = 4 + sum(prefix) + least * (1 + inner.get("items", 4))
-        container += sum(len(json.dumps(name)) + 2 + fields.get(name, other) for name in required)
-        container += node.get("minProperties", 0) * (8 + other)
-        values = [node["const"]] if "const" in node else node.get("enum", ())
-        string = max((len(json.dumps(value)) for value in values), default=2 + node.get("minLength", 0))
-        string += _pattern_bytes(node.get("pattern", "")) if "pattern" in node or "format" in node else 0
-        total: int = max(container, string, _number_bytes(node))
-        if "$ref" in node:
-            total += size(root.get("$defs", {}).get(str(node["$ref"]).rpartition("/")[2]))
-        total += sum([size(part) for part in node.get("allOf", ())])
-        for keyword in ("anyOf", "oneOf"):
-            total += max([size(part) for part in node.get(keyword, ())], default=0)
-        known[id(node)] = total
-        largest = max(largest, total)
-        return total
-
-    size(root)
-    for definition in root.get("$defs", {}).values() if isinstance(root, dict) else ():
-        size(definition)
-    return largest
-
-
-def _number_bytes(node: Mapping[str, Any]) -> int:
-    """Bytes of a short number of a schema, or more: as many digits as its bounds and its step have."""
-    names = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum", "multipleOf")
-    bounds = [node[name] for name in names if isinstance(node.get(name), int | float)]
-    return sum(len(format(Decimal(repr(bound)), "f")) for bound in bounds)
-
-
-def _pattern_bytes(pattern: str) -> int:
-    """Bytes of a short string of a pattern, or more in common cases: repetitions are added up."""
-    counts = [
-        int(match["count"]) * (len(pattern) if match["group"] else 1) for match in _REPEATED.finditer(pattern)
-    ]
-    return max(_PATTERN_BYTES, len(pattern) + sum(counts))
 
 
 def forced_share(compiled: CompiledGrammar) -> float | None:

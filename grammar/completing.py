@@ -21,7 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .backend import MaskRow, Matcher, MatcherErrorCode, Vocabulary
-from .closing import JsonState, closing_tokens, leads_to_end, shortest_end
+from .closing import closing_tokens, leads_to_end, shortest_end
+from .json_state import JsonState
 from .markers import allow, allows
 
 _MORE: Final = 6

@@ -21,9 +21,10 @@ from numpy import int32
 
 from ..runtime.grammar_use import GrammarKind, GrammarUse, ReasoningBlock
 from .backend import CompiledGrammar, MaskRow, Matcher, MatcherErrorCode, Vocabulary
-from .closing import closing_tokens, growth_of, leads_to_end
+from .closing import closing_tokens, leads_to_end
 from .completing import CompletingMatcher
 from .markers import BlockOpening, OpenBlock, TriggerSearch, feed_bytes, marker_table, single_bytes
+from .schema.growth import growth_of
 
 
 class Phase(enum.Enum):

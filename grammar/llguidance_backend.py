@@ -17,7 +17,8 @@ import numpy as np
 from ..runtime.errors import ConfigError
 from ..runtime.grammar_use import GrammarKind, GrammarSpec, Whitespace
 from .backend import GrammarError, Vocabulary
-from .closing import JsonState, shortest_end
+from .closing import shortest_end
+from .json_state import JsonState
 from .llguidance_matcher import PANIC_MODULE, LLGuidanceMatcher, translate_error
 from .lowering.lark import ALLOWED_ESCAPES, json_options
 from .markers import allows

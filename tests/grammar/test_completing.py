@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.grammar.backend import CompiledGrammar, Matcher, MatcherErrorCode
-from engine.grammar.closing import JsonState, shortest_end
+from engine.grammar.closing import shortest_end
 from engine.grammar.guided import GuidedMatcher
+from engine.grammar.json_state import JsonState
 from engine.grammar.llguidance_backend import LLGuidanceBackend
 from engine.grammar.markers import allows
 from engine.runtime.grammar_use import GrammarKind, GrammarSpec, GrammarUse, ReasoningBlock, Whitespace

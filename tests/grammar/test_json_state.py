@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.grammar.closing import JsonState
+from engine.grammar.json_state import JsonState
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),
