@@ -193,8 +193,8 @@ def _read_quoted_value(
     items: dict[str, str] = {}
     while True:
         yield from source.skip_space()
-        if (yield from source.literal(closing)):
-            break
+        if (yield from source.literal(closing)) or source.text.startswith("}", source.pos):
+            break  # a list without its bracket ends where the object around it does
         key = str(len(items)) if first == "[" else (yield from _read_quoted_key(source, quote))
         items[key] = yield from _read_quoted_value(source, quote, ALL_KINDS, depth + 1)
         yield from source.skip_space()

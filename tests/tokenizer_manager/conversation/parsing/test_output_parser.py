@@ -473,6 +473,18 @@ def test_values_of_gemma(text: str, value: object):
         assert deltas[2:] == [CallEnd(0), Content("Done.")]
 
 
+@pytest.mark.parametrize(
+    ("text", "value"), [("[", []), ("[1", [1]), ("[[1, [2", [[1, [2]]]), ("{a:[true}", {"a": [True]})]
+)
+def test_a_list_of_gemma_ends_with_the_object_around_it(text: str, value: object):
+    """The parser waited for the bracket without reading on: a loop without an end that took all memory."""
+    answer = f"<|tool_call>call:loose{{q:{text}}}<tool_call|>Done."
+    expected = [CallBegin(0, "id0", "loose"), CallArguments(0, json.dumps({"q": value})), CallEnd(0)]
+
+    for parts in ([answer], list(answer)):
+        assert parse(parts, "gemma4") == [*expected, Content("Done.")]
+
+
 @pytest.mark.parametrize("family", sorted(set(CALLS) - {"generic", "harmony"}))
 def test_calls_that_are_written_for_the_history_are_read_back(family: str):
     """Templates of LFM2 and Granite 3 show nothing of earlier calls."""
