@@ -52,6 +52,7 @@ _OBJECT_KEYWORDS: Final = frozenset(
     if kind == "object" and keyword not in ("properties", "required")
 ) - {"additionalProperties", "maxProperties"}
 _MAX_DEPTH: Final = 32  # of combinations and references
+_MAX_PARTS: Final = 1024  # of one parameter: references to references unfold without end
 _MAX_SHAPES: Final = 32
 
 
@@ -93,6 +94,7 @@ class Parameters:
         """Read the schema of the arguments."""
         self._schema = schema
         self._references = References(schema)
+        self._num_parts = 0
         self.unenforceable = ""
         try:
             self.shapes = _distinct(self._shapes(schema, 0))
@@ -106,12 +108,20 @@ class Parameters:
         return list(dict.fromkeys(name for shape in self.shapes for name in shape.properties))
 
     def kinds(self, key: str) -> Kinds:
-        """Kinds of the values of a parameter."""
-        found = [self.kinds_of(shape.properties.get(key, shape.others)) for shape in self.shapes]
+        """Kinds of the values of a parameter; all kinds if its schema has too many parts."""
+        try:
+            found = [self.kinds_of(shape.properties.get(key, shape.others)) for shape in self.shapes]
+        except Unenforceable:
+            return ALL_KINDS
         return frozenset().union(*found) or ALL_KINDS
 
     def kinds_of(self, schema: Any, depth: int = 0) -> Kinds:
-        """Kinds of the values of a schema."""
+        """Kinds of the values of a schema.
+
+        Raises:
+            Unenforceable: it has too many parts.
+        """
+        self._count_part(depth)
         if schema is False:
             return frozenset()
         if not isinstance(schema, dict) or depth > _MAX_DEPTH:
@@ -175,9 +185,15 @@ class Parameters:
         }
         return {**definitions, **schema} if isinstance(schema, dict) else definitions
 
+    def _count_part(self, depth: int) -> None:
+        self._num_parts = self._num_parts + 1 if depth else 1
+        if self._num_parts > _MAX_PARTS:
+            raise Unenforceable(f"a schema of more than {_MAX_PARTS:,} parts")
+
     # ------------------------------------------------------------ shapes
 
     def _shapes(self, schema: Any, depth: int) -> list[Shape]:
+        self._count_part(depth)
         if schema is False:
             return []
         if not isinstance(schema, dict):

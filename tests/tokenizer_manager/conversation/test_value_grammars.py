@@ -277,6 +277,26 @@ def test_kinds_of_values(schema: Any, kinds: str):
     assert Parameters(root).kinds("v") == set(kinds.split())
 
 
+def test_a_schema_that_references_unfold_without_end_is_read_in_no_time():
+    """Each reference is followed 32 levels deep: without a limit this takes days, and the event loop waits."""
+    levels = {f"D{level}": {"anyOf": [{"$ref": f"#/$defs/D{level + 1}"}] * 8} for level in range(14)}
+    properties = {"a": {"$ref": "#/$defs/A"}, "d": {"$ref": "#/$defs/D0"}, "s": {"type": "string"}}
+    loop = {"anyOf": [{"$ref": "#/$defs/A"}] * 8}
+    schema = {"type": "object", "properties": properties, "$defs": {"A": loop, **levels}}
+    texts, none = (
+        {**schema, "$defs": {**levels, "A": loop, "D14": last}} for last in ({"minLength": 1}, False)
+    )
+
+    parameters = Parameters(texts)
+    assert parameters.kinds("a") == parameters.kinds("d") == ALL_KINDS
+    assert parameters.kinds("s") == {"string"}
+    assert "1,024 parts" in Parameters({**none, "$ref": "#/$defs/D0"}).unenforceable
+    del properties["a"]
+    for family in BY_ARGUMENT:
+        with pytest.raises(Unenforceable, match="a schema of more than 1,024 parts"):
+            strict_call(family, texts)
+
+
 @pytest.mark.parametrize(
     ("text", "kinds", "value"),
     [
