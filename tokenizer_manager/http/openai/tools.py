@@ -171,7 +171,7 @@ def _custom_grammar(value: object, at: str) -> GrammarSpec | None:
         raise _refused(f"{place}.syntax is {show(syntax)}, but it must be lark or regex", f"{place}.syntax")
     if syntax == "regex":
         try:
-            checked_regex(text, whole=True)
+            text = checked_regex(text, whole=True)
         except RegexError as error:
             param = f"{place}.definition"
             raise _refused(f"{param}: {error}", param, "invalid_regex") from None

@@ -52,6 +52,14 @@ LARK = {"syntax": "lark", "definition": 'start: "a"'}
             },
             Tool(name="c", custom=True, custom_grammar=GrammarSpec(GrammarKind.REGEX, "a+")),
         ),
+        (  # as a grammar reads it: without the anchors, which the formats of calls refuse inside a group
+            {
+                "type": "custom",
+                "name": "c",
+                "format": {"type": "grammar", "syntax": "regex", "definition": "^(?:^a+|b$)$"},
+            },
+            Tool(name="c", custom=True, custom_grammar=GrammarSpec(GrammarKind.REGEX, "(?:a+|b)")),
+        ),
     ],
 )
 def test_a_tool(value, tool):
