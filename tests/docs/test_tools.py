@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.tokenizer_manager.conversation.parsing.families import FAMILIES, REASONING_FAMILIES
+from engine.tokenizer_manager.conversation.parsing.families import FAMILIES
+from engine.tokenizer_manager.conversation.parsing.reasoning_families import REASONING_FAMILIES
 
 TEXT = (Path(__file__).parents[2] / "docs" / "tools.md").read_text(encoding="utf-8")
 

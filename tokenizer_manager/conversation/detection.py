@@ -21,17 +21,9 @@ from ...runtime.errors import ConfigError, RequestError
 from .chat_template import ChatTemplate
 from .conversation import Tool
 from .deltas import CallArguments, CallBegin, CallEnd, Content, Delta, Reasoning
-from .parsing.families import (
-    FAMILIES,
-    GENERIC,
-    HARMONY,
-    HARMONY_REASONING,
-    REASONING_FAMILIES,
-    Form,
-    ReasoningFamily,
-    ToolFamily,
-)
+from .parsing.families import FAMILIES, GENERIC, HARMONY, Form, ToolFamily
 from .parsing.output_parser import OutputParser
+from .parsing.reasoning_families import HARMONY_REASONING, REASONING_FAMILIES, ReasoningFamily
 from .tools import tool_for_template
 
 

@@ -24,8 +24,9 @@ from .conversation import ChoiceMode, Conversation, Tool
 from .detection import AnswerFormats
 from .parameters import Unenforceable
 from .parsing.emitter import MakeId
-from .parsing.families import Form, ReasoningFamily, ToolFamily
+from .parsing.families import Form, ToolFamily
 from .parsing.output_parser import OutputParser
+from .parsing.reasoning_families import ReasoningFamily
 from .reasoning import ReasoningCounter, reasoning_block, reasoning_variables
 from .tool_grammars import ToolGrammars, generic_grammar
 from .tools import checked_tools, generic_messages, history_warnings, messages_for_template, tool_for_template

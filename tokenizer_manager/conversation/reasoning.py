@@ -13,7 +13,7 @@ from typing import Any, Final
 from ...runtime.grammar_use import ReasoningBlock
 from .conversation import Conversation, ReasoningOptions
 from .detection import AnswerFormats
-from .parsing.families import ReasoningFamily
+from .parsing.reasoning_families import ReasoningFamily
 
 _NO_EFFORT: Final = "none"
 _EFFORTS: Final = {"minimal": "low", "xhigh": "high", "max": "high"}

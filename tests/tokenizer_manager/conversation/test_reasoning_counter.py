@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.tokenizer_manager.conversation.parsing.families import REASONING_FAMILIES
+from engine.tokenizer_manager.conversation.parsing.reasoning_families import REASONING_FAMILIES
 from engine.tokenizer_manager.conversation.reasoning import ReasoningCounter
 
 

@@ -1,4 +1,4 @@
-"""`ToolFamily` and `ReasoningFamily`: how a family of models writes tool calls, and the markers around its reasoning.
+"""`ToolFamily`: how a family of models writes tool calls.
 
 Parser, detection and grammars read the same rows.
 
@@ -117,12 +117,12 @@ class ToolFamily:
             *self.parameter_middle,
             *self.parameter_end,
             *self.inner_tokens,
-            *(_HARMONY_MARKERS if self.form is Form.HARMONY else ()),
+            *(HARMONY_MARKERS if self.form is Form.HARMONY else ()),
             *(() if self.alternative is None else self.alternative.markers),
         )
 
 
-_HARMONY_MARKERS: Final = (
+HARMONY_MARKERS: Final = (
     "<|start|>",
     "<|channel|>",
     "<|message|>",
@@ -374,87 +374,3 @@ FAMILIES: Final[dict[str, ToolFamily]] = {
     )
 }
 """By the name that `--tool-call-parser` takes; detection tries them in this order."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReasoningFamily:
-    """The markers, as the model writes them.
-
-    Attributes:
-        name: that `--reasoning-parser` takes.
-        empty_end: what ends an empty block, and is followed by the answer.
-        repeats: an answer may have several blocks.
-        answer_marks: around the answer after the block; not a part of it.
-        tokens: of the model that are parts of the markers.
-    """
-
-    name: str
-    begin: str
-    end: str
-    empty_end: str
-    repeats: bool = False
-    answer_marks: tuple[str, ...] = ()
-    tokens: tuple[str, ...] = ()
-
-
-HARMONY_REASONING: Final = ReasoningFamily(
-    "harmony",
-    "<|channel|>analysis<|message|>",
-    "<|end|>",
-    "<|end|><|start|>assistant",
-    repeats=True,
-    tokens=_HARMONY_MARKERS,
-)
-
-REASONING_FAMILIES: Final[dict[str, ReasoningFamily]] = {
-    family.name: family
-    for family in (
-        ReasoningFamily(
-            "granite33",
-            "<think>",
-            "</think>",
-            "\n\n</think>\n\n",
-            answer_marks=("<response>", "</response>"),
-        ),
-        ReasoningFamily("think", "<think>", "</think>", "\n\n</think>\n\n"),
-        ReasoningFamily("magistral", "[THINK]", "[/THINK]", "[/THINK]"),
-        HARMONY_REASONING,
-        ReasoningFamily("seed_oss", "<seed:think>", "</seed:think>", "</seed:think>"),
-        ReasoningFamily(
-            "cohere2_moe",
-            "<|START_THINKING|>",
-            "<|END_THINKING|>",
-            "<|END_THINKING|>",
-            answer_marks=("<|START_TEXT|>", "<|END_TEXT|>"),
-        ),
-        ReasoningFamily(
-            "command_a",
-            "<|START_THINKING|>",
-            "<|END_THINKING|>",
-            "<|END_THINKING|>",
-            answer_marks=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
-        ),
-        ReasoningFamily("kimi_vl", "◁think▷", "◁/think▷", "◁/think▷"),
-        ReasoningFamily(
-            "granite",
-            "Here is my thought process:",
-            "Here is my response:",
-            "\n\nHere is my response:",
-        ),
-        ReasoningFamily(
-            "gemma4",
-            "<|channel>thought",
-            "<channel|>",
-            "\n<channel|>",
-            tokens=("<|channel>", "<channel|>"),
-        ),
-        ReasoningFamily("apertus", "<|inner_prefix|>", "<|inner_suffix|>", "<|inner_suffix|>"),
-        ReasoningFamily(
-            "apriel",
-            "Here are my reasoning steps:",
-            "[BEGIN FINAL RESPONSE]",
-            "\n\n[BEGIN FINAL RESPONSE]\n",
-            answer_marks=("[END FINAL RESPONSE]",),
-        ),
-    )
-}

@@ -14,8 +14,9 @@ from typing import Final
 from ..conversation import ReasoningOptions, Tool
 from ..deltas import Delta
 from .emitter import Emitter, MakeId, random_id
-from .families import Form, IdRule, ReasoningFamily, ToolFamily
+from .families import Form, IdRule, ToolFamily
 from .json_calls import read_json_call, read_named_call
+from .reasoning_families import ReasoningFamily
 from .source import Markers, Source, Trouble, Waits
 from .tagged_calls import read_pythonic_call, read_tagged_call
 from .whole_answers import read_generic, read_harmony

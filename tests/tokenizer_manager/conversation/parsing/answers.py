@@ -7,8 +7,9 @@ from typing import Final
 
 from engine.tokenizer_manager.conversation.conversation import ReasoningOptions, Tool
 from engine.tokenizer_manager.conversation.deltas import CallArguments, Content, Delta, Reasoning
-from engine.tokenizer_manager.conversation.parsing.families import FAMILIES, REASONING_FAMILIES
+from engine.tokenizer_manager.conversation.parsing.families import FAMILIES
 from engine.tokenizer_manager.conversation.parsing.output_parser import OutputParser
+from engine.tokenizer_manager.conversation.parsing.reasoning_families import REASONING_FAMILIES
 
 WEATHER: Final = Tool(
     name="get_weather",

@@ -621,7 +621,7 @@ def test_reasoning_that_is_not_streamed_is_one_delta():
     parser = OutputParser(None, (), reasoning=None, options=ReasoningOptions(stream=False))
     assert parser.feed("x") == [Content("x")]
 
-    from engine.tokenizer_manager.conversation.parsing.families import REASONING_FAMILIES
+    from engine.tokenizer_manager.conversation.parsing.reasoning_families import REASONING_FAMILIES
 
     parser = OutputParser(
         None, (), reasoning=REASONING_FAMILIES["think"], opened=True, options=ReasoningOptions(stream=False)
