@@ -17,7 +17,6 @@ import aiohttp
 
 from ...runtime.errors import ConfigError, RequestError, ServerError
 from ..json_input import read_json
-from ..server_client import why_unreachable
 from .load import BenchRequest, RequestRecord
 
 
@@ -222,6 +221,8 @@ async def check_ready(url: str, api_key: str | None, timeout_s: float) -> str:
                         raise RequestError(f"the server at {url} refuses ({reason}); see --url and --api-key")
                     problem = f"no server is ready at {url} ({reason}); {_START_ONE}"
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                from ..server_client import why_unreachable  # with httpx, which this module has no use for
+
                 problem = why_unreachable(
                     url, error, connected=not isinstance(error, aiohttp.ClientConnectorError), hint=_START_ONE
                 )
