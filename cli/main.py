@@ -148,7 +148,8 @@ def run(argv: Sequence[str] | None = None) -> int:
     """
     try:
         code = _run(argv)
-        sys.stdout.flush()  # a disk that is full is noticed here, and not while Python exits
+        if sys.stdout is not None:  # closed, as by `>&-`
+            sys.stdout.flush()  # a disk that is full is noticed here, and not while Python exits
     except (KeyboardInterrupt, typer.Abort):
         return ExitCode.INTERRUPTED
     except BrokenPipeError:
@@ -189,7 +190,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 def _drop_output() -> None:
     """Standard output cannot be written. Python would report that again when it flushes at exit."""
-    with contextlib.suppress(OSError, ValueError):  # no real file
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # no real file, or closed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

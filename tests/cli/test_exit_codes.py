@@ -261,6 +261,17 @@ def test_a_disk_without_space_is_one_line(arguments, monkeypatch, tmp_path, tiny
 
 
 @pytest.mark.real_process
+def test_an_output_that_is_closed_is_no_error():
+    done = subprocess.run(
+        ["sh", "-c", f"{sys.executable} -m engine --version >&-"],
+        capture_output=True,
+        check=False,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (ExitCode.SUCCESS, b"")
+
+
+@pytest.mark.real_process
 def test_the_answer_of_a_server_on_a_disk_without_space(tmp_path):
     """The line after an answer that was received, and an error that has no room either."""
     with stand_in_server(200) as url:
