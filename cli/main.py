@@ -233,7 +233,8 @@ def check_arguments(arguments: Sequence[str]) -> list[str]:
     for index, text in enumerate(arguments):
         place = _place(arguments, index)
         check_os_text(text, place)
-        if not text or (text.startswith("-") and text.endswith("=")):
+        flag, equals, value = text.partition("=")
+        if not text or (flag.startswith("-") and equals and not value):
             raise ConfigError(f"{place} is empty; is a variable not set? Give a value, or leave it out")
     return list(arguments)
 

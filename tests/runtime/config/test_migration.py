@@ -161,6 +161,12 @@ def test_an_empty_value_is_named(capsys, arguments, place):
     assert error.startswith(f"engine: {place} is empty; is a variable not set?") and error.count("\n") == 1
 
 
+@pytest.mark.parametrize("option", ["--api-key=c2VjcmV0Cg==", "--system=x="])
+def test_a_value_may_end_with_an_equals_sign(option):
+    """As a key in base64 does."""
+    assert cli.check_arguments(["chat", option]) == ["chat", option]
+
+
 def test_an_empty_model_is_refused_in_python_and_files_too(tmp_path):
     (tmp_path / "engine.yaml").write_text('model: ""')
     for layer in (from_arguments({"model": ""}), from_yaml_file(tmp_path / "engine.yaml")):
