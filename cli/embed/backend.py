@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
@@ -142,18 +145,44 @@ def in_parts(
     size = _TEXTS_PER_REQUEST if is_server else _TEXTS_AT_ONCE
     count = len(texts.texts)
     parts = [range(start, min(start + size, count)) for start in range(0, count, size)]
-    pool = ThreadPoolExecutor(_REQUESTS_AT_ONCE, thread_name_prefix="embed") if is_server else None
-    results = (map if pool is None else pool.map)(compute, [texts.texts[p.start : p.stop] for p in parts])
-    try:
+    inputs = [texts.texts[part.start : part.stop] for part in parts]
+    with contextlib.closing(
+        _map_at_once(compute, inputs) if is_server else (compute(own) for own in inputs)
+    ) as results:
         for part in parts:
             try:
                 result = next(results)
             except RequestError as error:
                 raise texts.located(error, in_options(str(error)), part.start) from None
             yield part, result
+
+
+def _map_at_once(compute: Callable[[list[str]], Part], inputs: Sequence[list[str]]) -> Generator[Part]:
+    """`map` with several requests at once; what has not begun when it is closed is not computed.
+
+    Its threads are daemons: an exit, as after Ctrl-C, waits for the threads of an executor, which wait for a server.
+    """
+    futures: list[Future[Part]] = [Future() for _ in inputs]
+    waiting = deque(zip(inputs, futures, strict=True))
+
+    def work() -> None:
+        while True:
+            try:
+                own, future = waiting.popleft()
+            except IndexError:
+                return
+            try:
+                future.set_result(compute(own))
+            except Exception as error:
+                future.set_exception(error)
+
+    for number in range(min(_REQUESTS_AT_ONCE, len(inputs))):
+        threading.Thread(target=work, name=f"embed-{number}", daemon=True).start()
+    try:
+        for future in futures:
+            yield future.result()
     finally:
-        if pool is not None:
-            pool.shutdown(wait=False, cancel_futures=True)
+        waiting.clear()
 
 
 def open_backend(

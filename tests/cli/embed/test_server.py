@@ -5,6 +5,9 @@ from __future__ import annotations
 import base64
 import http.server
 import json
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +20,7 @@ from engine.cli import server_client
 from engine.cli.embed import backend as backends
 from engine.cli.embed.backend import ServerBackend, in_parts
 from engine.cli.embed.files import Texts
+from engine.cli.exit_codes import ExitCode
 from engine.launch.child.socket_dir import ServerRecord
 from engine.runtime.errors import ConfigError, RequestError, ServerError
 
@@ -31,6 +35,7 @@ class ScriptedServer:
         self.models: list[dict[str, Any]] = [{"id": "tiny", "task": "embed"}]
         self.answer: Callable[[str, dict[str, Any]], Answer] = self.usual
         self.url = ""
+        self.retry_after = "0"
 
     def usual(self, path: str, body: dict[str, Any]) -> Answer:
         if path == "/v1/embeddings":
@@ -60,7 +65,7 @@ def server() -> Iterator[ScriptedServer]:
             data = json.dumps(document).encode()
             self.send_response(status)
             self.send_header("content-length", str(len(data)))
-            self.send_header("retry-after", "0")
+            self.send_header("retry-after", script.retry_after)
             self.end_headers()
             self.wfile.write(data)
 
@@ -144,6 +149,29 @@ def test_an_answer_of_another_form_is_an_error_of_the_server(server, document):
     server.answer = lambda _path, _body: (200, document)
     with pytest.raises(ServerError, match="check --url"):
         connect(server).embed(["a"])
+
+
+@pytest.mark.real_process
+@pytest.mark.parametrize("is_busy", [False, True], ids=["it computes", "its queue is full"])
+def test_ctrl_c_does_not_wait_for_the_server(server, tmp_path, is_busy):
+    asked, is_over = threading.Event(), threading.Event()
+
+    def keep_waiting(_path: str, _body: dict[str, Any]) -> Answer:
+        asked.set()
+        if not is_busy:
+            is_over.wait(60)
+        return 429, {"error": {"message": "5 wait"}}
+
+    server.answer, server.retry_after = keep_waiting, "30"
+    (tmp_path / "in.txt").write_text("text\n" * 100)
+    command = ["embed", str(tmp_path / "in.txt"), "-o", str(tmp_path / "out.csv"), "--url", server.url]
+    process = subprocess.Popen([sys.executable, "-m", "engine", *command], stderr=subprocess.PIPE)
+    assert asked.wait(60)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=20)[1] == b""
+    is_over.set()
+    assert process.returncode == ExitCode.INTERRUPTED
+    assert not (tmp_path / "out.csv").exists()
 
 
 def test_a_full_queue_is_asked_again(server):
