@@ -164,10 +164,16 @@ def base_url(url: str) -> str:
     return str(parsed).rstrip("/").removesuffix("/v1")
 
 
+def is_busy(response: httpx.Response) -> bool:
+    """Whether a server refuses a request for now, and says when to send it again."""
+    refuses = response.status_code in (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE)
+    return refuses and "retry-after" in response.headers
+
+
 def wait_s(response: httpx.Response) -> float:
     """Seconds to wait before a refused request is sent again."""
     try:
-        return max(float(response.headers.get("retry-after", "1")), 0.0)
+        return max(0.0, float(response.headers.get("retry-after", "1")))  # in this order 0 for NaN, too
     except ValueError:  # a date
         return 1.0
 

@@ -16,7 +16,7 @@ from ...runtime.config.config_sources import MergedConfig, from_arguments
 from ...runtime.errors import EngineError, RequestError, ServerError
 from ...runtime.messages import Usage
 from ...runtime.text import counted, replace_surrogates
-from ..server_client import QUICK_TIMEOUT_S, ServerConnection, error_from, error_of, wait_s
+from ..server_client import QUICK_TIMEOUT_S, ServerConnection, error_from, error_of, is_busy, wait_s
 from .session import Message
 from .settings import ChatSettings
 
@@ -26,9 +26,10 @@ if TYPE_CHECKING:
 # One conversation at a time; the KV of a second sequence keeps the old conversation cached after /clear or /regen.
 BASE_SETTINGS: Final = from_arguments({"max_running_requests": 2})
 _START_ONE: Final = "start one with `engine serve`, or leave out --url to run in this process"
-_BUSY: Final = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE)
 _MAX_BUSY_S: Final = 60.0
 """Longest time of sending a question again while the server says when (`Retry-After`)."""
+_MIN_WAIT_S: Final = 0.5
+"""Shortest pause, where a server says 0."""
 
 
 class Call(NamedTuple):
@@ -227,11 +228,10 @@ class HttpBackend:
                     return response
                 response.read()
                 wait = wait_s(response)
-                is_busy = response.status_code in _BUSY and "retry-after" in response.headers
-                if not is_busy or time.monotonic() + wait > last_s:
+                if not is_busy(response) or time.monotonic() + wait > last_s:
                     raise error_of(response)
             self.on_wait(f"waiting {wait:g} s for the server: {error_of(response)}")
-            time.sleep(wait)
+            time.sleep(max(wait, _MIN_WAIT_S))
 
     def _ask(self, path: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
         """The answer of an endpoint that some servers lack; {} then."""

@@ -25,7 +25,15 @@ from ...runtime.errors import RequestError, ServerError
 from ...runtime.text import variable
 from ..exit_codes import ends_at_interrupt
 from ..options import FlagValues, merge_options
-from ..server_client import ServerConnection, attach, error_of, names_a_model, refuse_settings, wait_s
+from ..server_client import (
+    ServerConnection,
+    attach,
+    error_of,
+    is_busy,
+    names_a_model,
+    refuse_settings,
+    wait_s,
+)
 from .files import Texts, Vectors
 
 if TYPE_CHECKING:
@@ -117,7 +125,8 @@ class ServerBackend:
                 response = self._server.client.post(f"{self._server.base}{path}", json=body)
             except httpx.HTTPError as error:
                 raise self._server.failure(error) from None
-            if response.status_code != httpx.codes.TOO_MANY_REQUESTS or attempts == _ATTEMPTS:
+            is_full = response.status_code == httpx.codes.TOO_MANY_REQUESTS  # other servers do not say when
+            if not (is_full or is_busy(response)) or attempts == _ATTEMPTS:
                 break
             time.sleep(min(wait_s(response), _MAX_WAIT_S))
         if response.status_code != httpx.codes.OK:

@@ -85,9 +85,11 @@ def test_a_refused_request_says_what_the_server_says(server):
 
 
 @pytest.mark.parametrize("status", [429, 503])
-def test_a_busy_server_that_says_when_is_asked_again(server, status):
-    """As a server whose queue is full, or whose grammar compiler starts."""
+def test_a_busy_server_that_says_when_is_asked_again(server, monkeypatch, status):
+    """As a server with a full queue, or with a grammar compiler that starts."""
     server.say("/v1/chat/completions", {"error": {"message": "5 wait"}}, status=status)
+    pauses: list[float] = []
+    monkeypatch.setattr("engine.cli.chat.backend.time.sleep", pauses.append)
     server.retry_after = "0"
     server.after(3, lambda: server.stream(delta("Hi", finish="stop")))
     lines: list[str] = []
@@ -95,6 +97,7 @@ def test_a_busy_server_that_says_when_is_asked_again(server, status):
     backend.on_wait = lines.append
     assert answer(backend)[0] == "Hi"
     assert len(server.bodies) == 4
+    assert len(pauses) == 3 and min(pauses) > 0.1, "a server that says 0 is not asked without a pause"
     assert (
         len(lines) == 3
         and lines[0].startswith("waiting 0 s for the server: ")
@@ -104,7 +107,7 @@ def test_a_busy_server_that_says_when_is_asked_again(server, status):
     server.retry_after = "3600"
     with pytest.raises(EngineError, match="5 wait"):
         answer(connect(server.url))
-    assert len(server.bodies) == 5, "nobody waits for an hour"
+    assert len(server.bodies) == 5, "an hour is too long"
 
 
 def test_the_banner_has_what_the_server_tells(server):

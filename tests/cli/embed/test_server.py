@@ -174,17 +174,18 @@ def test_ctrl_c_does_not_wait_for_the_server(server, tmp_path, is_busy):
     assert not (tmp_path / "out.csv").exists()
 
 
-def test_a_full_queue_is_asked_again(server):
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_busy_server_is_asked_again(server, status):
     def full_at_first(path: str, body: dict[str, Any]) -> Answer:
         full = len(server.bodies) <= 3
-        answer: Answer = (429, {"error": {"message": "5 wait"}}) if full else server.usual(path, body)
+        answer: Answer = (status, {"error": {"message": "5 wait"}}) if full else server.usual(path, body)
         return answer
 
     server.answer = full_at_first
     vectors = connect(server).embed(["a"])
     assert vectors.tolist() == [[1.0, 1.0]] and len(server.bodies) == 4
-    server.answer = lambda _path, _body: (429, {"error": {"message": "5 wait"}})
-    with pytest.raises(RequestError, match="5 wait"):
+    server.answer = lambda _path, _body: (status, {"error": {"message": "5 wait"}})
+    with pytest.raises(RequestError if status == 429 else ServerError, match="5 wait"):
         connect(server).embed(["a"])
 
 
