@@ -183,8 +183,7 @@ def _detect(
 def _only_family(template: ChatTemplate, tokenizer: Tokenizer) -> ToolFamily | None:
     """The family of a template that shows tools and no calls.
 
-    That is the one whose marker no other family has, and which the template's text has, or the tokenizer as a special
-    token.
+    Its marker is one that no other family has, and is in the template's text or a special token of the tokenizer.
     """
     markers = {name: family.begin[0].strip() for name, family in FAMILIES.items() if family.begin}
     for name, marker in markers.items():

@@ -25,7 +25,7 @@ _ROLES: Final = {"s": "system", "u": "user", "t": "tool", **dict.fromkeys("acbp"
 
 @dataclass(frozen=True, slots=True)
 class TemplateShape:
-    """What the template can show, beside a chat of user and assistant in turn.
+    """Chats that the template can show, beside one of user and assistant in turn.
 
     Attributes:
         system: a first message of the system.
@@ -53,7 +53,7 @@ class TemplateShape:
 
     @property
     def missing(self) -> list[str]:
-        """What the template cannot show, for the log."""
+        """Names of the chats that the template cannot show, for the log."""
         return [each.name for each in fields(self) if not getattr(self, each.name)]
 
 

@@ -1,4 +1,4 @@
-"""A server whose model follows a script: the HTTP side is the product's own, what the model writes is not.
+"""A server with a model that follows a script: the HTTP side is the product's own, the model's text is not.
 
 A small model does not call an agent's tools. So a fake engine behind the real tokenizer manager reads each prompt as a
 model would, in the text of the template, and writes what a trained one writes: a call of the agent's shell, and, once a

@@ -1,4 +1,4 @@
-"""Coding agents as people start them, headless, against a server whose model is scripted: they list a folder, twice.
+"""Coding agents as people start them, headless, against a server with a scripted model: they list a folder, twice.
 
 Each runs its own loop: it sends its tools, runs the call on this machine, sends the result back and prints the answer.
 The second run goes on with the first one's session, so that its history holds calls, results and an earlier answer.
@@ -99,7 +99,7 @@ def home(tmp_path: Path) -> Path:
 
 
 def run(home: Path, command: list[str], variables: dict[str, str]) -> str:
-    """What a command prints, with nothing of the caller's settings."""
+    """The output of a command, with nothing of the caller's settings."""
     inherited = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
     done = subprocess.run(
         command,

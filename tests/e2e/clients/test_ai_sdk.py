@@ -33,7 +33,7 @@ ANSWER: Final = "The folder holds needle-x7."
 
 
 def run(script: str, url: str, folder: Path) -> dict[str, Any]:
-    """What a script prints as JSON; it finds the packages beside it."""
+    """The JSON that a script prints; it finds the packages beside it."""
     (folder / "node_modules").symlink_to(PACKAGES.resolve())
     path = shutil.copy(Path(__file__).with_name(script), folder)
     done = subprocess.run(
@@ -51,7 +51,7 @@ def run(script: str, url: str, folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory, default_serve: EngineServe) -> dict[str, Any]:
-    """What `ai_sdk.mjs` got."""
+    """The results of `ai_sdk.mjs`."""
     return run("ai_sdk.mjs", default_serve.url, tmp_path_factory.mktemp("ai-sdk"))
 
 

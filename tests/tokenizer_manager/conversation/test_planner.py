@@ -308,7 +308,7 @@ def test_limits_of_tools_are_checked_and_errors_have_the_path_of_the_client():
 
 
 def test_schemas_of_strict_tools_are_checked_and_replaced():
-    """Of strict tools, and of all tools that a demanded call may be of."""
+    """The schemas of strict tools, and of all tools that a demanded call may be of."""
     asked: list[tuple[str, bool]] = []
 
     def check(schema: dict[str, Any], at: str, strict: bool) -> tuple[dict[str, Any], list[str]]:

@@ -166,7 +166,7 @@ def test_what_a_strict_grammar_lets_come_is_read_back_as_the_schema_allows(famil
 
 @pytest.mark.parametrize("family", BY_ARGUMENT)
 def test_calls_of_tools_without_strict_are_read_back_whole(family: str):
-    """What looked like a list and had one quote in it took the rest of the answer into a value."""
+    """A value that looked like a list and had one quote in it took the rest of the answer with it."""
     properties: dict[str, Any] = {"v": {}, "s": {"type": "string"}, "a\nb": {"type": "string"}, "x>=y": {}}
     tool = Tool(name="f", parameters={"type": "object", "properties": properties})
     spec = ToolGrammars(

@@ -111,7 +111,7 @@ class JsonRepair:
         self._num_skipped = 0  # size of the stack at the member that is left out; 0: none is
 
     def feed(self, text: str) -> str:
-        """What is certain with this text."""
+        """The JSON that is certain with this text."""
         text, self._held = self._held + text, ""
         parts: list[str] = []
         pos = 0
@@ -150,11 +150,11 @@ class JsonRepair:
         return "".join(parts)
 
     def cut(self) -> str:
-        """What was held back, as it came: the value is not complete, and nothing more comes."""
+        """The text that was held back, as it came: the value is not complete, and nothing more comes."""
         return "" if self._num_skipped else self._pending + self._held
 
     def end(self) -> str:
-        """What was held back, and the end of everything that is open."""
+        """The text that was held back, and the end of everything that is open."""
         parts: list[str] = []
         if self._held and not self._in_string and not self._held.startswith('"'):
             self._word(parts, self._held)

@@ -1,4 +1,4 @@
-"""The readers of calls that write each argument by itself, whose values become JSON one by one.
+"""The readers of calls that write each argument by itself; the values become JSON one by one.
 
 Tagged: an element for each argument, `<parameter=city>Paris</parameter>`. Pythonic: as Python writes them,
 `get_weather(city="Paris", days=3)`. `Parameters` says of which kinds the values are.
