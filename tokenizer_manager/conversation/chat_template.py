@@ -31,7 +31,7 @@ _END_MARK: Final = "\u2063end-of-final-message\u2063 "
 """As in transformers: its blank is missing from the prompt if the template strips contents."""
 
 _SENTINEL: Final = "zq content zq"
-_SENTINEL_SPEEDUP: Final = 10  # of the clock for its limit: a start renders up to eight times
+_SENTINEL_SPEEDUP: Final = 10  # of the clock for its limit: a start renders up to thirty times
 _SENTINEL_CHATS: Final[tuple[list[dict[str, Any]], ...]] = (
     [{"role": "user", "content": _SENTINEL}],
     [{"role": "system", "content": _SENTINEL}, {"role": "user", "content": "a"}],
