@@ -94,9 +94,11 @@ class LineEditor:
             yield
         finally:
             keys = b""
-            while select.select([terminal], [], [], 0)[0] and (more := os.read(terminal, 4096)):
-                keys += more
-            termios.tcsetattr(terminal, termios.TCSANOW, before)
+            try:
+                while select.select([terminal], [], [], 0)[0] and (more := os.read(terminal, 4096)):
+                    keys += more
+            finally:  # another Ctrl-C
+                termios.tcsetattr(terminal, termios.TCSANOW, before)
             self._typed = typed_text(keys)
 
 

@@ -106,6 +106,19 @@ def test_what_is_typed_during_an_answer_begins_the_next_message():
     os.close(controller)
 
 
+def test_ctrl_c_while_typed_keys_are_read_keeps_the_echo(monkeypatch):
+    def interrupt(*_args):
+        raise KeyboardInterrupt
+
+    controller, terminal = pty.openpty()
+    with os.fdopen(terminal, encoding="utf-8") as stdin, create_pipe_input() as keys:
+        editor = LineEditor(None, terminal_output=DummyOutput(), terminal_input=keys, held_terminal=stdin)
+        with pytest.raises(KeyboardInterrupt), editor.held():
+            monkeypatch.setattr("engine.cli.chat.line_editor.select.select", interrupt)
+        assert termios.tcgetattr(stdin)[3] & termios.ECHO
+    os.close(controller)
+
+
 def test_ctrl_c_and_ctrl_d():
     with pytest.raises(KeyboardInterrupt):
         typed(["half a line" + CTRL_C])
