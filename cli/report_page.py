@@ -1,4 +1,4 @@
-"""`Report pages`: measured or simulated runs side by side as one HTML file with pictures: no network, no script.
+"""`ReportPage`: measured or simulated runs side by side as one HTML file with pictures: no network, no script.
 
 A page is a title, charts and a table:
 
@@ -123,7 +123,7 @@ class ReportPage:
             for name, values in kept.items()
             if values
         }
-        self._draw(title, curves, f"{unit}", "% of requests", labels, is_log=is_log, top=100.0)
+        self._draw(title, curves, unit, "% of requests", labels, is_log=is_log, top=100.0)
 
     def lines(self, title: str, curves: Mapping[str, Points], x: str, y: str) -> None:
         """Draw a line per series, from its points; `x`, `y`: names of the axes with their units."""
@@ -133,17 +133,17 @@ class ReportPage:
     def bars(self, title: str, values: Mapping[str, float], unit: str = "") -> None:
         """Draw one bar per series."""
         high = max(values.values(), default=0.0) or 1.0
-        row_height, left = 34, 0
+        row_height = 34
         parts = []
         for number, (name, value) in enumerate(values.items()):
             top = number * row_height
-            width = max(1.0, value / high * (WIDTH - left - 110))
+            width = max(1.0, value / high * (WIDTH - 110))
             label = f"{_short(value)} {unit}".strip()
             parts.append(
-                f'<text x="{left}" y="{top + 11}">{html.escape(name)}</text>'
-                f'<rect class="{self._class(name)}" x="{left}" y="{top + 15}" width="{width:.1f}" height="12" rx="2">'
+                f'<text x="0" y="{top + 11}">{html.escape(name)}</text>'
+                f'<rect class="{self._class(name)}" x="0" y="{top + 15}" width="{width:.1f}" height="12" rx="2">'
                 f"<title>{html.escape(f'{name}: {label}')}</title></rect>"
-                f'<text class="value" x="{left + width + 6:.1f}" y="{top + 25}">{html.escape(label)}</text>'
+                f'<text class="value" x="{width + 6:.1f}" y="{top + 25}">{html.escape(label)}</text>'
             )
         self._card(title, "", parts, len(values) * row_height)
 

@@ -19,17 +19,6 @@ if TYPE_CHECKING:
 
 _SERVER: Final = ServerConfig()
 DEFAULT_URL: Final = f"http://{_SERVER.host}:{_SERVER.port}"
-
-
-def server_url(given: str | None) -> str:
-    """The URL that is given; else that of the newest server of this user on this machine; else the default one."""
-    if given:
-        return given
-    from ..launch.child.socket_dir import running_servers
-
-    return next((record.url for record in reversed(running_servers()) if record.url), DEFAULT_URL)
-
-
 _TIMEOUT_S: Final = 10.0
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -74,6 +63,15 @@ def why(
         return ExitCode.NOT_FOUND
     print_explanation(explanation)
     return 0
+
+
+def server_url(given: str | None) -> str:
+    """The URL that is given; else that of the newest server of this user on this machine; else the default one."""
+    if given:
+        return given
+    from ..launch.child.socket_dir import running_servers
+
+    return next((record.url for record in reversed(running_servers()) if record.url), DEFAULT_URL)
 
 
 def _ask_file(path: Path, rid: str) -> Explanation:

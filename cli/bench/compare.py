@@ -18,7 +18,7 @@ from .result_file import Run
 
 MIN_RUNS_FOR_T_INTERVAL = 3
 MAX_CACHE_DIFFERENCE = 0.1
-"""Of the shares of prompt tokens from the cache, in two runs that can be compared."""
+"""Largest difference between the shares of prompt tokens from the cache, of runs that can be compared."""
 NUM_RESAMPLES = 4000
 MAX_RESAMPLED_VALUES = 1 << 22  # drawn at once: 32 MB
 CONFIDENCE = 0.95
@@ -137,7 +137,7 @@ def compare(runs_a: Sequence[Run], runs_b: Sequence[Run], seed: int = 0) -> list
 
 
 def differences(runs_a: Sequence[Run], runs_b: Sequence[Run]) -> list[str]:
-    """What differs beside the systems: settings of the client, and the state of the prefix cache.
+    """Differences beside the systems: settings of the client, and the state of the prefix cache.
 
     A run after another one with the same prompts finds them in the cache, unless it is flushed before.
     """

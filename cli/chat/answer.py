@@ -51,7 +51,7 @@ class Answer:
     """One answer, shown as it arrives.
 
     Attributes:
-        text: as far as it has arrived.
+        text: the part that has arrived.
         calls: the tool calls so far, in order; arguments grow with each chunk.
         usage: of the tokens that have arrived.
         interrupted: Ctrl-C ended it.

@@ -84,11 +84,11 @@ def doctor(
                 print_check(check)
     if as_json:
         typer.echo(json_text(checks))
-        return 0 if will_serve(checks) else ExitCode.FAILED
-    if shows_live():
-        for check in checks:
-            print_check(check)
-    typer.echo(summary(checks))
+    else:
+        if shows_live():
+            for check in checks:
+                print_check(check)
+        typer.echo(summary(checks))
     return 0 if will_serve(checks) else ExitCode.FAILED
 
 

@@ -86,7 +86,7 @@ class MachineFacts:
 
     @property
     def held_by_engine(self) -> bool:
-        """Whether an engine, whose processes this user may look at, listens at the port."""
+        """Whether an engine listens at the port, by the titles of the processes that this user may inspect."""
         return self.port_holder.partition(", ")[2].startswith(f"{_PACKAGE}: ")
 
 

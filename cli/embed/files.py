@@ -29,7 +29,7 @@ _ROWS_SHOWN: Final = 20
 _NUMBERS_SHOWN: Final = 4
 _TEXT_COLUMNS: Final = 40
 _MATRIX_ROWS: Final = 8
-"""Most texts whose similarity matrix is printed: as many columns as fit 80 characters."""
+"""Most texts with a similarity matrix: as many columns as fit 80 characters."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,7 @@ def print_comparison(console: Console, reports: Sequence[Report], title: str, *,
 
 
 def idle_policies(reports: Sequence[Report]) -> str:
-    """Sentence about the policies whose queue was always emptied, so that they had nothing to decide; "" if none."""
+    """Sentence about the policies that had nothing to decide, since every pass emptied their queue; "" if none."""
     idle = [each.name for each in reports if each.left_waiting_share < LEAST_LEFT_WAITING]
     if len(idle) < 2:
         return ""

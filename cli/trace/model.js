@@ -367,7 +367,7 @@ function drawCuts() {
     pen.textBaseline = "top";
     const text = `idle ${seconds(cut.to - cut.from)}`;
     const half = pen.measureText(text).width / 2, middle = (x0 + x1) / 2;
-    // Of neighbors whose labels would overlap, the later one has none until one zooms in.
+    // A label that would overlap the one before it appears only after zooming in.
     if (middle - half > (labels.at(-1)?.[1] ?? 0) + 6) {
       pen.fillText(text, middle, TOP - 24);
       labels.push([middle - half, middle + half]);

@@ -1,4 +1,4 @@
-"""What is shown of an answer, where it goes, and what a conversation keeps of it."""
+"""Answers: the part that is shown, the stream it goes to, and the part that a conversation keeps."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_an_engine_that_runs_is_no_reason_against_a_model(
 
 
 def test_lines_are_written_as_they_are_found(capsys, monkeypatch, good_machine, tiny_model):
-    """What takes long, as the import of torch, begins after the lines before it can be read."""
+    """A long step, such as the import of torch, begins after the lines before it can be read."""
     before = []
 
     def gather():
