@@ -9,7 +9,6 @@ of the batch has started.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -24,11 +23,9 @@ from ..runtime.errors import EngineDeadError, RequestError
 from ..runtime.messages import Explain, Explanation, FlushCache, FlushCacheDone, PinDone, PinPrefix
 from ..runtime.request_checks import check_integer, check_number, check_text, plain
 from ..runtime.sampling_params import MAX_COUNT, SamplingParams
-from ..tokenizer_manager.generation import Constraint
-from ..tokenizer_manager.http.schema.constraints import chat_grammar, check_constraint_with_tools
 from ..tokenizer_manager.pooling.embedding import check_task
 from .adapters import Adapter, LocalAdapters
-from .batch import Batch, CheckedRequest, shows_bar
+from .batch import Batch, shows_bar
 from .build import start_engine
 from .options import (
     CallOptions,
@@ -217,7 +214,7 @@ class LLM:
         self._engine.check_usable()
         check_task(self._spec, "generate")
         items, is_single = as_prompts(prompts)
-        scheduling = checked_options(options, self._adapters.lora_id)
+        scheduling = checked_options(options, self._adapters.lora_id, CallOptions)
         constraint = checked_constraint(options, self.config)
         checked_params = as_params(params, len(items), self._sampling_defaults)
         requests = self._preparer.prepare_all(
@@ -248,7 +245,7 @@ class LLM:
         check_task(self._spec, "generate")
         n = check_integer("n", plain(n), 1, MAX_COUNT, "must be at least 1")
         (sampling,) = as_params(params, 1, self._sampling_defaults)
-        scheduling = checked_options(options, self._adapters.lora_id)
+        scheduling = checked_options(options, self._adapters.lora_id, CallOptions)
         constraint = checked_constraint(options, self.config)
         requests = self._preparer.prepare_samples(
             prompt, n, sampling, constraint, add_special_tokens=add_special_tokens
@@ -319,31 +316,20 @@ class LLM:
         """
         self._engine.check_usable()
         check_task(self._spec, "generate")
-        scheduling = checked_options(options, self._adapters.lora_id, tuple(ChatOptions.__annotations__))
+        scheduling = checked_options(options, self._adapters.lora_id, ChatOptions)
         chats, is_single = as_conversations(messages)
         constraint = checked_constraint(options, self.config)
+        spec = None if constraint is None else constraint.use.spec
         requests = []
         for number, sampling in enumerate(as_params(params, len(chats), self._sampling_defaults)):
             with located("messages" if is_single else f"conversation {number}: messages", "messages"):
-                requests.append(self._chat_request(chats[number], sampling, options, constraint))
+                conversation = conversation_of(chats[number], options, self.config.limits, spec)
+                requests.append(self._chats.prepare(conversation, sampling, constraint, self._preparer))
         batch = Batch(self._engine, self.tokenizer, requests, scheduling)
         if stream:
             return batch.chunks()
         outputs = batch.run(progress_bar=shows_bar(progress_bar, len(chats)))
         return outputs[0] if is_single else outputs
-
-    def _chat_request(
-        self, messages: object, sampling: SamplingParams, options: ChatOptions, constraint: Constraint | None
-    ) -> CheckedRequest:
-        spec = None if constraint is None else constraint.use.spec
-        conversation = conversation_of(messages, options, self.config.limits, spec)
-        check_constraint_with_tools(conversation, constraint)
-        if not conversation.tools:
-            self._preparer.check_room(constraint, sampling)
-        plan = self._chats.plan(conversation, sampling.max_new_tokens)
-        use = chat_grammar(plan, constraint)
-        request = self._preparer.prepare(plan.prompt, sampling, use, add_special_tokens=False)
-        return dataclasses.replace(request, keep_special_ids=plan.keep_special_ids, parser=plan.parser())
 
     # ------------------------------------------------------------ vectors and scores
 
@@ -381,7 +367,7 @@ class LLM:
         """
         return self._pooled.embed(
             inputs,
-            checked_options(options, self._adapters.lora_id, tuple(SchedulingOptions.__annotations__)),
+            checked_options(options, self._adapters.lora_id, SchedulingOptions),
             dimensions=dimensions,
             normalize=normalize,
             prompt_name=prompt_name,
@@ -419,7 +405,7 @@ class LLM:
         return self._pooled.rerank(
             query,
             documents,
-            checked_options(options, self._adapters.lora_id, tuple(SchedulingOptions.__annotations__)),
+            checked_options(options, self._adapters.lora_id, SchedulingOptions),
             top_n=top_n,
             instruction=instruction,
             truncate=truncate,
@@ -450,7 +436,7 @@ class LLM:
         return self._pooled.score(
             first,
             second,
-            checked_options(options, self._adapters.lora_id, tuple(SchedulingOptions.__annotations__)),
+            checked_options(options, self._adapters.lora_id, SchedulingOptions),
             instruction=instruction,
             truncate=truncate,
             progress_bar=progress_bar,
@@ -476,9 +462,7 @@ class LLM:
         Raises:
             RequestError: a label is not one token, or as for `embed`.
         """
-        scheduling = checked_options(
-            options, self._adapters.lora_id, tuple(SchedulingOptions.__annotations__)
-        )
+        scheduling = checked_options(options, self._adapters.lora_id, SchedulingOptions)
         return self._pooled.label_probabilities(prompts, labels, scheduling, among_labels=among_labels)
 
     # ------------------------------------------------------------ adapters
@@ -521,7 +505,7 @@ class LLM:
         self._engine.check_usable()
         self._adapters.unload(name, force=force)
 
-    # ------------------------------------------------------------ prompts, cache, end
+    # ------------------------------------------------------------ prompts and cache
 
     @own_names()
     def render_chat(self, messages: Sequence[ChatMessage], **options: Unpack[ChatOptions]) -> list[int]:
@@ -531,7 +515,7 @@ class LLM:
             RequestError: a message the template refuses.
         """
         self._engine.check_process()  # the tokenizer's threads are those of its process, too
-        checked_options(options, self._adapters.lora_id, tuple(ChatOptions.__annotations__))
+        checked_options(options, self._adapters.lora_id, ChatOptions)
         conversation = conversation_of(messages, options, self.config.limits, None)
         return self.tokenizer.encode(self._chats.plan(conversation, None).prompt, add_special_tokens=False)
 

@@ -132,22 +132,23 @@ _CHAT_ONLY = ChatOptions.__annotations__.keys() - CallOptions.__annotations__.ke
 def checked_options(
     options: SchedulingOptions,
     lora_id_of: Callable[[str | None], str],
-    known: Iterable[str] = tuple(CallOptions.__annotations__),
+    known: type[SchedulingOptions],
 ) -> Scheduling:
     """The options, verified.
 
     Args:
         options: of a call.
         lora_id_of: the fingerprint of an adapter by its name.
-        known: names of options that the call has.
+        known: the options that the call has.
 
     Raises:
         TypeError: there is no such option.
         RequestError: a value has the wrong type or is out of range.
     """
-    unknown = sorted(options.keys() - set(known))
+    names = known.__annotations__
+    unknown = sorted(options.keys() - names.keys())
     if unknown:
-        raise TypeError(f"unexpected keyword argument {unknown[0]!r}; {_use_instead(unknown[0], known)}")
+        raise TypeError(f"unexpected keyword argument {unknown[0]!r}; {_use_instead(unknown[0], names)}")
     values: dict[str, Any] = {name: plain(value) for name, value in options.items() if name in _KINDS}
     for name, value in values.items():
         kinds, words = _KINDS[name]

@@ -28,7 +28,7 @@ from ..tokenizer_manager.conversation.template_choice import (
 )
 from ..tokenizer_manager.generation import Constraint
 from ..tokenizer_manager.http.openai.tools import ToolSchemas
-from ..tokenizer_manager.http.schema.constraints import check_room
+from ..tokenizer_manager.http.schema.constraints import chat_grammar, check_constraint_with_tools, check_room
 from ..tokenizer_manager.preparation import resolve_length
 from ..tokenizer_manager.prompt_encoder import second_bos, unknown_to_model
 from .batch import CheckedRequest
@@ -194,6 +194,26 @@ class ChatPlanner:
             max_schema_kb=config.limits.max_schema_kb,
             check_schema=ToolSchemas(config.limits),
         )
+
+    def prepare(
+        self,
+        conversation: Conversation,
+        sampling: SamplingParams,
+        constraint: Constraint | None,
+        preparer: RequestPreparer,
+    ) -> CheckedRequest:
+        """The request of a conversation.
+
+        Raises:
+            RequestError: see `plan` and `RequestPreparer.prepare`; or the constraint excludes the tools.
+        """
+        check_constraint_with_tools(conversation, constraint)
+        if not conversation.tools:
+            preparer.check_room(constraint, sampling)
+        plan = self.plan(conversation, sampling.max_new_tokens)
+        use = chat_grammar(plan, constraint)
+        request = preparer.prepare(plan.prompt, sampling, use, add_special_tokens=False)
+        return dataclasses.replace(request, keep_special_ids=plan.keep_special_ids, parser=plan.parser())
 
     def plan(self, conversation: Conversation, max_tokens: int | None) -> AnswerPlan:
         """The prompt of a conversation, and the form of its answer.
