@@ -146,7 +146,7 @@ class NearChoices:
     # ------------------------------------------------------------ ways
 
     def _is_sure(self, group: Sequence[int] | npt.NDArray[np.intp]) -> bool:
-        """Whether the tokens of a group fit, as one call of the library for each way tells, or none."""
+        """Whether the tokens of a group fit, found by at most two calls of the library for each way."""
         first, last = int(group[0]), int(group[-1])
         return self._is_harmless(first) or (
             self._goes_on(first, self._ways) and (first == last or self._goes_on(last, self._ways))

@@ -5,7 +5,7 @@ the same settings, by the code of `engine replay`. Each settled step then has it
 done and the request of each token.
 
 A simulation of these requests has no grammar, no draft and no other engine: each answer ends with the token with which
-it ended in the log, for any reason, and a prompt whose KV came from another engine comes when it came.
+it ended in the log, for any reason, and a prompt with KV from another engine comes when it came.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def backend(byte_backend: LLGuidanceBackend) -> LLGuidanceBackend:
 
 @pytest.fixture(scope="session")
 def vocabulary(byte_backend: LLGuidanceBackend) -> Vocabulary:
-    """Of 300 logits, with two EOS tokens."""
+    """A vocabulary of 300 logits, with two EOS tokens."""
     return byte_backend.vocabulary
 
 
