@@ -168,7 +168,8 @@ class CompileQueue:
             async with asyncio.timeout(MAX_WALL * self._timeout_s):
                 result = await worker.compile(job.spec)
         except (TimeoutError, WorkerLostError) as error:
-            result = CompileResult(lost=f"the process that compiles grammars was lost: {error}")
+            why = str(error) or "it made no progress"
+            result = CompileResult(lost=f"the process that compiles grammars was lost: {why}")
             if self._worker is worker:
                 self._worker = self._starting = None
             await worker.kill()

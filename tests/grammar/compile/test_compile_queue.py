@@ -389,11 +389,12 @@ def test_a_lost_compilation_costs_neither_its_worker_nor_its_grammar():
     run(test)
 
 
-def test_a_compilation_that_makes_no_progress_costs_its_worker():
+def test_a_compilation_that_makes_no_progress_costs_its_worker(caplog):
     async def test(bench: Bench) -> None:
         assert await outcome(bench, "a") == "429 queue_full"
         await asyncio.sleep(MAX_WALL * LIMIT_S)
         assert bench.alive == 0
+        assert "was lost: it made no progress" in caplog.text
         bench.automatic = lambda text: GOOD
         assert await outcome(bench, "a") == "good"
 
