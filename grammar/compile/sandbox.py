@@ -105,7 +105,8 @@ def _serve(setup: SandboxSetup, compile_one: Callable[[GrammarSpec], CompileResu
         events = poll.poll(_SHORT_S * 1e3 if fresh else None)
         for fd in [fd for fd, until_s in fresh.items() if until_s <= time.monotonic()]:
             del fresh[fd]
-            os.setpriority(os.PRIO_PROCESS, running[fd][0], _NICENESS)
+            lower = os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS  # the kernel cuts it to 19
+            os.setpriority(os.PRIO_PROCESS, running[fd][0], lower)
         for fd, _ in events:
             if fd in running:
                 poll.unregister(fd)

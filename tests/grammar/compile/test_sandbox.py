@@ -141,6 +141,23 @@ def test_a_compilation_that_does_not_run_uses_no_time(setup):
     run(setup, test)
 
 
+@pytest.mark.parametrize("niceness", [0, 15])
+def test_a_long_compilation_gets_a_lower_priority_than_its_sandbox(setup, niceness):
+    async def test(worker: CompileWorker) -> None:
+        base = max(niceness, os.getpriority(os.PRIO_PROCESS, worker.pid))
+        os.setpriority(os.PRIO_PROCESS, worker.pid, base)
+        slow, fork = await begun(worker, ENUM)
+        os.kill(fork, signal.SIGSTOP)
+        async with asyncio.timeout(TIMEOUT_S):
+            while os.getpriority(os.PRIO_PROCESS, fork) == base:
+                await asyncio.sleep(0.001)
+        assert os.getpriority(os.PRIO_PROCESS, fork) == min(base + 10, 19)
+        os.kill(fork, signal.SIGKILL)
+        assert "killed" in (await slow).lost
+
+    run(setup, test)
+
+
 def test_a_grammar_that_takes_too_much_memory_is_refused(setup):
     async def enough(worker: CompileWorker) -> None:
         assert (await worker.compile(schema(ENUM))).code == ""
