@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import resource
+import subprocess
 from typing import Any
 
 import pytest
@@ -32,6 +34,20 @@ def pdf(content: str) -> bytes:
     table = "".join(f"{place:010d} 00000 n \n" for place in places)
     table = f"xref\n0 6\n0000000000 65535 f \n{table}trailer << /Root 1 0 R /Size 6 >>"
     return f"{text}{table}\nstartxref\n{len(text)}\n%%EOF\n".encode()
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+    """The processes that have been started."""
+    processes: list[subprocess.Popen[bytes]] = []
+
+    class Popen(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            processes.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+    return processes
 
 
 def test_markdown_is_rendered_as_elements(serve: Serve):
@@ -102,6 +118,36 @@ def test_the_limit_is_cpu_time():
     with pytest.raises(RequestError, match=r"more than 0\.05 s of CPU time"):
         asyncio.run(own.run(RenderText(SLOW, True)))
     own.close()
+
+
+def test_one_process_from_the_first_text_on(started):
+    own = PageWorker()
+    assert started == []
+    for _ in range(2):
+        asyncio.run(own.run(RenderText("x", True)))
+    [first] = started
+    assert resource.prlimit(first.pid, resource.RLIMIT_AS) == (1 << 30, 1 << 30)
+    first.kill()
+    first.wait()
+    assert b'"x"' in asyncio.run(own.run(RenderText("x", True)))
+    assert len(started) == 2
+    own.close()
+    assert started[1].poll() is not None
+
+
+def test_the_process_ends_with_the_server(serve: Serve, started):
+    served = serve()
+    assert started == []
+    served.client.post("/page/render", json={"text": "x"})
+    [process] = started
+    served.services.close()
+    assert process.poll() is not None
+
+
+def test_a_text_is_refused_while_too_many_wait(serve: Serve, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(worker, "MAX_WAITING", 0)
+    reply = serve().client.post("/page/render", json={"text": "x"})
+    assert (reply.status_code, reply.headers["retry-after"]) == (429, "1")
 
 
 @pytest.mark.parametrize(
