@@ -93,6 +93,8 @@ def test_an_answer_under_way_is_kept_when_the_page_is_closed(open_page):
     tab.wait("document.querySelector('.assistant .text')?.innerText.includes('1, 2')")
     served.engine.say(row(request, ", 3", total=5))  # less than a second after the last write
     tab.wait("document.querySelector('.assistant .text').innerText.includes('3')")
+    tab.run("dispatchEvent(new PageTransitionEvent('pagehide'))")
+    assert kept(tab)[1]["content"] == "1, 2, 3"
     tab.go(served.url + "/")
     tab.wait("document.querySelector('.assistant .note')")
     assert "Interrupted" in tab.text(".assistant .note")

@@ -130,6 +130,25 @@ def test_a_block_that_grows_is_text_and_finished_ones_are_rendered(open_page):
     assert tab.text(".arriving .text > .plain") == "End"
 
 
+def test_blocks_that_arrive_after_the_whole_text_are_dropped(open_page):
+    tab, served = open_page()
+    tab.run(
+        "(() => { const real = fetch; window.fetch = (url, options) => { "
+        "if (!String(url).endsWith('page/render') || window.release) return real(url, options); "
+        "return new Promise((answer) => { window.release = async () => { "
+        "const body = await (await real(url, options)).json(); answer({ ok: true, json: async () => body }); "
+        "await new Promise(requestAnimationFrame); return body.blocks.length; }; }); }; })()"
+    )
+    ask(tab, "Hi")
+    request = served.engine.next_request()
+    served.engine.say(row(request, "One.\n\nTwo", total=1))
+    tab.wait("window.release !== undefined")
+    served.engine.say(row(request, ".", total=2, finish=STOP))
+    tab.wait(ANSWERED)
+    assert tab.run("window.release()") == 1
+    assert tab.text(".assistant .text").split() == ["One.", "Two."]
+
+
 def test_a_json_answer_is_not_rendered_anew_with_each_piece(open_page):
     tab, served = open_page()
     choose(tab, "form", "json")
