@@ -69,6 +69,7 @@ def test_sampling_parameters_of_each_prompt(serve: Serve):
         ([{}, {"temperature": -1}], "sampling_params[1].temperature"),
         ([{}, {"temperature": "x"}], "sampling_params[1].temperature"),
         ([{}, {"max_new_tokens": 0}], "sampling_params[1].max_new_tokens"),
+        ([{}, {"logit_bias": {"99999999": 1}}], "sampling_params.logit_bias"),
         ([{}, {"n": 2}], "sampling_params[1].n"),
         ([{}, {"regex": "a"}], "sampling_params[1]"),
         ([{}, 5], "sampling_params[1]"),
