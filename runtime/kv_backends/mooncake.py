@@ -7,6 +7,7 @@ call fail at once over TCP.
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
@@ -17,7 +18,6 @@ import numpy as np
 from ..errors import ConfigError
 from ..transport.message_base import Record
 from .base import Pages, PoolMemory, TransferError
-from .library_settings import limit_mooncake, mooncake_protocol
 
 Regions = Sequence[tuple[int, int, int]]
 
@@ -35,10 +35,12 @@ class _Engine:
     """Mooncake's engine with the registered pool."""
 
     def __init__(self, memory: PoolMemory, host: str) -> None:
-        limit_mooncake()
+        # A write to a frozen engine fails after 10 s instead of 30.
+        os.environ.setdefault("MC_TCP_PROGRESS_TIMEOUT_SEC", "10")
+        os.environ.setdefault("MC_TCP_STATUS_TIMEOUT_SEC", "10")
         self.memory = memory
         self.engine = _import().TransferEngine()
-        if self.engine.initialize(host, "P2PHANDSHAKE", mooncake_protocol(), ""):
+        if self.engine.initialize(host, "P2PHANDSHAKE", os.environ.get("MOONCAKE_PROTOCOL", "tcp"), ""):
             raise ConfigError(f"transfer_backend is mooncake, but its engine does not start at {host}")
         for address, page_bytes, num_pages in memory.regions:
             if self.engine.register_memory(address, page_bytes * num_pages):

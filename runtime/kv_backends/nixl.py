@@ -20,7 +20,6 @@ from ..errors import ConfigError
 from ..transport.cluster_ipc import is_loopback
 from ..transport.message_base import Record
 from .base import Pages, PoolMemory, TransferError
-from .library_settings import use_loopback_for_ucx
 
 _MODULES: Final = ("nixl_cu12._api", "nixl_cu13._api", "nixl._api")
 _INITIATOR: Final = "NIXL_INIT_AGENT"
@@ -45,8 +44,8 @@ class _Agent:
 
     def __init__(self, memory: PoolMemory, host: str) -> None:
         api = _import()
-        if is_loopback(host):
-            use_loopback_for_ucx()
+        if is_loopback(host):  # UCX's own choice includes the address of the machine
+            os.environ.setdefault("UCX_NET_DEVICES", "lo")
         self.memory = memory
         self.mem_type = mem_type_of(memory.device_id)
         config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])

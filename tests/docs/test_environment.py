@@ -18,15 +18,23 @@ OTHER_WORDS = {
     "AMD64",
     "COMMIT",
     "CPU",
+    "DONE",
+    "DRAM",
     "FILE",
     "GPU",
     "HEAD",
     "INT",
+    "NIXL_INIT_AGENT",
     "NUMBER",
+    "P2PHANDSHAKE",
     "PACK",
     "PCI_BUS_ID",
+    "PROC",
     "STRICT_PACK",
     "TEXT",
+    "UCX",
+    "VRAM",
+    "WRITE",
 }
 LIBRARIES = "## Read by libraries and tools"
 TESTS = "## Tests"
