@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -35,7 +36,7 @@ from ..runtime.config.config_sources import (
 from ..runtime.config.environment import CONFIG_FILE, from_environment
 from ..runtime.config.migration import SAME_IN_CHAT, SHORT
 from ..runtime.errors import ConfigError
-from ..runtime.text import variable
+from ..runtime.text import decode_utf8, is_unicode, variable
 
 GROUP_TITLES: Final = {
     "model": "Model",
@@ -242,3 +243,35 @@ def _completion(field: ConfigField) -> Callable[[str], list[str]] | None:
         return [word for word in words if word.startswith(incomplete)]
 
     return complete
+
+
+_SURROGATE: Final = re.compile(r"\\u[dD][89a-fA-F]")
+"""An escape of a surrogate, paired or not."""
+
+
+def read_json(path: Path, what: str) -> Any:
+    """The value in a file.
+
+    Args:
+        what: names the file in errors: `--schema FILE`.
+
+    Raises:
+        ConfigError: it cannot be read, is not UTF-8, not JSON, or has a text that is not Unicode.
+    """
+    return read_json_text(path, what)[1]
+
+
+def read_json_text(path: Path, what: str) -> tuple[str, Any]:
+    """As `read_json`, with the text of the file before the value."""
+    try:
+        text = decode_utf8(path.read_bytes(), what)
+        value = json.loads(text)
+    except OSError as error:
+        raise ConfigError(f"{what} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{what} is not JSON: {error}") from None
+    if _SURROGATE.search(text) and not is_unicode(json.dumps(value, ensure_ascii=False)):
+        raise ConfigError(
+            f"{what} has a text with half of a surrogate pair (an escape from \\ud800 to \\udfff); remove it"
+        )
+    return text, value

@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 import aiohttp
 
 from ...runtime.errors import ConfigError, RequestError, ServerError
-from ..json_input import read_json
+from ..options import read_json
 from .load import BenchRequest, RequestRecord
 
 

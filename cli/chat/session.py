@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...runtime.errors import ConfigError, RequestError
-from ..json_input import read_json
+from ..options import read_json
 from .settings import PARAMETERS, ChatSettings
 
 FILE_VERSION: Final = 1

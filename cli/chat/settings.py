@@ -13,7 +13,7 @@ from typing import Any, Final
 from ...runtime.config.answer_config import RequestLimits
 from ...runtime.errors import RequestError
 from ...runtime.sampling_defaults import OPENAI_DEFAULTS
-from ..json_input import read_json
+from ..options import read_json
 
 _ENCLOSED: Final = frozenset({('"', '"'), ("'", "'"), ("[", "]")})
 _NONE_WORDS: Final = frozenset({"none", "auto", "default", "off"})

@@ -15,7 +15,7 @@ import msgspec
 from ...models.tokenizer.tokenizer import load_tokenizer
 from ...runtime.config.engine_config import EngineConfig
 from ...runtime.errors import ConfigError, RequestError
-from ..json_input import read_json_text
+from ..options import read_json_text
 from .model_facts import ModelFacts, gather_model
 
 if TYPE_CHECKING:
