@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import typer
 
-from ..launch.startup_display import StartupDisplay
+from ..launch.startup_display import StartupDisplay, report_ready
 from ..models.spec.encoder_spec import PoolingSpec
 from ..runtime.config.config_fields import config_fields
 from ..runtime.config.config_sources import MergedConfig
@@ -34,7 +34,6 @@ from .options import (
     takes_config_options,
 )
 from .preflight import check_start
-from .service_manager import report_ready
 
 logger = logging.getLogger(__name__)
 

@@ -1,12 +1,15 @@
 """`StartupDisplay`: shows the progress of a start on standard error: a spinner with named steps, a download bar.
 
 Where nothing can move (a log, a pipe, a notebook without widgets), only what takes long has lines: a download, and the
-compilation of the kernels.
+compilation of the kernels. `report_ready` notifies systemd (`Type=notify`) that clients can connect.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import logging
+import os
+import socket
 import sys
 import threading
 import time
@@ -20,9 +23,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
+logger = logging.getLogger(__name__)
+
 COMPILE_STEP: Final = "compile the CPU kernels, once"
-
-
 _MIB: Final = 1 << 20
 _GIB: Final = 1 << 30
 
@@ -249,3 +252,22 @@ class _Live:
         if self._download is not None:
             self._download.stop()
             self._download = None
+
+
+def report_ready(status: str) -> None:
+    """Send READY to the service manager, if one waits for it; a manager that does not read is only logged.
+
+    Args:
+        status: one line, for `systemctl status`.
+    """
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address.startswith(("/", "@")):
+        return
+    if address.startswith("@"):  # in the abstract namespace
+        address = "\0" + address[1:]
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as manager:
+            manager.connect(address)
+            manager.send(f"READY=1\nSTATUS={status}\n".encode())
+    except OSError as error:
+        logger.warning("the service manager does not take the news of the start: %s", error)

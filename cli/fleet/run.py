@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import typer
 
+from ...launch.startup_display import report_ready
 from ...runtime.config.server_config import ServerConfig
 from ...runtime.logs import configure_logging
 from ...runtime.text import counted
@@ -28,7 +29,6 @@ from ...supervisor.fleet.server import Server, ServerOptions
 from ...supervisor.ray.cluster import RayUse, ray_cluster
 from ...tokenizer_manager.http.guards.auth import Keys, read_keys
 from ...tokenizer_manager.http.server import BACKLOG, HttpServer, bind, is_loopback
-from ..service_manager import report_ready
 from .control_api import ControlApi
 from .serve_arguments import ServeArguments
 

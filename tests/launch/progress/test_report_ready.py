@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.cli.service_manager import report_ready
+from engine.launch.startup_display import report_ready
 
 
 @pytest.fixture
