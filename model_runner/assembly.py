@@ -1,4 +1,7 @@
-"""`assemble_runner`: constructs a `ModelRunner` for a loaded model: reserves memory, records decodes."""
+"""`assemble_runner`: constructs a `ModelRunner` for a loaded model: reserves memory, records decodes.
+
+`build_facts` describes the result, for the log and for the labels of a metric.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from .attention.cpu_native import CpuNativeAttention
 from .attention.selection import select_backend
 from .batch_builder import BatchBuilder
 from .distributed.pp_link import NO_LINK
+from .kernels.cpu.library import loaded_isa
 from .memory.host_kv_pool import HostKVPool
 from .memory.io_buffers import InputBuffers, OutputBuffers
 from .memory.kv_pool import KVPool
@@ -31,13 +35,12 @@ from .recording.graphs.cuda_graph_executor import cuda_graph_executor
 from .recording.graphs.recorded_forward import RecordedForward, recorded_sampler
 from .recording.programs.forward_program import programmed_forward
 from .recording.programs.native_executor import native_executor
-from .request_states import RequestStates
+from .request_states import RequestStates, TokenRelay
 from .sampling.sampler import make_sampler
 from .sampling.shared_sampler import shared_sampler
 from .sampling.token_counts import TokenCounts
 from .states.state_planner import StatePlanner
 from .states.state_runs import StateLayout
-from .token_relay import TokenRelay
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -290,3 +293,23 @@ def _make_executor(
         group=loaded.group,
         records_adapters=records_adapters,
     )
+
+
+def build_facts(runner: ModelRunner) -> dict[str, str]:
+    """Version of torch, device, attention backend, and the instruction set that the kernels are compiled for."""
+    device = runner.kv_pool.k[0].device
+    return {
+        "torch": str(torch.__version__),  # a subclass of str, which msgspec does not encode
+        "device": device.type,
+        "backend": runner.attention_backend,
+        "instruction_set": _instruction_set(device, runner.attention_backend),
+    }
+
+
+def _instruction_set(device: torch.device, backend: str) -> str:
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"sm_{major}{minor}"
+    if backend == CpuNativeAttention.name:  # its library is loaded; loading it only to ask would compile it
+        return loaded_isa()
+    return torch.backends.cpu.get_cpu_capability().lower()

@@ -28,6 +28,7 @@ from .distributed.pp_link import NO_LINK, WiredLink
 from .fixed_order import PROVIDERS_IN_FIXED_ORDER, check_fixed_order
 from .hf_backend.transformers_load import load_transformers_model
 from .kernels.blocks.native_blocks import NO_TILES, TILES_FROM
+from .kernels.native_linear import PackReport
 from .memory.device_memory import explained, make_device_memory
 from .memory.huge_pages import collapse_resident_memory
 from .model_context import ModelContext
@@ -40,7 +41,6 @@ from .trial import measure
 from .weights.dummy import DummyStore
 from .weights.format_selection import make_linear_format
 from .weights.gguf import GGUFStore
-from .weights.pack_report import PackReport
 from .weights.reader import TensorStore, WeightReader
 from .weights.safetensors import SafetensorsStore
 

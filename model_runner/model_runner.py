@@ -46,11 +46,10 @@ if TYPE_CHECKING:
     from .memory.slot_table import SlotTable
     from .pooling.pooler import PooledChunk, PooledRows, Pooler
     from .recording.executor import RecordedBytes, StepExecutor
-    from .request_states import RequestStates
+    from .request_states import RequestStates, TokenRelay
     from .sampling.shared_sampler import SamplerLike
     from .sampling.token_counts import TokenCounts
     from .structures.causal_lm import CausalLM
-    from .token_relay import TokenRelay
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ import msgspec
 from ..launch.child.child import Child
 from ..launch.resolve.host_facts import read_host_facts
 from ..launch.resolve.memory_budget import capacity_of
-from ..model_runner.build_facts import build_facts
+from ..model_runner.assembly import build_facts
 from ..model_runner.distributed.join_group import join_group
 from ..model_runner.distributed.ranked_runner import OtherRanks, RankedAdapters, RankedRunner
 from ..model_runner.distributed.staged_runner import StagedRunner
@@ -151,8 +151,8 @@ def _make_transfer(child: Child, pool: KVPool) -> LinkThread | None:
     config = settings.config
     if config.scheduler.disaggregation_mode == "null":
         return None
+    from ..model_runner.distributed.join_group import weights_fingerprint
     from ..model_runner.memory.page_memory import PageMemory
-    from ..model_runner.weights.fingerprint import weights_fingerprint
 
     memory = PageMemory(pool)
     weights = weights_fingerprint(Path(settings.source.path), config.model.load_format)

@@ -128,7 +128,7 @@ def gather_model(
             found["spec"] = None if found["spec_error"] else resolved.spec
         spec = in_blocks(resolved.spec)
         if with_torch and with_checksums and spec is not None and resolved.weights is not None:
-            from ...model_runner.weights.check_values import check_block_values
+            from ...model_runner.weights.block_format import check_block_values
 
             on_step("values of the weights")
             _, found["values_error"] = _attempt(lambda: check_block_values(source, spec))

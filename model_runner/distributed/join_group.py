@@ -8,15 +8,18 @@ unpinned and 2 ms pinned, one thread each on two cores.
 from __future__ import annotations
 
 import logging
+import os
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
 from ...launch.resolve.stages import WHOLE_MODEL, Stage, stage_of
+from ...models.gguf.gguf_split import parts_of
+from ...models.weight_files.safetensors_header import weight_files
 from ...runtime.errors import ConfigError
 from ...runtime.transport.cluster_ipc import STORE, parse_address
-from ..weights.fingerprint import weights_fingerprint
 from .one_shot_group import with_one_shot_sums
 from .pp_link import TorchWire
 from .stage_group import StageGroup
@@ -119,3 +122,36 @@ def store_address(dist_init_addr: str | None) -> tuple[str, int]:
     assert dist_init_addr is not None
     host, port = parse_address(dist_init_addr)
     return host, port + STORE
+
+
+_NUM_PIECES: Final = 8  # of each file: a model of 100 files costs 800 reads
+_PIECE_BYTES: Final = 4096
+
+
+def weights_fingerprint(path: Path, load_format: str) -> str:
+    """Fingerprint of the files that are loaded: their sizes and a few pieces of each; for dummy weights, of the format.
+
+    Two checkpoints of one architecture have equal configurations and shapes. Ranks that load parts of different
+    checkpoints would compute wrong results without an error.
+
+    Args:
+        path: a folder with safetensors files, or a GGUF file, of a split model the first part.
+
+    Raises:
+        ConfigError: files are missing.
+        OSError: a file cannot be read.
+    """
+    digest = blake2b(load_format.encode(), digest_size=16)
+    if load_format != "dummy":
+        for file in parts_of(path) if path.is_file() else weight_files(path):
+            _add_pieces(file, digest)
+    return digest.hexdigest()
+
+
+def _add_pieces(path: Path, digest: blake2b) -> None:
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        digest.update(size.to_bytes(8, "little"))
+        for idx in range(_NUM_PIECES):
+            start = max(0, size - _PIECE_BYTES) * idx // (_NUM_PIECES - 1)  # from the header to the end
+            digest.update(os.pread(file.fileno(), _PIECE_BYTES, start))

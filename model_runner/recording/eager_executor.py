@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from ..memory.io_buffers import InputBuffers
     from ..memory.kv_pool import KVPool
     from ..memory.slot_table import SlotTable
+    from ..request_states import TokenRelay
     from ..structures.causal_lm import CausalLM
-    from ..token_relay import TokenRelay
 
 Forward = Callable[[ForwardBatch], Tensor | StageStates]
 

@@ -10,20 +10,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from ...models.spec.quantization import BLOCK_LEN, is_of_expert, unnumbered
+from ...models.weight_files.needed_tensors import needed_modules
 from ...runtime.errors import ConfigError
 from ..kernels.blocks.block_rounding import round_to_blocks
 from ..kernels.blocks.stored_rows import StoredRows
 from ..kernels.quantized_weights import BlockWeight, NotFiniteError
 from ..ops.linear import LinearWithRows
+from .gguf import GGUFStore
 from .linear_format import QuantizedFormat
-from .reader import ModuleWeight, Slice, read_plain
+from .reader import ModuleWeight, Slice, WeightReader, read_plain
+from .safetensors import SafetensorsStore
 
 if TYPE_CHECKING:
+    from ...models.source import ModelSource
+    from ...models.spec.model_spec import ModelSpec
     from ...models.spec.quantization import QuantizationSpec
     from ..kernels.quantized import Part, QuantizedLinears
     from ..ops.linear import LinearWeight
@@ -137,3 +144,28 @@ def check_finite(weight: BlockWeight | StoredRows, name: str) -> None:
             f"{name}.weight holds values that are not finite, which block quantization cannot represent; the file is "
             "damaged: download the model again, or load it as it is with --quantization none"
         )
+
+
+def check_block_values(source: ModelSource, spec: ModelSpec) -> None:
+    """Read every weight that is kept in blocks, one at a time; of other forms loading takes any values.
+
+    Args:
+        source: the files.
+        spec: the architecture, with the quantization that will be used, which has blocks.
+
+    Raises:
+        ConfigError: a weight has values that are not finite.
+    """
+    assert spec.quantization is not None
+    path = Path(source.path)
+    store = GGUFStore(path, spec) if source.kind == "gguf" else SafetensorsStore(path, spec)
+    weights = WeightReader(store, torch.bfloat16, torch.device("cpu"))
+    parts = BlockParts(spec.quantization)
+    head = "model.embed_tokens" if spec.tie_word_embeddings else "lm_head"
+    for module in needed_modules(spec):
+        if module.is_linear or module.name == head:
+            rows, columns = module.shape
+            if parts.has(module.name, columns):
+                part = parts.read(ModuleWeight(weights, module.name, (rows, columns)))
+                if isinstance(part, BlockWeight | StoredRows):
+                    check_finite(part, module.name)

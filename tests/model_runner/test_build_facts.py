@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.model_runner.build_facts import build_facts
+from engine.model_runner.assembly import build_facts
 from engine.model_runner.kernels.cpu.compiler import ISAS
 
 

@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from ...distributed.pp_link import StageLink
     from ...memory.kv_pool import KVPool
     from ...memory.slot_table import SlotTable
+    from ...request_states import TokenRelay
     from ...sampling.logits import TokenLogprobs
     from ...sampling.sampler_backend import CapturableSampler, SamplerBackend
     from ...sampling.sampling_batch import Int64s, SamplingBatch
     from ...structures.causal_lm import CausalLM
-    from ...token_relay import TokenRelay
     from ..executor import RecordedDecodes
     from ..graph_device import Replay
     from .decode_inputs import DecodeInputs

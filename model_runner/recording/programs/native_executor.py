@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from ...input_batch import InputBatch, Int64s
     from ...memory.kv_pool import KVPool
     from ...memory.slot_table import SlotTable
+    from ...request_states import TokenRelay
     from ...structures.causal_lm import CausalLM
-    from ...token_relay import TokenRelay
     from ..eager_executor import EagerExecutor
 
 logger = logging.getLogger(__name__)

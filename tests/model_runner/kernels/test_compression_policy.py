@@ -9,17 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.model_runner.kernels import native, plain
+from engine.model_runner.kernels import native, native_linear, plain
 from engine.model_runner.kernels.cpu.compiler import ISAS, Isa, NoLibraryError
 from engine.model_runner.kernels.cpu.library import load_library
 from engine.model_runner.kernels.native_linear import (
     CompressedLinear,
     NativeLinear,
+    PackReport,
     pack_native_linear,
     reasons_against_compression,
 )
-from engine.model_runner.weights import pack_report
-from engine.model_runner.weights.pack_report import PackReport
 
 NO_PRODUCTS = "no kernel multiplies with 12-bit weights on "
 SLOWER = "take longer with 12-bit weights"
@@ -67,7 +66,7 @@ def test_the_operations_follow_the_decision(best, monkeypatch, isa):
 
 @pytest.mark.parametrize(("isa", "expected"), DECISIONS.items())
 def test_the_log_says_once_why_weights_are_not_compressed(best, monkeypatch, caplog, isa, expected):
-    monkeypatch.setattr(pack_report, "loaded_isa", lambda: isa)
+    monkeypatch.setattr(native_linear, "loaded_isa", lambda: isa)
     report = PackReport(lambda numbers: pack_native_linear(best, numbers, compress=False))
     with caplog.at_level(logging.INFO):
         report(weight(256))
@@ -78,7 +77,7 @@ def test_the_log_says_once_why_weights_are_not_compressed(best, monkeypatch, cap
 
 
 def test_without_native_weights_the_log_says_nothing(monkeypatch, caplog):
-    monkeypatch.setattr(pack_report, "loaded_isa", lambda: "avx512")
+    monkeypatch.setattr(native_linear, "loaded_isa", lambda: "avx512")
     report = PackReport(plain.pack_linear)
     with caplog.at_level(logging.INFO):
         report(weight(256).float())

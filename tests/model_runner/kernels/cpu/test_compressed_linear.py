@@ -11,8 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.model_runner.kernels.native_linear import CompressedLinear, NativeLinear, pack_native_linear
-from engine.model_runner.weights.pack_report import PackReport
+from engine.model_runner.kernels.native_linear import (
+    CompressedLinear,
+    NativeLinear,
+    PackReport,
+    pack_native_linear,
+)
 
 BF16 = torch.bfloat16
 

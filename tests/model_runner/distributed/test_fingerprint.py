@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.model_runner.weights.fingerprint import weights_fingerprint
+from engine.model_runner.distributed.join_group import weights_fingerprint
 from engine.runtime.errors import ConfigError
 
 SIZE = 100_000
