@@ -79,6 +79,8 @@ class Detokenizer:
             if row.finish is not None:
                 self._answered.remove(row.rid)
             return None
+        if row.usage.processed_tokens is not None:
+            return _text_row(row, "")
         if self._joins_late and row.options is None and row.rid not in self._texts:
             return None
         try:

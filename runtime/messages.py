@@ -114,6 +114,7 @@ class Usage(Record, frozen=True):
         queue_s: seconds between arrival at the scheduler and first admission.
         num_retractions: how often the request lost its KV memory and was recomputed.
         grammar: of a request with a grammar; None before it is ready, and without one.
+        processed_tokens: prompt tokens with KV, in a row that says only this; None in all others.
     """
 
     prompt_tokens: int
@@ -122,6 +123,7 @@ class Usage(Record, frozen=True):
     queue_s: float = 0.0
     num_retractions: int = 0
     grammar: GrammarUsage | None = None
+    processed_tokens: int | None = None
 
 
 _ATTEMPT: Final = "+"
@@ -339,6 +341,7 @@ class GenerateRequest(Message, frozen=True):
             token. None: text.
         data_parallel_rank: the replica that its client wants, for the dispatcher; None: any.
         handoff: its prompt is computed for another engine, or by another one; None: this one does both.
+        reports_progress: a row with `Usage.processed_tokens` follows each chunk of its prompt but the last.
     """
 
     rid: str
@@ -359,6 +362,7 @@ class GenerateRequest(Message, frozen=True):
     pooling: PoolingParams | None = None
     data_parallel_rank: int | None = None
     handoff: KVHandoff | None = None
+    reports_progress: bool = False
 
 
 class GrammarReady(Message, frozen=True):
@@ -423,10 +427,10 @@ class TokenOutput(Record, frozen=True):
 
     Attributes:
         rid: the request.
-        token_ids: [n] int32, generated since the last row; may be empty in a finished row.
+        token_ids: [n] int32, generated since the last row; empty in a row of progress, and in some finished rows.
         usage: totals so far.
         finish: set in the last row of a request, and only there.
-        options: set in the first row of a request, and only there.
+        options: set in the first row of a request that is not a row of progress, and only there.
         logprobs: of `token_ids`, when asked for.
         prompt_logprobs: of prompt tokens 1..prompt_len-1, in the first row, when asked for.
         vector: float32, the result of a pooling request, in its only row.

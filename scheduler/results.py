@@ -18,7 +18,7 @@ from .preemption.out_of_memory import OutOfMemory
 from .preemption.preemption import PreemptionMode
 from .records.decision_log import RefusedToken
 from .records.stats import SchedulerStats
-from .requests.outputs import StopRules, output_row
+from .requests.outputs import StopRules, output_row, progress_row
 from .requests.req import Req
 from .requests.requests import Requests
 from .speculation.multi_step import MultiStepDecode
@@ -83,7 +83,7 @@ class ResultSettler:
             self._caps.succeeded()
         self._states.num_settled[batch.rows[here]] = batch.end[here]
         rows = self._settle_errors(batch, result, here, now_s)
-        self._settle_prompts(batch, result, here)
+        rows += self._settle_prompts(batch, result, here)
         if result.vectors:
             rows += self._settle_vectors(batch, result, here, now_s)
         by_request = _by_request(refused)
@@ -141,14 +141,22 @@ class ResultSettler:
                 rows.append(self._requests.finish(req, finish, now_s, id_bytes, keep=False))
         return rows
 
-    def _settle_prompts(self, batch: ScheduleBatch, result: StepResult, here: BoolArray) -> None:
-        """Offer the computed prompt pages to the prefix cache at once, so that the next request can share them."""
+    def _settle_prompts(self, batch: ScheduleBatch, result: StepResult, here: BoolArray) -> list[TokenOutput]:
+        """Offer the computed prompt pages to the prefix cache at once, so that the next request can share them.
+
+        Returns:
+            rows of progress, for requests that report it and have no token yet.
+        """
+        rows = []
         for idx in range(batch.num_extends):
             if here[idx]:
                 req = batch.reqs[idx]
                 if idx in result.prompt_logprobs and not req.answered:
                     req.prompt_logprobs.append(result.prompt_logprobs[idx])
                 self._kv.cache_settled(req)
+                if req.reports_progress and not req.output_len and batch.end[idx] < req.prompt_len:
+                    rows.append(progress_row(req, int(batch.end[idx])))
+        return rows
 
     def _settle_vectors(
         self, batch: ScheduleBatch, result: StepResult, here: BoolArray, now_s: float

@@ -88,6 +88,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         plan: of a chat's answer; None before it is planned, and for other requests.
         names: names of fields in errors -> the client's.
         warnings: for the response.
+        reports_progress: rows say how much of a prompt is read.
     """
 
     prompts: Sequence[Prompt] = ()
@@ -116,6 +117,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     plan: AnswerPlan | None = None
     names: Mapping[str, str] = {}
     warnings: list[str] = []
+    reports_progress: bool = False
 
     @property
     def is_ranked(self) -> bool:
@@ -134,6 +136,7 @@ class Choice:
         abort_asked: an abort was requested, so an ABORT row is an answer and not a failure.
         first_token_s, last_token_s: CLOCK_MONOTONIC when its tokens arrived here; None before the first.
         usage, finish: as of the latest row that was passed to `read`.
+        processed_tokens: prompt tokens with KV, as of the latest row that says so.
         guided: what is known about its grammar; None without one.
         finish_reason: as of the latest row that was read: stop, length, tool_calls or abort; None before its end.
     """
@@ -150,6 +153,7 @@ class Choice:
         "guided",
         "index",
         "last_token_s",
+        "processed_tokens",
         "prompt_ids",
         "rid",
         "seed",
@@ -174,6 +178,7 @@ class Choice:
         self.last_token_s: float | None = None
         self.usage = Usage(prompt_tokens=len(prompt_ids), completion_tokens=0)
         self.finish: Finish | None = None
+        self.processed_tokens = 0
         self.finish_reason: str | None = None
         self.guided = GuidedAnswer(grammar) if grammar is not None else None
         self._parser = None if plan is None else plan.parser()
@@ -271,6 +276,7 @@ def fan_out(
                     pooling=request.poolings[number] if request.poolings else None,
                     data_parallel_rank=scheduling.replica,
                     handoff=_of_sample(handoffs[number], i) if handoffs else None,
+                    reports_progress=request.reports_progress,
                 ),
             )
 

@@ -367,6 +367,10 @@ class TokenizerManager:
             self._reaper.row(output, now_s)  # answered, aborted, or from a lost process
             return
         generation, choice = logged.generation, logged.choice
+        if (processed := output.usage.processed_tokens) is not None:
+            if processed <= choice.processed_tokens:
+                return  # computed again, after a retraction or a crash
+            choice.processed_tokens = processed
         waited = choice.first_token_s is None
         self._metrics.row_arrived(generation, choice, output, now_s)
         if waited and choice.first_token_s is not None:

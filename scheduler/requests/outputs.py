@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from msgspec.structs import replace
 
 from ...runtime.messages import (
     BatchTokenOutput,
@@ -96,6 +97,12 @@ def output_row(
             prompt_logprobs = joined(req.prompt_logprobs)
             req.prompt_logprobs = []
     return TokenOutput(req.rid, token_ids, req.usage(), finish, options, logprobs, prompt_logprobs, vector)
+
+
+def progress_row(req: Req, processed_tokens: int) -> TokenOutput:
+    """A row that says how many tokens of the prompt have KV; it may come before the first output row."""
+    usage = replace(req.usage(), processed_tokens=processed_tokens)
+    return TokenOutput(req.rid, b"", usage)
 
 
 def text_options(

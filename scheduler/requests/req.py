@@ -108,8 +108,8 @@ class Req:
     """One request.
 
     Attributes:
-        rid, sampling, arrival_s, priority, tenant, lora_id, group, grammar, keep_special_ids, pooling, handoff: as in
-            `GenerateRequest`.
+        rid, sampling, arrival_s, priority, tenant, lora_id, group, grammar, keep_special_ids, pooling, handoff,
+            reports_progress: as in `GenerateRequest`.
         receives_kv: its prompt's KV is to come from another engine, at first.
         extra_key: namespace in the prefix cache, made of the request's cache salt and its adapter.
         received_s: when the scheduler received it.
@@ -179,6 +179,7 @@ class Req:
         "queue_s",
         "received_s",
         "receives_kv",
+        "reports_progress",
         "rid",
         "row",
         "sampling",
@@ -201,6 +202,7 @@ class Req:
         self.keep_special_ids = message.keep_special_ids
         self.pooling = message.pooling
         self.handoff = handoff = message.handoff
+        self.reports_progress = message.reports_progress
         decodes_here = handoff is None or bool(handoff.peer)
         self.receives_kv = handoff is not None and decodes_here and _can_receive(message)
         self.arrival_s = message.arrival_s or now_s

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from engine.detokenizer.incremental import NoText
 from engine.detokenizer.manager import Detokenizer
 from engine.runtime.messages import (
+    BatchTextOutput,
     BatchTokenOutput,
     Finish,
     FinishKind,
@@ -419,4 +420,13 @@ def test_a_vector_is_passed_on_as_it_is_by_a_detokenizer_without_tokens():
     )
 
     assert batch.outputs == [TextOutput("r1", "", b"", usage, finish, vector=vector)]
+    assert detokenizer.num_live_reqs == 0
+
+
+@pytest.mark.parametrize("after_restart", [False, True])
+def test_rows_of_progress_pass_without_a_state(after_restart: bool):
+    detokenizer = Detokenizer(NoText(), after_restart=after_restart)
+    usage = Usage(prompt_tokens=9, completion_tokens=0, processed_tokens=4)
+    answer = detokenizer.handle(BatchTokenOutput([TokenOutput("r1", b"", usage)]))
+    assert answer == BatchTextOutput([TextOutput("r1", "", b"", usage)])
     assert detokenizer.num_live_reqs == 0

@@ -18,6 +18,8 @@ import openai
 import pytest
 
 from engine.cli import main as cli
+from engine.scheduler.journal.log_file import read_runs
+from engine.scheduler.journal.replay import replay
 
 from .serving import DEADLINE_S, SLOW, EngineServe, Metrics, run_engine
 from .test_endings import Stream
@@ -329,3 +331,31 @@ def assert_one_line(done: Any, *words: str, codes: tuple[int, ...] = (2,)) -> No
     assert done.stderr.count("\n") == 1, done.stderr
     for word in words:
         assert word in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [(), ("--dp", "2"), ("--pp", "2"), ("--overlap",)], ids=" ".join)
+def test_a_stream_says_how_much_of_its_prompt_is_read(start_serve, model: Path, tmp_path: Path, layout):
+    """Over HTTP, from real processes; the log replays to equal decisions."""
+    log = tmp_path / "decisions.log"
+    options = ("--dtype", "float32", "--chunked-prefill-size", "64", "--decision-log", str(log))
+    engine = start_serve(str(model), *options, *layout).wait_until_ready()
+    body = {
+        "messages": [{"role": "user", "content": "one two three four five six seven " * 30}],
+        "max_tokens": 2,
+        "stream": True,
+        "return_progress": True,
+    }
+    reply = httpx.post(f"{engine.url}/v1/chat/completions", json=body, timeout=DEADLINE_S).text
+    events = [json.loads(line[6:]) for line in reply.splitlines() if line.startswith("data: {")]
+    told = [event["prompt_progress"] for event in events if "prompt_progress" in event]
+    processed = [each["processed"] for each in told]
+    total = told[0]["total"]
+    assert total > 200
+    assert processed == [*range(64, total, 64), total]
+    assert all(each["total"] == total and each["cache"] == 0 for each in told)
+    assert [each["time_ms"] for each in told] == sorted(each["time_ms"] for each in told)
+    assert engine.stop() == 0
+    for path in tmp_path.glob("decisions*"):
+        for run in read_runs(path):
+            assert replay(run).is_equal

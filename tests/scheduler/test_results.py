@@ -13,9 +13,9 @@ from engine.scheduler.batch import ScheduleBatch
 from engine.scheduler.scheduler import Scheduler
 
 
-def make(*, streams: bool) -> Scheduler:
+def make(*, streams: bool, chunk: int = 64, progress: bool = False) -> Scheduler:
     scheduler = Scheduler(
-        SchedulerConfig(max_running_requests=4, chunked_prefill_size=64),
+        SchedulerConfig(max_running_requests=4, chunked_prefill_size=chunk),
         CacheConfig(page_size=4, max_total_tokens=256),
         Capacity(128, 64, 4, 4, 1000),
         frozenset(),
@@ -23,9 +23,9 @@ def make(*, streams: bool) -> Scheduler:
     )
     for number in range(2):
         prompt = np.arange(9, dtype=np.int32).tobytes()
-        scheduler.handle(
-            GenerateRequest(f"r{number}", prompt, SamplingParams(max_new_tokens=4 + number, seed=1)), 0.0
-        )
+        sampling = SamplingParams(max_new_tokens=4 + number, seed=1)
+        reports = progress and not number
+        scheduler.handle(GenerateRequest(f"r{number}", prompt, sampling, reports_progress=reports), 0.0)
     return scheduler
 
 
@@ -77,3 +77,16 @@ def test_who_left_its_row_is_no_longer_here():
     assert scheduler.rows_still_here(batch).tolist() == [True, True]
     scheduler.handle(AbortRequest("r0", "gone"), 1.0)
     assert scheduler.rows_still_here(batch).tolist() == [False, True]
+
+
+def test_a_request_that_asks_is_told_of_each_chunk_of_its_prompt_but_the_last():
+    asked, silent = make(streams=True, chunk=4, progress=True), make(streams=True, chunk=4)
+    for number in range(8):
+        batch, rows = step(asked, float(number))
+        other, silent_rows = step(silent, float(number))
+        assert batch.plan == other.plan
+        told = [row for row in rows if row.usage.processed_tokens is not None]
+        assert silent_rows == [row for row in rows if row not in told]
+        expected = [("r0", 4 * (number + 1))] if number < 2 else []
+        assert [(row.rid, row.usage.processed_tokens) for row in told] == expected
+        assert all(not row.token_ids and row.options is None and row.finish is None for row in told)

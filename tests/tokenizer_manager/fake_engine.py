@@ -152,6 +152,7 @@ def row(
     logprobs: Logprobs | None = None,
     prompt_logprobs: Logprobs | None = None,
     ended_by_detokenizer: bool = False,
+    processed: int | None = None,
 ) -> TextOutput:
     """A row for `request`: by default one token per byte of its text. Stop strings are the detokenizer's finding."""
     ids = TOKENIZER.encode(text) if token_ids is None else token_ids
@@ -160,6 +161,7 @@ def row(
         completion_tokens=len(ids) if total is None else total,
         cached_tokens=cached,
         queue_s=0.25,
+        processed_tokens=processed,
     )
     return TextOutput(
         request.rid,

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 
+from engine.runtime.messages import Finish, FinishKind, GenerateRequest, TextOutput
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.transport.message_base import Logprobs
 
 from ..conftest import Serve
-from ..fake_engine import LENGTH, MODEL, TOKENIZER, WAIT_S, floats, ids_of, row, say_all
+from ..fake_engine import LENGTH, MODEL, STOP, TOKENIZER, WAIT_S, floats, ids_of, row, say_all
 
 PATH = "/v1/chat/completions"
 HI = {"messages": [{"role": "user", "content": "hi"}]}
@@ -354,3 +355,69 @@ def test_wishes_and_the_group_of_siblings_reach_the_scheduler(serve: Serve):
         assert (request.priority, request.extra_key, request.tenant) == (20, "s", "u")
         assert (request.queue_timeout_s, request.timeout_s) == (2.0, 3.5)
     assert first.group == second.group != ""
+
+
+def progress_rows(request: GenerateRequest) -> list[TextOutput]:
+    """Chunks of a prompt of which one is computed twice, then two rows of text."""
+    processed = [row(request, "", cached=4, processed=each) for each in (8, 16, 8, 16, 20)]
+    return [*processed, row(request, "a", cached=4), row(request, "b", cached=4, total=2, finish=STOP)]
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/completions"])
+def test_a_stream_says_how_much_of_the_prompt_is_read(serve: Serve, path: str):
+    served = serve(progress_rows)
+    body = HI if path == PATH else {"prompt": "x" * 21}
+    options = {"stream": True, "return_progress": True, "stream_options": {"continuous_usage_stats": True}}
+    chunks = events(served.client.post(path, json=body | options).text)
+    assert served.engine.next_request().reports_progress
+
+    told = [chunk for chunk in chunks if "prompt_progress" in chunk]
+    figures = [chunk["prompt_progress"] for chunk in told]
+    assert [each["processed"] for each in figures] == [8, 16, 20, 21]
+    assert {(each["total"], each["cache"]) for each in figures} == {(21, 4)}
+    times = [each["time_ms"] for each in figures]
+    assert times == sorted(times)
+    assert {chunk["usage"]["completion_tokens"] for chunk in told} == {0}
+    assert [chunk["choices"][0].get("delta", {}) for chunk in told] == [{}] * 4
+    texts = [
+        choice.get("text") or choice.get("delta", {}).get("content")
+        for chunk in chunks
+        for choice in chunk["choices"]
+    ]
+    assert "".join(filter(None, texts)) == "ab"
+    assert figures[-1]["time_ms"] <= chunks[-1]["timings"]["prompt_ms"] + 1e-3
+
+
+@pytest.mark.parametrize(
+    "options", [{"return_progress": True}, {"stream": True}, {"stream": True, "return_progress": False}]
+)
+def test_an_answer_says_nothing_about_its_prompt_unless_it_is_asked_and_streams(
+    serve: Serve, options: dict[str, Any]
+):
+    served = serve(say_all("a", "b"))
+    reply = served.client.post(PATH, json=HI | options)
+    assert not served.engine.next_request().reports_progress
+    assert "prompt_progress" not in reply.text and "warnings" not in reply.text
+
+
+def test_a_prompt_that_is_not_read_to_its_end_is_not_said_to_be(serve: Serve):
+    def script(request: GenerateRequest) -> list[TextOutput]:
+        abort = Finish(FinishKind.ABORT, message="aborted")
+        return [row(request, "", processed=8), row(request, "", total=0, finish=abort)]
+
+    served = serve(script)
+    reply = served.client.post(PATH, json=HI | {"stream": True, "return_progress": True})
+    assert '"processed":8' in reply.text
+    assert '"processed":21' not in reply.text
+
+
+def test_each_answer_of_several_says_how_much_of_its_prompt_is_read(serve: Serve):
+    served = serve(progress_rows)
+    reply = served.client.post(PATH, json=HI | {"stream": True, "return_progress": True, "n": 2})
+    told = [
+        (chunk["choices"][0]["index"], chunk["prompt_progress"]["processed"])
+        for chunk in events(reply.text)
+        if "prompt_progress" in chunk
+    ]
+    for index in range(2):
+        assert [processed for number, processed in told if number == index] == [8, 16, 20, 21]

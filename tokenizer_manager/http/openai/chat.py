@@ -124,6 +124,7 @@ def read_chat(body: Body, engine: Engine, caller: Caller) -> tuple[ChatRequest, 
         length_param=length_param,
         names=names,
         warnings=warnings,
+        reports_progress=request.reports_progress,
     )
 
 
@@ -201,6 +202,7 @@ class _ChatStream:
             self._begun.add(index)
             role = {"role": "assistant", "content": "", "refusal": None}
             events += self._chunks.begin_event(ChatChunkChoice(index, role), index)
+        events += self._chunks.progress_event(row, ChatChunkChoice(index, {}))
         entries = unpack(output.logprobs, int32s(output.token_ids)) if output.logprobs is not None else []
         placed = self._placements[index].add(entries, output.text, output.finish)
         logprobs = chat_logprobs(placed, self._tokenizer) if placed else None

@@ -7,9 +7,9 @@ from typing import Generic
 
 from msgspec import UNSET
 
-from ...generation import Generation
+from ...generation import Generation, Row
 from ..framing import DONE, event
-from ..schema.accounting import UsageBody, timings_of, usage_of
+from ..schema.accounting import UsageBody, progress_of, timings_of, usage_of
 from ..schema.generation_fields import StreamOptions
 from ..services import Engine
 from .wire import C, OpenAIBody
@@ -67,6 +67,7 @@ class ChunkWriter(Generic[C]):
         self._warnings = warnings
         self._created = int(time.time())
         self._num_finished = 0
+        self._read: set[int] = set()  # choices with a prompt that is read
 
     def event(self, choice: C) -> bytes:
         """An event with new text of a choice."""
@@ -75,6 +76,25 @@ class ChunkWriter(Generic[C]):
     def begin_event(self, choice: C, unsent: int) -> bytes:
         """The event before the first text of the choice with the index `unsent`, which does not count its tokens."""
         return event(self._chunk([choice], unsent))
+
+    def progress_event(self, row: Row, empty: C) -> bytes:
+        """The event about the progress of a prompt, if the row brings one: before the first token, and with it.
+
+        `empty`: the choice, without text.
+        """
+        choice, output = row
+        processed = output.usage.processed_tokens
+        if processed is None:
+            if not self._generation.request.reports_progress or choice.index in self._read:
+                return b""
+            self._read.add(choice.index)
+            if not output.token_ids:  # it ends before its prompt is read
+                return b""
+            processed = output.usage.prompt_tokens
+        chunk = self._chunk([empty], choice.index)
+        now_s = self._engine.manager.now_s()
+        chunk.prompt_progress = progress_of(self._generation, choice, processed, now_s)
+        return event(chunk)
 
     def finish_event(self, choice: C) -> bytes:
         """The event that finishes a choice; once per choice."""

@@ -101,6 +101,7 @@ def read_completion(
         grammar_param="" if constraint is None else constraint.param,
         names=names,
         warnings=warnings,
+        reports_progress=request.reports_progress,
     )
 
 
@@ -194,7 +195,9 @@ class _CompletionStream:
         """The events for one row."""
         choice, output = row
         index = choice.index
-        events = b""
+        events = self._chunks.progress_event(row, CompletionChoice(index, "", None, None))
+        if output.usage.processed_tokens is not None:
+            return events
         part = self._writer.part(choice, output, first=index not in self._begun)
         if part.text or part.logprobs is not None:
             events += self._chunks.event(part)

@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 from ....grammar.answer_report import Truncated
 from ....runtime.config.answer_config import RequestLimits
 from ....runtime.errors import RequestError
-from ..schema.accounting import Timings, UsageBody
+from ..schema.accounting import PromptProgress, Timings, UsageBody
 from ..schema.field_types import (
     AnswerLimit,
     Count,
@@ -115,6 +115,7 @@ class OpenAIBody(msgspec.Struct, Generic[C], kw_only=True):
     choices: list[C]
     usage: UsageBody | UnsetType | None = UNSET
     timings: Timings | UnsetType = UNSET
+    prompt_progress: PromptProgress | UnsetType = UNSET
     warnings: list[str] | UnsetType = UNSET
     kv_transfer_params: dict[str, Any] | UnsetType = UNSET
 

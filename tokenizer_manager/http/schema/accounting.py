@@ -52,6 +52,26 @@ class Timings(msgspec.Struct):
     queue_ms: float
 
 
+class PromptProgress(msgspec.Struct):
+    """How much of a prompt is read, under llama.cpp's names.
+
+    `processed` tokens of `total` have KV, with the `cache` tokens of the prefix cache; `time_ms` since its start.
+    """
+
+    total: int
+    cache: int
+    processed: int
+    time_ms: float
+
+
+def progress_of(generation: Generation, choice: Choice, processed: int, now_s: float) -> PromptProgress:
+    """The progress of a choice's prompt, as of a row; `now_s`: by the manager's clock."""
+    usage = choice.usage
+    end_s = now_s if choice.first_token_s is None else choice.first_token_s
+    elapsed_s = max(end_s - generation.arrival_s - usage.queue_s, 0.0)
+    return PromptProgress(usage.prompt_tokens, usage.cached_tokens, processed, _ms(elapsed_s))
+
+
 def grammar_of(generation: Generation, tokenizer: Tokenizer) -> GrammarReport | UnsetType:
     """Report the grammars of a generation so far; UNSET for free text, and before the grammar is ready."""
     guided = [choice.guided for choice in generation.choices if choice.guided is not None]

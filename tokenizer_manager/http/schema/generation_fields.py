@@ -144,6 +144,7 @@ class GenerationFields(SamplingFields, kw_only=True):
     lora_path: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    return_progress: bool | None = None
     max_tokens: AnswerLimit = None
     min_tokens: CountOrNone | None = None
     include_stop_str_in_output: bool | None = None
@@ -157,6 +158,11 @@ class GenerationFields(SamplingFields, kw_only=True):
     bootstrap_port: BootstrapPort = None
     bootstrap_room: BootstrapRoom = None
     kv_transfer_params: dict[str, Any] | None = None
+
+    @property
+    def reports_progress(self) -> bool:
+        """Whether the stream says how much of the prompt is read."""
+        return bool(self.stream and self.return_progress)
 
     def events(self) -> StreamOptions | None:
         """The options of the stream, or None for a response in one piece.

@@ -262,5 +262,11 @@ def test_the_time_of_a_long_prompt_is_said(open_page):
     ask(tab, "Hi")
     request = served.engine.next_request()
     tab.wait("/reads the conversation… [2-9] s/.test(document.querySelector('#status').textContent)")
+    assert request.reports_progress
+    text = "Reading the prompt: {} of {} tokens…"
+    for processed in (8, 16):
+        served.engine.say(row(request, "", processed=processed))
+        shown = text.format(processed, len(request.input_ids) // 4)
+        tab.wait(f"document.querySelector('#status').textContent.startsWith({shown!r})")
     served.engine.say(row(request, "x", total=1))
     tab.wait("document.querySelector('#status').textContent === 'The model answers…'")

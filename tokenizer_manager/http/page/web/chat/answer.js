@@ -12,6 +12,7 @@ export class Answer {
   usage = null;
   finishReason = null;
   warnings = [];
+  progress = null;  // of the prompt: processed, total
   #started = performance.now();
   #first = null;
   #last = 0;
@@ -19,6 +20,7 @@ export class Answer {
   // Takes one event of the stream; whether it brought the first token.
   add(event) {
     if (event.usage) this.usage = event.usage;
+    if (event.prompt_progress) this.progress = event.prompt_progress;
     if (event.warnings?.length) this.warnings = event.warnings;
     const choice = event.choices?.[0];
     if (!choice) return false;

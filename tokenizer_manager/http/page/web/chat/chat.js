@@ -1,7 +1,7 @@
 // `Chat`: shows one conversation, sends it, shows the answer as it arrives, and lets the reader stop, continue, regenerate
 // and edit.
 
-import { $, recall, remember, save } from "../dom.js";
+import { $, count, recall, remember, save } from "../dom.js";
 import { Answer } from "./answer.js";
 import { Composer } from "./composer.js";
 import { Conversation } from "./conversation.js";
@@ -113,7 +113,7 @@ export class Chat {
     this.#error = null;
     this.#retry = () => this.#answer(begun);
     try {
-      body = { ...this.settings.body(), messages: this.conversation.sent(this.settings.system), stream: true,
+      body = { ...this.settings.body(), messages: this.conversation.sent(this.settings.system), stream: true, return_progress: true,
         stream_options: { include_usage: true, continuous_usage_stats: true } };
     } catch (error) {  // of a field that does not hold JSON
       this.#error = error;
@@ -167,7 +167,7 @@ export class Chat {
       else this.conversation.add(message);
     };
     this.#scrollToEnd();
-    const reading = this.#sayHowLong();
+    const reading = this.#sayHowLong(() => answer.progress);
     try {
       await this.keys.withKey(async () => {
         answer = new Answer();
@@ -194,10 +194,14 @@ export class Chat {
     return answer.isEmpty;
   }
 
-  // Until the first token, the seconds that the prompt has taken; the server does not tell how much of it is read.
-  #sayHowLong() {
+  // Until the first token, how much of the prompt is read, and the seconds that it has taken.
+  #sayHowLong(progress) {
     let past = 0;
-    return setInterval(() => { if (++past > 1 && !this.server.isWaiting) this.say(`The model reads the conversation… ${past} s`); }, 1000);
+    return setInterval(() => {
+      if (++past < 2 || this.server.isWaiting) return;
+      const read = progress();
+      this.say(`${read ? `Reading the prompt: ${count(read.processed)} of ${count(read.total)} tokens` : "The model reads the conversation"}… ${past} s`);
+    }, 1000);
   }
 
   // Without `text`, the answer is made again; with it, the question is asked in another form. Both are branches.
