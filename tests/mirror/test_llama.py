@@ -1,0 +1,36 @@
+"""A tiny Llama on the mirror, as it is served: the tokens of the CPU, and no fault."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.model_runner.conftest import Driver
+
+from .mirror import mirror_device
+from .runners import LLAMA, PROMPT, Ahead, load_driver, on_cpu
+
+
+def mixed_steps(driver: Driver) -> list[list[int]]:
+    """Two requests: a prompt in two chunks, a mixed step, decodes of one and of both."""
+    ahead = Ahead(driver)
+    first, second = ahead.start(PROMPT[:6]), ahead.start(PROMPT[:11])
+    ahead.go([(first, 4)])
+    ahead.prompt(first)
+    ahead.go([(second, 11), (first, 1)])
+    ahead.decode(first, second, num=3)
+    ahead.decode(second)
+    ahead.decode(first, second)
+    return ahead.finish(first, second)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    with on_cpu():
+        return mixed_steps(load_driver(LLAMA, None))
+
+
+@pytest.mark.parametrize("record", [True, False], ids=["recorded", "eager"])
+@pytest.mark.parametrize("triton", [True, False], ids=["triton", "torch"])
+def test_mixed_steps_with_three_in_flight_give_the_tokens_of_the_cpu(triton, record, expected):
+    with mirror_device(triton=triton) as mirror:
+        assert mixed_steps(load_driver(LLAMA, mirror, record=record)) == expected
