@@ -73,12 +73,14 @@ class ReasoningBlock(msgspec.Struct, frozen=True, array_like=True, gc=False):
         end: bytes of the marker that closes it.
         opened: the prompt ends inside the block. If not, the answer may begin with `begin`, and has no block otherwise.
         budget: most tokens in the block; after that many the only tokens allowed are those of `end`. None: no limit.
+        calls: markers of calls; a call of the grammar that follows one ends the block, without `end`.
     """
 
     begin: bytes
     end: bytes
     opened: bool
     budget: int | None = None
+    calls: tuple[bytes, ...] = ()
 
 
 class GrammarUse(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -211,6 +211,8 @@ class Choice:
         else:
             deltas = self._parser.feed(output.text, output.finish is not None)
         self._num_calls += sum(isinstance(delta, CallBegin) for delta in deltas)
+        if self._counter is not None and self._num_calls:
+            self._counter.end_by_call()
         self._num_ended_calls += sum(isinstance(delta, CallEnd) for delta in deltas)
         if output.finish is not None:
             self.finish_reason = self._finish_reason(output.finish)

@@ -89,7 +89,8 @@ class AnswerPlan:
         """A counter of the reasoning tokens of one choice; None if the answer has no block."""
         if self.reasoning is None:
             return None
-        return ReasoningCounter(self.reasoning_family, self.reasoning.opened, self.token_bytes)
+        block = self.reasoning
+        return ReasoningCounter(self.reasoning_family, block.opened, self.token_bytes, block.calls)
 
 
 class Planner:
@@ -185,6 +186,8 @@ class Planner:
         tools, found = self._compilable(conversation, family)
         warnings += found
         prompt, block = reasoning_block(self.formats, conversation, prompt)
+        if block is not None and family is not None and tools:
+            block = replace(block, calls=tuple(marker.encode() for marker in family.reasoning_ends))
         reasoning = self.formats.reasoning
         grammar = self._grammar(conversation, family, tools, block, max_tokens)
         return AnswerPlan(

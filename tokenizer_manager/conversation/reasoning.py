@@ -7,7 +7,7 @@ counts for `usage`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from ...runtime.grammar_use import ReasoningBlock
@@ -105,13 +105,27 @@ class ReasoningCounter:
     A token is inside if it begins after the begin marker and before the end marker. Budgets count the same tokens.
 
     Attributes:
-        count: so far. While a block is open, tokens of a begun end marker are in it.
+        count: so far. While a block is open, tokens of a begun end marker are in it, and those of a begun call.
     """
 
-    __slots__ = ("_family", "_inside", "_lengths", "_tail", "_token_bytes", "_waits", "count")
+    __slots__ = (
+        "_calls",
+        "_count_at_call",
+        "_family",
+        "_inside",
+        "_lengths",
+        "_tail",
+        "_token_bytes",
+        "_waits",
+        "count",
+    )
 
     def __init__(
-        self, family: ReasoningFamily | None, opened: bool, token_bytes: Callable[[int], bytes]
+        self,
+        family: ReasoningFamily | None,
+        opened: bool,
+        token_bytes: Callable[[int], bytes],
+        calls: Sequence[bytes] = (),
     ) -> None:
         """Begin an answer.
 
@@ -119,8 +133,11 @@ class ReasoningCounter:
             family: of the model; None: it does not reason.
             opened: the prompt ends inside a block.
             token_bytes: `Tokenizer.token_bytes`.
+            calls: as in `ReasoningBlock`.
         """
         self.count = 0
+        self._calls = calls
+        self._count_at_call: int | None = None  # in front of the last marker of a call
         self._family = family
         self._inside = opened and family is not None
         self._waits = family is not None and not opened  # for a begin marker
@@ -139,6 +156,12 @@ class ReasoningCounter:
             elif self._waits:
                 self._add_outside(self._token_bytes(token_id), family)
 
+    def end_by_call(self) -> None:
+        """A call has begun: if a block is open, it ends in front of the call's marker."""
+        if self._inside and self._count_at_call is not None:
+            self.count = self._count_at_call
+        self._inside = self._waits = False
+
     def _add_inside(self, data: bytes, family: ReasoningFamily) -> None:
         self.count += 1
         self._tail += data
@@ -146,16 +169,29 @@ class ReasoningCounter:
         end = family.end.encode()
         index = self._tail.find(end)
         if index >= 0:
-            position = len(self._tail)
-            while self._lengths and position - self._lengths[-1] >= index:
-                position -= self._lengths.pop()
-                self.count -= 1
+            self.count = self._count_before(index)
             self._inside = False
             self._waits = family.repeats
             self._clear()
             return
-        while self._lengths and len(self._tail) - self._lengths[0] >= len(end):
+        for marker in self._calls:
+            index = self._tail.rfind(marker)
+            is_new = index + len(marker) > len(self._tail) - len(data)
+            if index >= 0 and is_new and (marker == self._calls[0] or self._count_at_call is None):
+                self._count_at_call = self._count_before(index)
+        longest = max(map(len, (end, *self._calls)))
+        while self._lengths and len(self._tail) - self._lengths[0] >= longest:
             self._tail = self._tail[self._lengths.popleft() :]
+
+    def _count_before(self, index: int) -> int:
+        """The count without the tokens that begin at or after an index of the tail."""
+        position, count = len(self._tail), self.count
+        for length in reversed(self._lengths):
+            position -= length
+            if position < index:
+                break
+            count -= 1
+        return count
 
     def _add_outside(self, data: bytes, family: ReasoningFamily) -> None:
         begin = family.begin.encode()

@@ -72,8 +72,7 @@ class ToolGrammars:
             builder = LarkBuilder()
             builder.start(one_of(self._harmony_call(builder, tool) for tool in self._tools))
             spec = builder.spec()
-            markers = ("<|channel|>commentary to=functions.", "<|start|>assistant to=functions.")
-            return tuple(Triggered(marker.encode(), spec) for marker in markers)
+            return tuple(Triggered(marker.encode(), spec) for marker in family.call_markers)
         if family.at_start:
             return tuple(each for tool in self._tools for each in self._triggered_by_name(tool))
         trigger, *rest = family.begin

@@ -88,6 +88,16 @@ def test_auto_sleeps_until_the_trigger():
     assert isinstance(plan.parser().feed('<tool_call>\n{"name": "now", ', True)[0], CallBegin)
 
 
+def test_calls_may_end_the_reasoning():
+    def calls(source: str) -> tuple[bytes, ...]:
+        block = planned(source, tools=(NOW,)).reasoning
+        return () if block is None else block.calls
+
+    assert calls(chat_templates.QWEN3) == (b"<tool_call>",)
+    assert len(calls(chat_templates.GPT_OSS)) == 2
+    assert calls(chat_templates.SMOLLM2) == ()
+
+
 def test_none_renders_and_parses_no_tools():
     plan = planned(chat_templates.QWEN3, tools=(WEATHER,), tool_choice=ToolChoice(mode=ChoiceMode.NONE))
 
@@ -519,4 +529,4 @@ def test_each_choice_has_a_parser_of_its_own():
 
     assert first.feed("<tool_") == []
     assert second.feed("a") == [Content("a")]
-    assert parse(["<tool_"], "hermes") == [Content("<tool_")]
+    assert parse(["<tool_"], "hermes") == []

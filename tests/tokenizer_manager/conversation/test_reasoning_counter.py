@@ -45,6 +45,25 @@ def test_tokens_inside_the_block_are_counted(
     assert count(family, opened, tokens) == expected
 
 
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        ["a", " b", "<call>", "<one>", "now"],
+        ["a", " b", "<ca", "ll>n", "ow"],
+        ["a", " b", "<one>", "now"],  # the model has left out the first marker
+    ],
+)
+def test_a_call_ends_the_count_in_front_of_its_marker(tokens: list[str]):
+    counter = ReasoningCounter(
+        REASONING_FAMILIES["think"], True, lambda index: tokens[index].encode(), (b"<call>", b"<one>")
+    )
+    counter.add(range(len(tokens)))
+    assert counter.count == len(tokens)
+    counter.end_by_call()
+    counter.add([0])
+    assert counter.count == 2
+
+
 def test_the_state_does_not_grow_with_the_block():
     counter = ReasoningCounter(REASONING_FAMILIES["think"], True, lambda _: b"word ")
     counter.add([0] * 10_000)

@@ -141,7 +141,8 @@ class Emitter:
     # ------------------------------------------------------------ calls
 
     def begin_call(self, name: str) -> None:
-        """A call of one of `tools` begins."""
+        """A call of one of `tools` begins; it ends a reasoning that is open."""
+        self.end_reasoning()
         tool = self.tools[name]
         self.current_name = name
         self._space = ""

@@ -95,6 +95,17 @@ class ToolFamily:
         """Beginning of the first call."""
         return self.section_begin or self.call_begin
 
+    @property
+    def call_markers(self) -> Pieces:
+        """Markers in front of calls anywhere in the answer; with `at_start`, those that are in front of everything."""
+        begins = self.also_begins if self.at_start else (*self.begin[:1], *self.also_begins)
+        return tuple(piece.strip() for piece in begins)
+
+    @property
+    def reasoning_ends(self) -> Pieces:
+        """The markers that begin a call inside of open reasoning, too: those that are no word."""
+        return tuple(marker for marker in self.call_markers if not marker[0].isalpha())
+
     def after(self, marker: str) -> Pieces:
         """The pieces between a marker at the beginning of a call and the name; "": no marker has been read."""
         begin = (*self.section_begin, *self.call_begin)
@@ -133,7 +144,11 @@ HARMONY_MARKERS: Final = (
 )
 
 GENERIC: Final = ToolFamily(name="generic", form=Form.GENERIC)
-HARMONY: Final = ToolFamily(name="harmony", form=Form.HARMONY)
+HARMONY: Final = ToolFamily(
+    name="harmony",
+    form=Form.HARMONY,
+    also_begins=("<|channel|>commentary to=functions.", "<|start|>assistant to=functions."),
+)
 HERMES: Final = ToolFamily(
     name="hermes",
     form=Form.JSON,

@@ -17,7 +17,7 @@ from .emitter import Emitter, MakeId, random_id
 from .families import Form, IdRule, ToolFamily
 from .json_calls import read_json_call, read_named_call
 from .reasoning_families import ReasoningFamily
-from .source import Markers, Source, Trouble, Waits
+from .source import ANYTHING, NAMED_SIGN, Markers, Source, Trouble, Waits
 from .tagged_calls import read_pythonic_call, read_tagged_call
 from .whole_answers import read_generic, read_harmony
 
@@ -68,6 +68,7 @@ class OutputParser:
         )
         self._ended = False
         self._marker_size = 0
+        self._is_reasoning = False
         self._answer_ends: tuple[str, ...] = ()
         self._machine = self._run()
 
@@ -126,16 +127,26 @@ class OutputParser:
         else:
             yield from self._skips(reasoning.begin)  # models repeat the marker with which the prompt ends
         emitter.begin_reasoning(reasoning.begin)
-        ends = Markers([reasoning.end])
+        self._is_reasoning = True
+        family = self._family if emitter.tools else None
+        ends = Markers([reasoning.end, *(family.reasoning_ends if family is not None else ())])
         while True:
             text, end = source.before(ends)
             emitter.reasoning(text)
-            if end:
+            if end == reasoning.end:
                 emitter.end_reasoning(end)
+            elif end and family is not None:
+                source.mark = source.pos - len(end)
+                yield from self._try_calls(family, end)
+            if end == reasoning.end or emitter.num_calls:
+                break
+            if source.at_end:
                 return
-            if source.final:
-                return
-            yield
+            if not end:
+                yield
+        self._is_reasoning = False
+        if emitter.num_calls:
+            self._answer_ends = (reasoning.end,)
 
     def _skips(self, marker: str) -> Generator[None, None, bool]:
         """Skip a marker with the whitespace in front of it, if it comes next; whether it did."""
@@ -152,7 +163,7 @@ class OutputParser:
         """Read the mark in front of the answer, if the family has one; without it, the one at the end is content."""
         *begin, end = reasoning.answer_marks or ("",)
         if end and (not begin or (yield from self._skips(begin[0]))):
-            self._answer_ends = (end,)
+            self._answer_ends += (end,)
             self._emitter.holds_space = True
             self._emitter.drop_space()
 
@@ -163,10 +174,10 @@ class OutputParser:
             source.mark = source.pos
             yield from source.skip_space()
             yield from self._try_calls(family, "")
-        begins = [piece.strip() for piece in (*family.also_begins, *family.begin[:1])]
-        markers = Markers([*(family.also_begins if family.at_start else begins), *self._answer_ends])
+        markers = Markers([*family.call_markers, *self._answer_ends])
+        dropped = ANYTHING if self._must_call else NAMED_SIGN
         while True:
-            text, marker = source.before(markers, drop_begun=self._must_call)
+            text, marker = source.before(markers, dropped=dropped)
             if text:
                 emitter.content(text)
             if marker in self._answer_ends:
@@ -189,23 +200,32 @@ class OutputParser:
         self._source.mark = None
 
     def _reread(self) -> None:
-        """After trouble: the marker at the mark is content, and the text after it is read again.
+        """After trouble: the marker at the mark is content, or reasoning; the text after it is read again.
 
-        That is so unless a call has begun, or the answer is cut where a call must come, or after one. A call that has
-        begun ends, unless the answer is cut inside it.
+        That is so unless a call has begun, or the answer is cut in the beginning of one. A call that has begun ends,
+        unless the answer is cut inside it.
         """
         source = self._source
         if source.mark is None:
             if self._emitter.is_call_open and not source.at_end:
                 self._emitter.end_call()
             return
-        if source.at_end and (self._must_call or self._emitter.num_calls):
+        if source.at_end and (self._marker_size or self._begins_call(source.text[source.mark :])):
             source.mark = None
             self._emitter.drop_space()
             return
         source.pos = source.mark + self._marker_size
-        self._emitter.content(source.text[source.mark : source.pos])
+        put = self._emitter.reasoning if self._is_reasoning else self._emitter.content
+        put(source.text[source.mark : source.pos])
         source.mark = None
+
+    def _begins_call(self, text: str) -> bool:
+        """Whether a text without a marker is certainly, or where calls are rare probably, the beginning of a call."""
+        if self._must_call or self._emitter.num_calls:
+            return True
+        squeezed = "".join(text.split())
+        heads = ("[{}(", '{{"name":"{}"', '{{"type":"function","name":"{}"')
+        return any(head.format(name).startswith(squeezed) for head in heads for name in self._emitter.tools)
 
     def _read_calls(self, family: ToolFamily, marker: str) -> Waits:
         """Read one call, or the calls of a section, after the marker at their beginning; "": nothing is read yet."""

@@ -16,6 +16,11 @@ NAME: Final = re.compile(r"[A-Za-z0-9_.:\-]*")
 """Names of tools."""
 _SPACE: Final = re.compile(r"\s*")
 
+NOTHING: Final = re.compile(r"(?!)")
+ANYTHING: Final = re.compile(r"")
+NAMED_SIGN: Final = re.compile(r"[^\w\s]+\w")
+"""A beginning of a marker that is hardly text: not `<` alone, and no word."""
+
 
 class Trouble(Exception):
     """The text is no tool call, or it ended inside one."""
@@ -161,15 +166,15 @@ class Source:
         self.pos = index + len(marker)
         return found
 
-    def before(self, markers: Markers, *, drop_begun: bool = False) -> tuple[str, str]:
+    def before(self, markers: Markers, *, dropped: re.Pattern[str] = NOTHING) -> tuple[str, str]:
         """Consume what is certainly no part of a marker, and the marker that follows; "" for none so far.
 
-        The beginning of a marker at the end of the text is text, or with `drop_begun` dropped.
+        The beginning of a marker at the end of the text is text, unless it begins with `dropped`.
         """
         index, found = markers.find(self.text, self.pos)
         is_marker = found in markers.markers
         is_end = self.final and not is_marker
-        text = self.text[self.pos : len(self.text) if is_end and not drop_begun else index]
+        text = self.text[self.pos : len(self.text) if is_end and not dropped.match(found) else index]
         self.pos = index + len(found) if is_marker or is_end else index
         return text, found if is_marker else ""
 

@@ -15,7 +15,7 @@ from ..parameters import ALL_KINDS, Kinds, Parameters, json_of, parameters_of
 from .emitter import Emitter
 from .families import ToolFamily
 from .json_calls import begin_known, begin_named, collect_value, read_string
-from .source import Markers, Source, Trouble, Waits
+from .source import ANYTHING, Markers, Source, Trouble, Waits
 
 MAX_KEY_CHARS: Final = 256
 PYTHON_KEY: Final = re.compile(r"[^\s=,()\[\]{}<>\"'\\]*")
@@ -90,7 +90,7 @@ def _read_string_flag(source: Source) -> Generator[None, None, bool]:
 def _stream_string(source: Source, emitter: Emitter, ends: Markers) -> Waits:
     emitter.arguments('"')
     while True:
-        text, end = source.before(ends, drop_begun=True)
+        text, end = source.before(ends, dropped=ANYTHING)
         emitter.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
         if end:
             break
@@ -106,7 +106,7 @@ def _collect(source: Source, ends: Markers, begins: Sequence[str]) -> Generator[
     if begins and (yield from source.peek()) in begins:
         parts.append((yield from collect_value(source, _MAX_VALUE_CHARS)))
     while True:
-        text, end = source.before(ends, drop_begun=True)
+        text, end = source.before(ends, dropped=ANYTHING)
         parts.append(text)
         if end:
             return "".join(parts)

@@ -12,7 +12,7 @@ from .json_text import JsonScanner, StringDecoder
 from .source import Markers, Source, Trouble, Waits
 
 _HEADER_END: Final = Markers(["<|message|>", "<|start|>"])
-_BODY_END: Final = Markers(["<|end|>", "<|call|>", "<|return|>", "<|start|>"])
+_BODY_END: Final = Markers(["<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>"])
 _FIRST_MARKERS: Final = ("<|channel|>", "<|start|>", "<|message|>", "to=")
 _CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT: Final = re.compile(r"\bto=(?:functions\.)?([A-Za-z0-9_.:\-]+)")
@@ -155,5 +155,5 @@ def _read_body(source: Source, emitter: Emitter, channel: str, recipient: str, h
         emitter.end_call()
     elif is_reasoning:
         emitter.end_reasoning(end)
-    if end == "<|start|>":
+    if end in ("<|start|>", "<|channel|>"):  # of the next message
         source.pos -= len(end)

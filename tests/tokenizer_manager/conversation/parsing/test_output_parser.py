@@ -99,16 +99,71 @@ def test_answers_that_are_cut_do_not_depend_on_pieces_and_never_leak_a_marker_af
 
 
 @pytest.mark.parametrize("family", sorted(set(CALLS) - {"harmony"}))
-def test_a_cut_beginning_of_a_call_is_no_content_where_a_call_must_come_or_after_one(family: str):
+def test_a_cut_beginning_of_a_call_is_no_content(family: str):
+    """With `auto`, a beginning of a marker that may be text is content: `<`, and a part of a word."""
     text = CALLS[family]
+    signs = text[: 2 if text[1] in "|｜" else 1]
+    beginnings = [signs[:1], signs] if family != "phi4_mini" else ["functool"[:size] for size in range(1, 9)]
     for size in range(1, len(text)):
         parts = [text[:size]]
         deltas = parse(parts, family, must_call=True)
         assert deltas == parse(list(text[:size]), family, must_call=True)
         assert not any(isinstance(delta, Content) for delta in deltas)
-        if size > text.index("now"):  # the second call, without a demand
-            assert parse(parts, family) == deltas
+        found = parse(parts, family)
+        if family not in AT_START and isinstance(found[-1] if found else None, Content):
+            assert found.pop() in [Content(beginning) for beginning in beginnings]
+        assert found == deltas
     assert parse(["[TOOL_CALLS]now[ARGS]{}Done ["], "mistral_v11")[-1] == Content("Done [")
+
+
+@pytest.mark.parametrize(
+    ("family", "answer"),
+    [
+        ("llama3_json", '{"name": "Ali'),
+        ("llama3_json", '{"city": "Paris'),
+        ("pythonic", "[1, 2"),
+        ("pythonic", "[now or later"),
+        ("hermes", "5 <"),
+        ("phi4_mini", "This is the set of func"),
+    ],
+)
+def test_a_cut_text_that_is_no_beginning_of_a_call_is_content(family: str, answer: str):
+    assert parse([answer], family) == [Content(answer)]
+
+
+IN_REASONING = sorted(set(CALLS) - {*AT_START, "phi4_mini"})
+
+
+@pytest.mark.parametrize("family", IN_REASONING)
+@pytest.mark.parametrize("opened", [True, False])
+@pytest.mark.parametrize("rest", ["", "\n</think>", "</think>\n\nDone."])
+def test_a_call_inside_of_open_reasoning_is_a_call(family: str, opened: bool, rest: str):
+    """Models begin calls without closing their reasoning; the answer would be empty."""
+    answer = f"{'' if opened else '<think>'}I look.\n{CALLS[family]}{rest}"
+    content = [Content("Done.")] if rest.endswith("Done.") else []
+    for parts in ([answer], list(answer)):
+        deltas = parse(parts, family, reasoning="think", opened=opened)
+        assert deltas == [Reasoning("I look."), *TWO_CALLS, *content]
+    options = ReasoningOptions(stream=False)
+    assert parse(list(answer), family, reasoning="think", opened=opened, options=options)[:3] == [
+        Reasoning("I look."),
+        *TWO_CALLS[:2],
+    ]
+
+
+@pytest.mark.parametrize("family", IN_REASONING)
+def test_a_marker_without_a_call_stays_in_the_reasoning(family: str):
+    marker = FAMILIES[family].call_markers[-1]
+    answer = f"I could write {marker} or {marker}!</think>{CALLS[family]}"
+    expected = [Reasoning(f"I could write {marker} or {marker}!"), *TWO_CALLS]
+    assert parse([answer], family, reasoning="think", opened=True) == expected
+    assert parse(list(answer), family, reasoning="think", opened=True) == expected
+
+
+def test_a_call_in_an_open_channel_of_harmony_is_a_call():
+    answer = f"<|channel|>analysis<|message|>I look.{CALLS['harmony']}"
+    for parts in ([answer], list(answer)):
+        assert parse(parts, "harmony", reasoning="harmony") == [Reasoning("I look."), *TWO_CALLS]
 
 
 @pytest.mark.parametrize(
@@ -256,9 +311,6 @@ def test_arguments_are_streamed_as_they_arrive():
         hermes('{"arguments": {}}'),
         hermes('{"name": "now", "name": '),
         hermes("[]"),
-        hermes('{"name": "now" "arguments"}')[: len('<tool_call>\n{"name"')],
-        "<tool_call>",
-        "<tool_call>\n<tool_call>",
         "see <tool_call> in the docs",
         hermes(
             '{"arguments": ' + json.dumps({"x": "y" * 20_000}) + ', "name": "now"}'
@@ -305,7 +357,7 @@ def test_length_in_the_middle_of_a_call():
     assert parse(['<tool_call>\n{"name": "get_weather", "arguments": {"city": "x", "da'], "hermes")[1] == (
         CallArguments(0, '{"city": "x", "da')
     )
-    assert parse(['<tool_call>\n{"name": "get_wea'], "hermes") == [Content('<tool_call>\n{"name": "get_wea')]
+    assert parse(['Hi.\n<tool_call>\n{"name": "get_wea'], "hermes") == [Content("Hi.")]
 
 
 # ---------------------------------------------------------------- values
