@@ -7,6 +7,9 @@
       +-------> FREE <----> TRIGGERED          without one
 
 All markers are matched on bytes, because a marker may begin and end within tokens; see `markers`.
+
+A model may begin a call without closing its reasoning. In BLOCK a grammar follows the text after the marker of a call,
+without a mask; text that it takes for `_SURE_BYTES` is a call, and ends the block.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import copy
 import enum
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +27,18 @@ from ..runtime.grammar_use import GrammarKind, GrammarUse, ReasoningBlock
 from .backend import CompiledGrammar, MaskRow, Matcher, MatcherErrorCode, Vocabulary
 from .closing import closing_tokens, leads_to_end
 from .completing import CompletingMatcher
-from .markers import BlockOpening, OpenBlock, TriggerSearch, feed_bytes, marker_table, single_bytes
+from .markers import (
+    BlockOpening,
+    OpenBlock,
+    TriggerSearch,
+    feed_bytes,
+    marker_table,
+    marker_tokens,
+    single_bytes,
+)
 from .schema.growth import growth_of
+
+_SURE_BYTES: Final = 8
 
 
 class Phase(enum.Enum):
@@ -74,7 +88,10 @@ class GuidedMatcher:
         )
         self._num_left: int | None = None  # of the limit, if there is one; up to the beginning of the grammar
         self._shortest: Sequence[int] | None = None  # a short answer of the grammar, if there is a limit
-        self._tail = b""  # in FREE: the last bytes, which may be the beginning of a trigger
+        self._tail = b""  # in FREE and BLOCK: the last bytes, which may be the beginning of a trigger
+        self._calls = TriggerSearch(() if use.reasoning is None else use.reasoning.calls)
+        self._call: Matcher | None = None  # in BLOCK: has taken the text since a call's marker
+        self._num_call_bytes = 0
         self._num_forced_before = 0  # in triggered grammars that have ended
         self.ended = False
         self.error = ""
@@ -259,6 +276,7 @@ class GuidedMatcher:
         twin._opening = None if self._opening is None else self._opening.copy()
         twin._block = None if self._block is None else self._block.copy()
         twin._inner = None if self._inner is None else self._inner.copy()
+        twin._call = None if self._call is None else self._call.copy()
         return twin
 
     def _accept_eos(self, token_id: int) -> None:
@@ -279,6 +297,12 @@ class GuidedMatcher:
         elif self._block is not None:
             if self._block.takes(token_id):
                 self._read_block(data, self._block)
+                if (
+                    self.phase is Phase.BLOCK
+                    and self._use.reasoning is not None
+                    and self._use.reasoning.calls
+                ):
+                    self._follow_call(token_id, data)
             else:
                 self._fail(f"token {token_id} is refused: the reasoning block must end")
         elif self._inner is not None:
@@ -324,8 +348,53 @@ class GuidedMatcher:
     def _read_block(self, data: bytes, block: OpenBlock, num_tokens: int = 1) -> None:
         rest = block.read(data, num_tokens)
         if rest is not None:
-            self._block = None
+            self._block = self._call = None
+            self._tail = b""
             self._begin_answer(rest)
+
+    def _follow_call(self, token_id: int, data: bytes) -> None:
+        """Follow a call inside the open block. Text that only mentions its marker is soon refused by the grammar."""
+        if self._call is not None:
+            self._call.accept((token_id,))
+            self._num_call_bytes += len(data)
+            if not self._call.error:
+                if self._call.ended or self._num_call_bytes >= _SURE_BYTES:
+                    self._end_block_by_call(self._call)
+                return
+            self._call = None
+        text = self._tail + data
+        found = self._calls.find(text)
+        self._tail = self._calls.tail(text) if found is None else b""
+        if found is not None and self._use.reasoning is not None:
+            self._call = self._matcher_after(self._use.reasoning.calls[found[0]], text[found[1] :])
+            self._num_call_bytes = 0
+
+    def _matcher_after(self, marker: bytes, rest: bytes) -> Matcher | None:
+        """The matcher of a call that begins with a marker and some more text; None if it is refused."""
+        if self._grammar is not None:
+            inner = self._grammar.matcher()
+            token_ids = marker_tokens(self._vocabulary, marker)
+            if inner.accept(token_ids) < len(token_ids):
+                return None
+        else:
+            matching = [
+                each
+                for each, use in zip(self._triggered, self._use.triggered, strict=True)
+                if use.trigger == marker
+            ]
+            if not matching:
+                return None
+            inner = matching[0].matcher()
+        return inner if feed_bytes(inner, rest, self._vocabulary) == len(rest) else None
+
+    def _end_block_by_call(self, call: Matcher) -> None:
+        self._block = self._call = None
+        self._inner = call
+        self.phase = Phase.TRIGGERED if self._grammar is None else Phase.GRAMMAR
+        if self.phase is Phase.GRAMMAR:
+            self.ended = call.ended
+        elif call.ended:
+            self._end_triggered()
 
     # ------------------------------------------------------------ the answer
 

@@ -304,6 +304,42 @@ def test_a_copy_is_independent():
     assert twin.ended
 
 
+IN_BLOCK = ReasoningBlock(b"<think>", b"</think>", opened=True, calls=(b"<call>",))
+LONG_CALL = Triggered(b"<call>", GrammarSpec(GrammarKind.REGEX, "get_weather()|get_time()"))
+
+
+@pytest.mark.parametrize("marker", [b"<call>", b"call>"])
+def test_a_call_inside_of_open_reasoning_ends_the_block(marker):
+    matcher = make(GrammarUse(triggered=(LONG_CALL,), reasoning=IN_BLOCK))
+
+    feed_text(matcher, b"I try <call>get_no")  # a mention
+    assert phase(matcher) is Phase.BLOCK and not wants_mask(matcher)
+    feed_text(matcher, b"w or " + b"<call>"[: -len(marker)])
+    if marker == b"<call>":
+        feed(matcher, marker)
+    else:
+        feed_text(matcher, marker)
+    feed_text(matcher, b"get_wea")
+    twin = matcher.copy()
+    feed_text(matcher, b"t")
+    assert phase(matcher) is Phase.TRIGGERED and phase(twin) is Phase.BLOCK
+    assert allowed(matcher) == {b"h"}
+    feed_text(matcher, b"her()</think>")
+    assert phase(matcher) is Phase.FREE
+    feed_text(twin, b"</think>")
+    assert phase(twin) is Phase.FREE
+
+
+def test_a_call_that_is_demanded_is_found_in_open_reasoning():
+    spec = GrammarSpec(GrammarKind.REGEX, "<call>get_weather()|<call>get_time()")
+    matcher = make(GrammarUse(spec=spec, reasoning=IN_BLOCK))
+
+    feed_text(matcher, b"<call> or <call>get_weat")
+    assert phase(matcher) is Phase.GRAMMAR and allowed(matcher) == {b"h"}
+    feed_text(matcher, b"her()")
+    assert matcher.ended and not matcher.error
+
+
 def split(text: bytes, cuts: Sequence[int]) -> list[bytes]:
     edges = [0, *sorted({cut for cut in cuts if 0 < cut < len(text)}), len(text)]
     return [text[a:b] for a, b in itertools.pairwise(edges)]
@@ -317,6 +353,7 @@ USES = [
     GrammarUse(triggered=(CALL,)),
     GrammarUse(triggered=(CALL, Triggered(b"</th", YES_NO)), reasoning=MAYBE),
     GrammarUse(triggered=(CALL,), reasoning=OPENED, ends_after_first=True),
+    GrammarUse(triggered=(CALL,), reasoning=IN_BLOCK, ends_after_first=True),
 ]
 
 
