@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Protocol, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from ..models.hub.pull import DownloadState
 
@@ -28,16 +28,6 @@ logger = logging.getLogger(__name__)
 COMPILE_STEP: Final = "compile the CPU kernels, once"
 _MIB: Final = 1 << 20
 _GIB: Final = 1 << 30
-
-
-class DownloadView(Protocol):
-    """Shows the reports of a download."""
-
-    def show(self, state: DownloadState) -> None:
-        """One report."""
-
-    def stop(self) -> None:
-        """The download has ended, or failed."""
 
 
 def shows_live() -> bool:

@@ -17,7 +17,6 @@ Want = Literal["generate", "embed", "score", "labels"]
 
 POOLING_SAMPLING: Final = SamplingParams(temperature=0.0, max_new_tokens=1, seed=0)
 """Sampling of pooling requests, which sample nothing; the result takes the place of one token."""
-PROBE: Final = PoolingParams(normalize=True)
 _ENDPOINTS: Final = {"embed": "/v1/embeddings", "score": "/v1/rerank or /v1/score"}
 _NAMES: Final = {"embed": "makes vectors of texts", "score": "scores texts"}
 _WANTED: Final = {

@@ -188,11 +188,6 @@ class MessageStream:
         delta = MessageDelta(stop_reason=stop_reason, stop_sequence=stop_sequence)
         return events + _event("message_delta", delta=delta, usage=usage) + _event("message_stop")
 
-    @property
-    def has_calls(self) -> bool:
-        """Whether the message has a call so far."""
-        return any(isinstance(block, ToolUseBlock) for block in self._blocks)
-
     # ------------------------------------------------------------ blocks
 
     def _delta(self, delta: Delta) -> bytes:
