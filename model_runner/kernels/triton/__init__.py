@@ -1,1 +1,1 @@
-"""Triton kernels for GPUs. `compile_report` lists all of them; `ops` and the attention backends call them."""
+"""Triton kernels for GPUs. `kernel_variant` lists all of them; `ops` and the attention backends call them."""

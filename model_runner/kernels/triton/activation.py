@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .compile_report import KernelVariant
+from .kernel_variant import KernelVariant
 
 # Few rows are cut into small blocks, so that every multiprocessor gets one; many rows take fewer, larger blocks.
 _SMALL_BLOCK: Final = 256

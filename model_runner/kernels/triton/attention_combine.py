@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .attention_tiles import next_power_of_2
-from .compile_report import KernelVariant
+from .kernel_variant import KernelVariant
 
 SPAN: Final = 3
 """Values that locate the partial results of a token: index of the first, how many, and the stride between them."""

@@ -45,7 +45,7 @@ from .attention_tiles import (
     scores_of,
     slots_of,
 )
-from .compile_report import KernelVariant
+from .kernel_variant import KernelVariant
 
 _PROGRAMS_PER_SM: Final = 2
 _PLAN_ITEMS: Final = 64

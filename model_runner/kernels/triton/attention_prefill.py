@@ -43,8 +43,8 @@ from .attention_tiles import (
     scores_of,
     slots_of,
 )
-from .compile_report import KernelVariant
 from .extend_cut import BLOCK_NUMBERS, ExtendCut
+from .kernel_variant import KernelVariant
 
 Int64s = npt.NDArray[np.int64]
 
@@ -195,7 +195,7 @@ def rows_of_tile(shape: HeadShape, kv_dtype: torch.dtype, longest: int) -> int:
 
 
 def tiling(shape: HeadShape, dtype: torch.dtype, rows: int) -> Tiling:
-    """Tile sizes that keep registers and shared memory within their limits (see `compile_report`).
+    """Tile sizes that keep registers and shared memory within their limits (see `kernel_variant`).
 
     Args:
         dtype: dtype of the computation.

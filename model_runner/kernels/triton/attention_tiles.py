@@ -225,7 +225,7 @@ class AttentionInputs(NamedTuple):
         )
 
 
-# ---------------------------------------------------------------- compiled ahead of time, see `compile_report`
+# ---------------------------------------------------------------- compiled ahead of time, see `kernel_variant`
 
 _TRITON_NAMES: Final = {
     torch.bfloat16: "*bf16",

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .compile_report import KernelVariant
+from .kernel_variant import KernelVariant
 from .split_k import TILE_OUTPUTS, SplitProduct, gemm_variant, store_tile, tile_of
 
 BLOCK_K: Final = 128

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ....models.spec.experts_spec import ClampedSwiGLU
 from ...ops.experts import ExpertSource, ExpertWeights
-from .compile_report import KernelVariant
+from .kernel_variant import KernelVariant
 
 _CHUNK: Final = 1024  # rows that a program of `align` reads at a time
 _COUNTED_FROM: Final = 4 * _CHUNK  # rows that are counted once, and not by each expert's program of `align`

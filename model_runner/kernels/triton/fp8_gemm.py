@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..quantized_weights import FP8, FP8_MAX, SMALLEST_AMAX
-from .compile_report import KernelVariant
+from .kernel_variant import KernelVariant
 from .split_k import SplitProduct, gemm_variant, store_tile, tile_of
 
 GROUP: Final = 128

@@ -22,7 +22,7 @@ import triton.language as tl
 from ...adapter_runs import MAX_RUN_TOKENS
 from ...ops.deltas import MakeDeltas
 from ..plain_lora import SlotMatrices
-from .compile_report import KernelVariant
+from .kernel_variant import KernelVariant
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .compile_report import KernelVariant
+from .kernel_variant import KernelVariant
 from .runs import first_run, next_slot, num_programs, run_at
 from .state_conv import convolve
 

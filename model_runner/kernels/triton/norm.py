@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .compile_report import KernelVariant
+from .kernel_variant import KernelVariant
 
 _NUMBERS_PER_THREAD: Final = 16
 _MAX_WARPS: Final = 32

@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...ops.rotation import HeadNorms, RotaryStore
-from .compile_report import KernelVariant
+from .kernel_variant import KernelVariant
 from .norm import norm_rows_in_place
 
 # Heads per program and its warps: few heads as long as the programs do not fill a GPU.

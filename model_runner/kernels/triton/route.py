@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ....models.spec.experts_spec import SCORES, Routing
-from .compile_report import KernelVariant
+from .kernel_variant import KernelVariant
 
 _NUM_WARPS: Final = 1  # a few hundred values per token: more warps would mostly wait for each other
 

@@ -23,7 +23,7 @@ from typing import Final
 import triton
 import triton.language as tl
 
-from .compile_report import KernelVariant
+from .kernel_variant import KernelVariant
 from .sampler_rows import (
     BAD,
     BEST,

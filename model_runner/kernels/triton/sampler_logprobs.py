@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .compile_report import KernelVariant
+from .kernel_variant import KernelVariant
 from .sampler_rows import from_order_key, order_key, sum_of_exp
 
 LAST_ID: tl.constexpr = tl.constexpr(2**31 - 1)
@@ -104,7 +104,7 @@ def collect_logprobs_kernel(
 
 
 def variants() -> list[KernelVariant]:
-    """For `compile_report`: as launched for a vocabulary of 152k and 20 likeliest tokens."""
+    """For `kernel_variant`: as launched for a vocabulary of 152k and 20 likeliest tokens."""
     common = {
         "logits_ptr": "*bf16",
         "logits_stride": "i64:16",

@@ -16,7 +16,7 @@ from typing import Any, Final
 import triton
 import triton.language as tl
 
-from .compile_report import KernelVariant
+from .kernel_variant import KernelVariant
 
 UNIT: tl.constexpr = tl.constexpr(2.0**-31 * (1 - 2.0**-23))  # as in `noise`
 
@@ -122,7 +122,7 @@ def scaled_logits(logits_ptr, logits_stride, edited_ptr, table_ptr, row, token_i
 
 
 def row_variant(kernel: Any, kind: str, num_warps: int, logits: str = "bf16") -> KernelVariant:
-    """For `compile_report`: the launch for a vocabulary of 152k, for one kind of batch and dtype of logits."""
+    """For `kernel_variant`: the launch for a vocabulary of 152k, for one kind of batch and dtype of logits."""
     pointers = {
         "logits_ptr": f"*{logits}",
         "logits_stride": "i64",

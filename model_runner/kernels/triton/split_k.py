@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .compile_report import KernelVariant
+from .kernel_variant import KernelVariant
 
 TILE_OUTPUTS: Final = 64
 MAX_TILE_ROWS: Final = 64

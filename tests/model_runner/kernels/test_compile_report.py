@@ -15,15 +15,12 @@ from typing import Any
 
 import pytest
 
-from engine.model_runner.kernels.triton import compile_report
-from engine.model_runner.kernels.triton.compile_report import (
-    ARCHITECTURES,
-    KernelVariant,
-    Resources,
-    all_variants,
-)
+from benchmarks import triton_report
+from benchmarks.triton_report import ARCHITECTURES, Resources, compile_variant
+from engine.model_runner.kernels import triton as kernels
+from engine.model_runner.kernels.triton.kernel_variant import KernelVariant, all_variants
 
-REPORT = Path(__file__).parents[3] / "benchmarks" / "triton_report.py"
+REPORT = Path(triton_report.__file__)
 
 
 def report(tmp_path: Path, *flags: str) -> tuple[int, str, list[dict[str, Any]]]:
@@ -76,7 +73,7 @@ def test_every_kernel_has_variants():
     """A function whose name ends in `_kernel` is launched by the host; those that kernels call end otherwise."""
     defined = {
         (path.stem, name)
-        for path in Path(compile_report.__file__).parent.glob("*.py")
+        for path in Path(kernels.__file__).parent.glob("*.py")
         for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE)
     }
     functions = [variant.kernel.fn for variant in all_variants()]
@@ -108,4 +105,4 @@ def test_a_variant_that_forgets_an_argument_is_refused():
     signature = dict(list(variant.signature.items())[1:])
     forgetful = KernelVariant("forgetful", variant.kernel, signature, variant.constexprs)
     with pytest.raises(ValueError, match="arguments that only one side knows"):
-        compile_report.compile_variant(forgetful, 90)
+        compile_variant(forgetful, 90)
