@@ -16,6 +16,7 @@ Kind = Literal[
     "event in a capture",
     "staged copy",  # torch copies through temporary memory: other dtype, or strides
     "pageable copy",  # says non_blocking, and is not
+    "stall",  # a launch waits for a step before it
     "host tensor",  # in an operation on the device
     "compiled while serving",
     "compiled in a capture",
@@ -49,6 +50,7 @@ class Faults:
         self.serving = False
         self._found: Counter[Fault] = Counter()
         self._may_wait = 0
+        self._may_not_stall = 0
 
     def add(self, kind: Kind, detail: object = "") -> None:
         self._found[Fault(kind, str(detail), _where())] += 1
@@ -65,6 +67,20 @@ class Faults:
             yield
         finally:
             self._may_wait -= 1
+
+    @contextmanager
+    def launching(self) -> Iterator[None]:
+        """A step is launched while one runs, for which the launch may not wait."""
+        self._may_not_stall += 1
+        try:
+            yield
+        finally:
+            self._may_not_stall -= 1
+
+    def stall(self) -> None:
+        """The host waits for an event that has not happened yet."""
+        if self._may_not_stall:
+            self.add("stall")
 
     def take(self) -> list[Fault]:
         """All faults so far, which are forgotten: for tests that plant them."""

@@ -7,6 +7,7 @@ change nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -105,12 +106,14 @@ class Ahead:
     """Drives a runner as a scheduler that overlaps: up to three steps are in flight.
 
     Attributes:
-        num_ahead: steps that are launched before the oldest one is waited for.
+        num_ahead: steps that are launched before the oldest one is waited for. With 1, as in a server, and a mirror
+            a launch that waits for the step before is a fault.
     """
 
-    def __init__(self, driver: Driver, num_ahead: int = 2) -> None:
+    def __init__(self, driver: Driver, num_ahead: int = 2, mirror: Mirror | None = None) -> None:
         self.driver = driver
         self.num_ahead = num_ahead
+        self._launching = mirror.faults.launching if mirror is not None and num_ahead == 1 else nullcontext
         self.results: list[StepResult] = []
         self._in_flight: list[tuple[Any, list[tuple[Request, int]]]] = []
 
@@ -119,7 +122,9 @@ class Ahead:
 
     def go(self, work: Sequence[tuple[Request, int]], **options: Any) -> None:
         """Launch a step that computes so many more tokens of each request; extends must come first."""
-        pending = self.driver.runner.launch(self.driver.plan(work, **options))
+        plan = self.driver.plan(work, **options)
+        with self._launching():
+            pending = self.driver.runner.launch(plan)
         sampling = []
         for req, count in work:
             req.computed += count

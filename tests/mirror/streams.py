@@ -70,6 +70,9 @@ class Stream:
         while self._queue:
             self._run_next()
 
+    def drop_all(self) -> None:
+        self._queue.clear()
+
     def _run_next(self) -> None:
         work = self._queue.popleft()
         with _disable_current_modes(), torch.inference_mode():
@@ -110,6 +113,8 @@ class Event:
         self._streams.forbid_in_capture("Event.synchronize")
         if self._place is not None:
             stream, mark = self._place
+            if not mark.is_reached:
+                self._streams.faults.stall()
             stream.run_until(mark)
 
     def wait(self, stream: Stream | None = None) -> None:
@@ -174,6 +179,11 @@ class Streams:
         """Everything that is queued, without a fault."""
         for stream in self._all:
             stream.run_all()
+
+    def drop_all(self) -> None:
+        """Forget what is queued: after an error, which it would repeat."""
+        for stream in self._all:
+            stream.drop_all()
 
     def wait(self, what: str) -> None:
         """Note that the host waits for the device; an error in a capture, as on a GPU."""

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from tests.model_runner.conftest import Driver
+from engine.runtime.sampling_params import SamplingParams
+from tests.model_runner.conftest import GREEDY, Driver
 
 from .mirror import mirror_device
 from .runners import LLAMA, PROMPT, Ahead, load_driver, on_cpu
 
 
-def mixed_steps(driver: Driver) -> list[list[int]]:
+def mixed_steps(
+    driver: Driver, ahead: Ahead | None = None, sampling: SamplingParams = GREEDY
+) -> list[list[int]]:
     """Two requests: a prompt in two chunks, a mixed step, decodes of one and of both."""
-    ahead = Ahead(driver)
-    first, second = ahead.start(PROMPT[:6]), ahead.start(PROMPT[:11])
+    ahead = ahead or Ahead(driver)
+    first, second = ahead.start(PROMPT[:6], sampling), ahead.start(PROMPT[:11], sampling)
     ahead.go([(first, 4)])
     ahead.prompt(first)
     ahead.go([(second, 11), (first, 1)])
