@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 
 from ...runtime.step_plan import MAX_DRAFT_STEP_TOKENS
-from ..kernels.probe import KernelProbe, probe_kernels
+from ..kernels import probe
 from .backend import AttentionBackend, result_of
 from .fa3_splits import SplitShape, max_splits
 
 if TYPE_CHECKING:
     from ...models.spec.model_spec import LayerView, ModelSpec
+    from ..kernels.probe import KernelProbe
     from ..memory.io_buffers import InputBuffers
     from ..memory.kv_pool import KVPool
     from ..ops.rotation import LayerKV
@@ -62,7 +63,7 @@ class FlashAttention3(AttentionBackend):
         if device.type != "cuda":
             reasons.append(f"needs a CUDA device, not {device.type}")
         else:
-            reasons += _reasons_against_package(probe_kernels(), spec.head_dims)
+            reasons += _reasons_against_package(probe.probe_kernels(), spec.head_dims)
         reasons += [
             f"head_dim is {head_dim}, it must be a multiple of 8 and at most {_MAX_HEAD_DIM}"
             for head_dim in spec.head_dims
@@ -73,7 +74,7 @@ class FlashAttention3(AttentionBackend):
         if dtype not in _DTYPES:
             reasons.append(f"computes in bfloat16 and float16, not in {_short(dtype)}")
         if kv_dtype == _FP8 and device.type == "cuda":
-            reasons += _reasons_against_fp8(probe_kernels(), spec.head_dims)
+            reasons += _reasons_against_fp8(probe.probe_kernels(), spec.head_dims)
         elif kv_dtype != dtype:
             reasons.append(
                 f"needs queries and keys in one precision, not {_short(dtype)} and {_short(kv_dtype)}"

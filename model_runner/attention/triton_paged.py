@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...models.spec.model_spec import LayerView
-from ..kernels.probe import probe_kernels
+from ..kernels import probe
 from .backend import AttentionBackend, result_of
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class TritonAttention(AttentionBackend):
         reasons = []
         if device.type != "cuda":
             reasons.append(f"needs a CUDA device, not {device.type}")
-        elif (found := probe_kernels().triton).version is None:
+        elif (found := probe.probe_kernels().triton).version is None:
             reasons.append(f"triton: {found.reason}")
         if not spec.causal:
             reasons.append("attends to earlier tokens only, and the model is an encoder")

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.model_runner.attention import fa3
 from engine.model_runner.attention.fa3 import FlashAttention3
 from engine.model_runner.kernels import probe
 from engine.model_runner.kernels.probe import Finding, KernelProbe
@@ -153,7 +152,7 @@ def reasons(
     dtype: torch.dtype = BF16,
     kv_dtype: torch.dtype = BF16,
 ) -> list[str]:
-    monkeypatch.setattr(fa3, "probe_kernels", lambda: probe)
+    monkeypatch.setattr("engine.model_runner.kernels.probe.probe_kernels", lambda: probe)
     return FlashAttention3.reasons_against(spec_of(4, 2, head_dim), CUDA, dtype, kv_dtype)
 
 
