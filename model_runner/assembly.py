@@ -21,6 +21,7 @@ from .attention.cpu_native import CpuNativeAttention
 from .attention.selection import select_backend
 from .batch_builder import BatchBuilder
 from .distributed.pp_link import NO_LINK
+from .kernels.avoided import AVOIDED, NOTHING_AVOIDED, AvoidedKernels
 from .kernels.cpu.library import loaded_isa
 from .memory.host_kv_pool import HostKVPool
 from .memory.io_buffers import InputBuffers, OutputBuffers
@@ -76,6 +77,7 @@ class LoadedModel:
         max_drafts: of one request in a step.
         link: to other pipeline stages.
         stage: the pipeline stage of this rank; `spec` is that of its layers.
+        avoid: the components to do without.
     """
 
     model: CausalLM
@@ -91,6 +93,7 @@ class LoadedModel:
     max_drafts: int = 0
     link: StageLink = NO_LINK
     stage: Stage = WHOLE_MODEL
+    avoid: AvoidedKernels = NOTHING_AVOIDED
 
     def page_bytes(self, page_size: int) -> int:
         """Memory of one page on this rank."""
@@ -146,8 +149,12 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, graph_sizes: GraphS
         states_of_layers=None if state_pool is None else StatePlanner(state_pool.layout),
     )
     decodes = executor.recorded_decodes
+    if decodes is not None and loaded.avoid.reasons("sampler_graphs"):
+        logger.info("sampler_graphs=0: %s", AVOIDED)
+        decodes = None
     record = None if decodes is None else partial(recorded_sampler, decodes)
-    sampler = shared_sampler(partial(make_sampler, counts, device, loaded.model.logits_dtype, record), group)
+    make = partial(make_sampler, counts, device, loaded.model.logits_dtype, record, loaded.avoid)
+    sampler = shared_sampler(make, group)
     # Rank 0 alone has compiled the sampler. Without this the others would wait for it in the first step, where the
     # timeout is that of steps.
     group.meet("sampler")
@@ -226,7 +233,9 @@ def _make_attention(
         return CpuNativeAttention(spec, kv_pool, req_to_token, buffers, fixed_order=True)
     asked = parse_attention_backend(kernels.attention_backend)
     kv_dtype = kv_pool.k[0].dtype
-    attention_type = select_backend(spec, loaded.device, loaded.dtype, kv_dtype, asked, kv_pool.page_size)
+    attention_type = select_backend(
+        spec, loaded.device, loaded.dtype, kv_dtype, asked, kv_pool.page_size, loaded.avoid
+    )
     return attention_type(spec, kv_pool, req_to_token, buffers)
 
 
@@ -268,7 +277,7 @@ def _make_executor(
     )
     if not loaded.spec.causal:
         return eager  # there are no decodes
-    if on_cpu and not graph_sizes.decodes:
+    if on_cpu and not graph_sizes.text:
         return native_executor(
             kernels,
             eager,

@@ -23,19 +23,23 @@ from ..runtime.step_plan import MAX_DRAFT_STEP_TOKENS
 from .adapters.adapter_layers import AdapterLayers
 from .adapters.adapter_store import AdapterSlots, AdapterStore, SlotSizes
 from .assembly import LoadedModel, assemble_runner
+from .attention import selection as attention_selection
 from .distributed.join_group import ALONE, Place
 from .distributed.pp_link import NO_LINK, WiredLink
 from .fixed_order import PROVIDERS_IN_FIXED_ORDER, check_fixed_order
 from .hf_backend.transformers_load import load_transformers_model
+from .kernels import quantized
+from .kernels.avoided import AvoidedKernels
 from .kernels.blocks.native_blocks import NO_TILES, TILES_FROM
 from .kernels.native_linear import PackReport
 from .memory.device_memory import explained, make_device_memory
 from .memory.huge_pages import collapse_resident_memory
 from .model_context import ModelContext
-from .op_selection import Target, select_ops
+from .op_selection import PROVIDERS, Target, select_ops
 from .pooling.head import PoolingHead, load_pooling_head
 from .recording.graphs.graph_sizes import sizes_to_record
 from .recording.programs.program_planes import MAX_TOKENS
+from .sampling import backend_selection as sampler_selection
 from .structures.causal_lm import build_model
 from .trial import measure
 from .weights.dummy import DummyStore
@@ -91,7 +95,8 @@ def load_model_runner(
         ConfigError: the checkpoint is incomplete, damaged, or of another architecture; memory does not suffice; the
             device does not support the requested kernels.
     """
-    settings, group = config.model, place.group
+    settings, group, avoid = config.model, place.group, AvoidedKernels(config.kernels.avoided)
+    avoid.check(avoidable_components())
     assert settings.dtype != "auto" and settings.device != "auto" and settings.num_threads != "auto"
     assert config.cache.page_size == capacity.page_size
     if settings.model_impl == "transformers":  # its code scales the queries
@@ -115,7 +120,7 @@ def load_model_runner(
         )
     with explained("the weights", memory, "lower --max-model-len, quantize the model, or shard it with --tp"):
         model, pooling_head = _load_model(
-            config, source, whole_spec, capacity, group, dtype, device, layers, stage
+            config, source, whole_spec, capacity, group, dtype, device, layers, stage, avoid
         )
     if device.type == "cpu":
         collapse_resident_memory()  # now, while the process holds little other memory
@@ -138,6 +143,7 @@ def load_model_runner(
         max_drafts=max_drafts_of(config.scheduler),
         link=_make_link(config, place, spec, capacity, dtype, device),
         stage=stage,
+        avoid=avoid,
     )
     sizes = sizes_to_record(
         config.kernels,
@@ -146,13 +152,32 @@ def load_model_runner(
         spec=rank_spec(whole_spec, group.size),  # for all pipeline stages the same sizes
         step_tokens=partial(_largest_step, config, capacity),
         max_drafts=0 if spec.state is not None else loaded.max_drafts,
+        avoid=avoid,
     )
     if memory is not None:
         capacity = _measured_capacity(loaded, config, capacity, sizes, memory)
     what = f"a KV pool of {capacity.max_total_tokens} tokens" + (f" and {sizes.text}" if sizes.text else "")
     way_out = "lower --mem-fraction, --max-total-tokens or --max-recorded-bs, or use --no-record-steps"
     with explained(what, memory, way_out):
-        return assemble_runner(loaded, capacity, sizes)
+        runner = assemble_runner(loaded, capacity, sizes)
+    avoid.log_unused(device.type)
+    return runner
+
+
+def avoidable_components() -> dict[str, list[str]]:
+    """The names for `--avoid-kernels`, in groups; what comes last in a selection computes everything else."""
+    names = [(item.name, f"{item.name}:{op}") for op, items in PROVIDERS.items() for item in items[:-1]]
+    names += [(item.name, f"{item.name}:{sampler_selection.OP}") for item in sampler_selection.PROVIDERS[:-1]]
+    names += [attention_selection.names_of(backend) for backend in attention_selection.BACKENDS[:-1]]
+    names += [
+        quantized.names_of(item.name, kind.name)
+        for kind in quantized.KINDS.values()
+        for item in kind.providers
+    ]
+    groups = {"packages": list(dict.fromkeys(package for package, _ in names))}
+    for package, name in dict.fromkeys(names):
+        groups.setdefault(f"of {package}", []).append(name)
+    return groups | {"of the runner": ["prompt_graphs", "decode_graphs", "sampler_graphs", "pdl"]}
 
 
 def _make_link(
@@ -226,10 +251,11 @@ def _load_model(
     device: torch.device,
     layers: AdapterLayers | None,
     stage: Stage,
+    avoid: AvoidedKernels,
 ) -> tuple[CausalLM, PoolingHead | None]:
     """The model, and its layers after pooling; None if it has none. `spec`: of the whole model."""
     if config.model.model_impl != "transformers":
-        return _load_own_model(config, source, spec, capacity, group, dtype, device, layers, stage)
+        return _load_own_model(config, source, spec, capacity, group, dtype, device, layers, stage, avoid)
     model = load_transformers_model(
         config.model,
         source,
@@ -238,7 +264,7 @@ def _load_model(
         dtype=dtype,
         device=device,
         # On GPUs the time goes to kernel launches, of which transformers' code would still make most.
-        ops=select_ops(Target(spec, device, dtype)) if device.type == "cpu" else None,
+        ops=select_ops(Target(spec, device, dtype, avoid=avoid)) if device.type == "cpu" else None,
     )
     weights = WeightReader(_open_store(config.model, source, spec), dtype, device)
     return model, _load_pooling_head(config, source, spec, weights, device)
@@ -254,12 +280,13 @@ def _load_own_model(
     device: torch.device,
     layers: AdapterLayers | None,
     stage: Stage,
+    avoid: AvoidedKernels,
 ) -> tuple[CausalLM, PoolingHead | None]:
     weights = WeightReader(_open_store(config.model, source, spec), dtype, device)
     spec = stage_spec(spec, stage)
     if stage.count > 1:
         weights.ignore_where(is_of_other_stages(spec, stage))
-    target = Target(rank_spec(spec, group.size), device, dtype)
+    target = Target(rank_spec(spec, group.size), device, dtype, avoid=avoid)
     ops = select_ops(target, PROVIDERS_IN_FIXED_ORDER) if config.kernels.deterministic else select_ops(target)
     report = PackReport(ops.pack_linear)
     ops = dataclasses.replace(ops, pack_linear=report)
@@ -267,7 +294,7 @@ def _load_own_model(
         spec=spec,
         weights=weights,
         linear_format=make_linear_format(
-            config.model.quantization, spec, ops, device, dtype, _tiles_from(config)
+            config.model.quantization, spec, ops, device, dtype, _tiles_from(config), avoid
         ),
         ops=ops,
         max_model_len=capacity.max_model_len,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from .kernels import latent, native, native_linear, native_states, plain, plain_lora, sgl, streams
+from .kernels.avoided import AVOIDED, NOTHING_AVOIDED, AvoidedKernels
 from .ops.ops import OpChoice, Ops
 from .states import plain as plain_states
 
@@ -35,12 +36,14 @@ class Target:
         spec: the model, with the heads and widths of this rank.
         dtype: dtype of activations.
         kernels: the kernel packages that work here; None: `select_ops` probes them if the device is a GPU.
+        avoid: the components to do without.
     """
 
     spec: ModelSpec
     device: torch.device
     dtype: torch.dtype
     kernels: KernelProbe | None = None
+    avoid: AvoidedKernels = NOTHING_AVOIDED
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +162,11 @@ def _sgl_norm(method: str) -> Provider:
 
     def load(target: Target) -> Any:
         assert target.kernels is not None
-        return getattr(sgl.Norms(sgl.operators(), target.kernels.capability), method)
+        pdl = sgl.supports_pdl(target.kernels.capability)
+        if pdl and target.avoid.reasons("pdl"):
+            pdl = False
+            logger.debug("op=%s pdl=0: %s", method, AVOIDED)
+        return getattr(sgl.Norms(sgl.operators(), pdl=pdl), method)
 
     return _sgl(reasons_against, load)
 
@@ -275,7 +282,8 @@ def select_ops(target: Target, providers: Mapping[str, Sequence[Provider]] = PRO
         for provider in candidates:
             if provider.device_type not in (None, target.device.type):
                 continue
-            reasons = provider.reasons_against(target)
+            reasons = target.avoid.reasons(provider.name, f"{provider.name}:{op}")
+            reasons = reasons or provider.reasons_against(target)
             if not reasons:
                 chosen[op] = provider.load(target)
                 choices.append(OpChoice(op, provider.name, "; ".join(passed_over)))

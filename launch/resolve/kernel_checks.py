@@ -54,6 +54,10 @@ def check_deterministic(config: EngineConfig, spec: ModelSpec) -> None:
             f"attention_backend is {config.kernels.attention_backend}, and only the blocks of native begin at fixed "
             "positions; omit --attention-backend"
         )
+    if native := [name for name in config.kernels.avoided if name.partition(":")[0] == "native"]:
+        found.append(
+            f"avoid_kernels has {', '.join(native)}, and only those kernels keep one order; leave it out"
+        )
     if found:
         raise ConfigError(f"deterministic is on, but {'; and '.join(found)}; or omit --deterministic")
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from ...runtime.errors import ConfigError
+from ..kernels.avoided import NOTHING_AVOIDED, AvoidedKernels
 from .cpu_native import CpuNativeAttention
 from .fa3 import FlashAttention3
 from .split import split_backend
@@ -49,6 +50,13 @@ BACKENDS: Final[tuple[type[AttentionBackend], ...]] = (
 """In order of preference; the last one runs everywhere."""
 
 
+def names_of(backend: type[AttentionBackend]) -> tuple[str, str]:
+    """The names of a backend in `--avoid-kernels`: its package, and the backend itself."""
+    if backend.name == FlashAttention3.name:
+        return "sgl-kernel", backend.name
+    return backend.name, f"{backend.name}:attention"
+
+
 def select_backend(
     spec: ModelSpec,
     device: torch.device,
@@ -56,6 +64,7 @@ def select_backend(
     kv_dtype: torch.dtype,
     asked: tuple[str, str] | None = None,
     page_size: int = 1,
+    avoid: AvoidedKernels = NOTHING_AVOIDED,
     backends: tuple[type[AttentionBackend], ...] = BACKENDS,
     choices: Choices = MEASURED,
 ) -> type[AttentionBackend]:
@@ -65,6 +74,7 @@ def select_backend(
         spec, device, dtype, kv_dtype: see `AttentionBackend.reasons_against`.
         asked: names for prompts and for decodes (`parse_attention_backend`); None: the first that can run, for both.
         page_size: slots of a page of the KV pool.
+        avoid: the components to do without.
         choices: the faster backends for decodes, if no backends were requested.
 
     Raises:
@@ -72,6 +82,8 @@ def select_backend(
     """
 
     def against(backend: type[AttentionBackend]) -> list[str]:
+        if avoided := avoid.reasons(*names_of(backend)):
+            return avoided
         reasons = backend.reasons_against(spec, device, dtype, kv_dtype)
         return reasons + backend.reasons_against_pages(spec, page_size)
 

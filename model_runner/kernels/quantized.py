@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..memory.huge_pages import WeightMemory
 from ..ops.linear import LinearWeight, PackLinear
+from .avoided import NOTHING_AVOIDED, AvoidedKernels
 from .blocks.native_blocks import (
     TILES_FROM,
     BlocksSideBySide,
@@ -61,6 +62,7 @@ class QuantTarget:
         sgl_reason: the same for sgl_kernel.
         tiles_from: number of tokens from which block-quantized weights may take another kernel (`native_blocks`).
         memory: for the packed weights of a model on a CPU.
+        avoid: the components to do without.
     """
 
     device: torch.device
@@ -70,10 +72,15 @@ class QuantTarget:
     sgl_reason: str
     tiles_from: int = TILES_FROM
     memory: WeightMemory = field(default_factory=WeightMemory, compare=False)
+    avoid: AvoidedKernels = NOTHING_AVOIDED
 
 
 class LinearProvider(NamedTuple):
-    """One way to multiply with a weight: the reasons against it, and the function that makes the `LinearWeight`."""
+    """One way to multiply with a weight: the reasons against it, and the function that makes the `LinearWeight`.
+
+    Attributes:
+        name: in the log: the package, and after a comma what distinguishes it.
+    """
 
     name: str
     reasons_against: Callable[[QuantTarget, Any], list[str]]
@@ -117,8 +124,11 @@ def _against_fp8(target: QuantTarget, weight: Fp8Weight) -> list[str]:
     if target.capability < FP8_CAPABILITY:
         have, need = (".".join(map(str, one)) for one in (target.capability, FP8_CAPABILITY))
         reasons.append(f"the GPU has compute capability {have}, 8-bit floats need {need}")
-    if target.triton_reason:
-        reasons.append(f"activations are quantized by Triton: {target.triton_reason}")
+    avoided = target.avoid.reasons(*names_of("triton", "fp8"))
+    if avoided or target.triton_reason:
+        reasons += [
+            f"activations are quantized by Triton: {why}" for why in avoided or [target.triton_reason]
+        ]
     return reasons
 
 
@@ -190,7 +200,7 @@ def _make_blocks_native(target: QuantTarget, weight: BlockWeight | StoredRows) -
 # ---------------------------------------------------------------- choice
 
 FP8_PROVIDERS: Final[Sequence[LinearProvider]] = (
-    LinearProvider("sgl_kernel", _against_fp8_sgl, _make_fp8_sgl),
+    LinearProvider("sgl-kernel", _against_fp8_sgl, _make_fp8_sgl),
     LinearProvider(
         "torch._scaled_mm", _against_row_products, lambda _target, weight: Fp8Linear(weight, torch_matmul)
     ),
@@ -213,7 +223,7 @@ class _Kind(NamedTuple):
     stack: Callable[[Sequence[Any]], QuantizedWeight]
 
 
-_KINDS: Final[Mapping[type[QuantizedWeight], _Kind]] = {
+KINDS: Final[Mapping[type[QuantizedWeight], _Kind]] = {
     Fp8Weight: _Kind("fp8", FP8_PROVIDERS, stack_fp8),
     Int4Weight: _Kind("int4", INT4_PROVIDERS, stack_int4),
     BlockWeight: _Kind("blocks", BLOCK_PROVIDERS, stack_blocks),
@@ -221,11 +231,19 @@ _KINDS: Final[Mapping[type[QuantizedWeight], _Kind]] = {
 }
 
 
+def names_of(provider: str, kind: str) -> tuple[str, str]:
+    """The names of a product in `--avoid-kernels`: its package, and the product of these weights."""
+    package = provider.partition(",")[0]
+    return package, f"{package}:linear_{kind}"
+
+
 def choose_provider(target: QuantTarget, weight: QuantizedWeight) -> tuple[LinearProvider | None, str]:
     """The first candidate that can take this weight, and the reasons against the earlier ones; None: no candidate."""
     passed_over: list[str] = []
-    for provider in _KINDS[type(weight)].providers:
-        reasons = provider.reasons_against(target, weight)
+    kind = KINDS[type(weight)]
+    for provider in kind.providers:
+        reasons = target.avoid.reasons(*names_of(provider.name, kind.name))
+        reasons = reasons or provider.reasons_against(target, weight)
         if not reasons:
             return provider, "; ".join(passed_over)
         passed_over.append(f"{provider.name}: {', '.join(reasons)}")
@@ -234,7 +252,10 @@ def choose_provider(target: QuantTarget, weight: QuantizedWeight) -> tuple[Linea
 
 def reasons_against_blocks(target: QuantTarget) -> list[str]:
     """Why block-quantized weights have no kernel here, whatever their size."""
-    return reasons_against_native_blocks(target.device, target.dtype, (BLOCK_SIZE, BLOCK_SIZE))
+    avoided = target.avoid.reasons(*names_of("native", "blocks"))
+    return [f"is {reason}" for reason in avoided] or reasons_against_native_blocks(
+        target.device, target.dtype, (BLOCK_SIZE, BLOCK_SIZE)
+    )
 
 
 class QuantizedLinears:
@@ -306,7 +327,7 @@ class QuantizedLinears:
         return plain
 
     def _log(self, weight: QuantizedWeight, provider: str, why: str, level: int = logging.INFO) -> None:
-        kind = _KINDS[type(weight)].name
+        kind = KINDS[type(weight)].name
         if (kind, provider, why) in self._logged:
             return
         self._logged.add((kind, provider, why))
@@ -318,7 +339,7 @@ def stacked(parts: Sequence[Part]) -> Part:
     first = parts[0]
     if isinstance(first, Tensor):
         return torch.cat([part for part in parts if isinstance(part, Tensor)]) if len(parts) > 1 else first
-    return _KINDS[type(first)].stack(parts)
+    return KINDS[type(first)].stack(parts)
 
 
 def _release(weight: QuantizedWeight) -> None:

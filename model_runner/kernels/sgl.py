@@ -48,28 +48,33 @@ def operators() -> Any:
     return torch.ops.sgl_kernel
 
 
+def supports_pdl(capability: tuple[int, int]) -> bool:
+    """Whether a kernel may launch while the previous one still runs (programmatic dependent launch): from Hopper on."""
+    return capability >= (9, 0)
+
+
 class Norms:
     """`RMSNormOp` and `AddRMSNormOp`."""
 
-    def __init__(self, operators: Any, capability: tuple[int, int]) -> None:
-        """`capability`: of the GPU; from Hopper on a kernel may launch while the previous one still runs (PDL)."""
+    def __init__(self, operators: Any, *, pdl: bool) -> None:
+        """`pdl`: see `supports_pdl`."""
         self._norm = operators.rmsnorm.default
         self._add_norm = operators.fused_add_rmsnorm.default
-        self._overlap_launch = capability >= (9, 0)
+        self._pdl = pdl
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         if out.numel():  # a launch with an empty grid is an error
             size = x.shape[-1]
             rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, size).contiguous()
-            self._norm(out.view(-1, size), rows, weight, eps, self._overlap_launch)
+            self._norm(out.view(-1, size), rows, weight, eps, self._pdl)
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Overwrites both."""
         x, residual = x.contiguous(), residual.contiguous()
         if x.numel():
-            self._add_norm(x, residual, weight, eps, self._overlap_launch)
+            self._add_norm(x, residual, weight, eps, self._pdl)
         return x, residual
 
 

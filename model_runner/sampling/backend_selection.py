@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from ..kernels.avoided import NOTHING_AVOIDED, AvoidedKernels
+
 if TYPE_CHECKING:
     from .sampler_backend import SamplerBackend
     from .token_counts import TokenCounts
@@ -68,6 +70,9 @@ def _make_torch(counts: TokenCounts, logits_dtype: torch.dtype) -> SamplerBacken
     return TorchSamplerBackend(counts)
 
 
+OP: Final = "sample"
+"""The name of the operation in the log and in `--avoid-kernels`."""
+
 PROVIDERS: Final = (
     SamplerProvider("triton", _reasons_against_triton, _make_triton),
     SamplerProvider("native", _reasons_against_native, _make_native),
@@ -80,15 +85,16 @@ def select_sampler_backend(
     counts: TokenCounts,
     device: torch.device,
     logits_dtype: torch.dtype = torch.float32,
+    avoid: AvoidedKernels = NOTHING_AVOIDED,
     providers: Sequence[SamplerProvider] = PROVIDERS,
 ) -> SamplerBackend:
     """Make the first backend that can run on this device; log it, and the reasons against those before it."""
     passed_over: list[str] = []
     for provider in providers:
-        reasons = provider.reasons_against(device)
+        reasons = avoid.reasons(provider.name, f"{provider.name}:{OP}") or provider.reasons_against(device)
         if not reasons:
             why = f" passed over: {'; '.join(passed_over)}" if passed_over else ""
-            logger.debug("op=sample provider=%s%s", provider.name, why)
+            logger.debug("op=%s provider=%s%s", OP, provider.name, why)
             return provider.make(counts, logits_dtype)
         passed_over.append(f"{provider.name}: {', '.join(reasons)}")
     raise AssertionError("no sampler backend can run: the last one must have no reasons against any device")

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..kernels.avoided import NOTHING_AVOIDED, AvoidedKernels
 from .backend_selection import select_sampler_backend
 from .sampler_backend import SamplerBackend
 from .torch_backend import TorchSamplerBackend
@@ -95,11 +96,13 @@ def make_sampler(
     device: torch.device,
     logits_dtype: torch.dtype = torch.float32,
     record: Callable[[SamplerBackend], SamplerBackend] | None = None,
+    avoid: AvoidedKernels = NOTHING_AVOIDED,
 ) -> Sampler:
     """A sampler with the preferred backend of this device, prepared for logits of this dtype.
 
     Args:
         record: returns the backend with recordings of what can be recorded; None: there are no recorded decodes.
+        avoid: the components to do without.
     """
-    backend = select_sampler_backend(counts, device, logits_dtype)
+    backend = select_sampler_backend(counts, device, logits_dtype, avoid)
     return Sampler(counts, backend if record is None else record(backend))

@@ -13,8 +13,9 @@ from ...models.spec.model_spec import with_quantization
 from ...models.spec.quantization import BLOCK_METHODS
 from ...models.weight_files.weight_memory import rounded_bytes, tied_head_bytes, weight_bytes
 from ...runtime.errors import ConfigError
+from ..kernels import probe
+from ..kernels.avoided import NOTHING_AVOIDED, AvoidedKernels
 from ..kernels.blocks.native_blocks import TILES_FROM
-from ..kernels.probe import probe_kernels
 from ..kernels.quantized import QuantizedLinears, QuantTarget, reasons_against_blocks
 from .block_format import BlockFormat
 from .fp8_format import Fp8Parts, MadeFp8Parts
@@ -37,18 +38,21 @@ def make_linear_format(
     device: torch.device,
     dtype: torch.dtype,
     tiles_from: int = TILES_FROM,
+    avoid: AvoidedKernels = NOTHING_AVOIDED,
 ) -> LinearFormat:
     """Choose how this model's linear layers are read, and which kernels multiply with them.
 
     Args:
         quantization: the user's setting; None: as the checkpoint says.
         tiles_from: number of tokens from which block weights may use the tiled kernels (`native_blocks`).
+        avoid: the components to do without.
 
     Raises:
         ConfigError: setting and checkpoint contradict each other, or no kernel here multiplies the weights to be made.
     """
     spec = with_quantization(spec, quantization)
-    found, target = spec.quantization, replace(quant_target(device, dtype), tiles_from=tiles_from)
+    found = spec.quantization
+    target = replace(quant_target(device, dtype), tiles_from=tiles_from, avoid=avoid)
     if found is None:
         return PlainFormat(ops.pack_linear)
     linears = QuantizedLinears(target, ops.pack_linear, keep=found.kept)
@@ -82,13 +86,13 @@ def quant_target(device: torch.device, dtype: torch.dtype) -> QuantTarget:
         return QuantTarget(
             device=device, dtype=dtype, capability=(0, 0), triton_reason=reason, sgl_reason=reason
         )
-    probe = probe_kernels()
+    works = probe.probe_kernels()
     return QuantTarget(
         device=device,
         dtype=dtype,
-        capability=probe.capability,
-        triton_reason=probe.triton.reason if probe.triton.version is None else "",
-        sgl_reason=probe.sgl_kernel.reason if probe.sgl_kernel.version is None else "",
+        capability=works.capability,
+        triton_reason=works.triton.reason if works.triton.version is None else "",
+        sgl_reason=works.sgl_kernel.reason if works.sgl_kernel.version is None else "",
     )
 
 

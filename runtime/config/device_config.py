@@ -43,10 +43,25 @@ class KernelConfig:
         "kernel by kernel.",
         Alias("cuda_graph_max_bs"),
     ] = "auto"
+    avoid_kernels: Annotated[
+        tuple[str, ...],
+        "Components to do without, NAME,...: a package (triton), one of its operations (triton:rms_norm), fa3, "
+        "prompt_graphs, decode_graphs, sampler_graphs or pdl; docs/cuda.md lists them. May be repeated.",
+    ] = ()
 
     def __post_init__(self) -> None:
         check_at_least("max_recorded_bs", self.max_recorded_bs, 1)
         parse_attention_backend(self.attention_backend)
+        if not all(self.avoided):
+            raise ConfigError(
+                f"avoid_kernels is {','.join(self.avoid_kernels)!r}, but it must be names with commas between them: "
+                "--avoid-kernels fa3,triton:rms_norm"
+            )
+
+    @property
+    def avoided(self) -> tuple[str, ...]:
+        """The names in `avoid_kernels`, each by itself."""
+        return tuple(name.strip() for names in self.avoid_kernels for name in names.split(","))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

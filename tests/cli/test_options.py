@@ -20,6 +20,7 @@ SERVE_FLAGS = """
 --api-key-file
 --async-scheduling
 --attention-backend
+--avoid-kernels
 --block-size
 --body-timeout
 --bootstrap-port

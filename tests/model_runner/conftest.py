@@ -397,6 +397,7 @@ def make_driver() -> Callable[..., Driver]:
         num_threads: int | None = None,
         max_recorded_bs: int | Literal["auto"] = "auto",
         adapter_slots: SlotSizes | None = None,
+        avoid_kernels: tuple[str, ...] = (),
     ) -> Driver:
         capacity = Capacity(max_model_len, num_pages, page_size, rows, spec.vocab_size, num_host_pages)
         config = ModelConfig(
@@ -410,7 +411,9 @@ def make_driver() -> Callable[..., Driver]:
         )
         source = ModelSource(kind, str(path or "dummy"), "test")
         cache = CacheConfig(page_size=page_size, kv_cache_dtype=kv_cache_dtype)
-        kernels = KernelConfig(deterministic=deterministic, max_recorded_bs=max_recorded_bs)
+        kernels = KernelConfig(
+            deterministic=deterministic, max_recorded_bs=max_recorded_bs, avoid_kernels=avoid_kernels
+        )
         scheduler = SchedulerConfig(speculative=speculative)
         whole = EngineConfig(model=config, cache=cache, kernels=kernels, scheduler=scheduler)
         runner = load_model_runner(whole, source, spec, capacity, adapter_slots=adapter_slots)

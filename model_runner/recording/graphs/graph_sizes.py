@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from ....launch.resolve.resolve import MAX_AUTO_GRAPH_BATCH
 from ....models.weight_files.weight_memory import multiplied_parameters
 from ....runtime.step_plan import MAX_DRAFT_STEP_TOKENS
+from ...kernels.avoided import AVOIDED, NOTHING_AVOIDED, AvoidedKernels
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -90,6 +91,7 @@ def sizes_to_record(
     spec: ModelSpec,
     step_tokens: Callable[[], int],
     max_drafts: int = 0,
+    avoid: AvoidedKernels = NOTHING_AVOIDED,
 ) -> GraphSizes:
     """The steps to record as CUDA graphs by the configuration; none on other devices.
 
@@ -98,6 +100,7 @@ def sizes_to_record(
         spec: the model, with the heads and widths of this rank.
         step_tokens: gives the tokens of the largest step.
         max_drafts: of one request in a step, whose tokens are rows, too; 0: steps have no drafts, or are not replayed.
+        avoid: the components to do without.
     """
     if kernels.record_steps is False or device.type != "cuda":
         return GraphSizes()
@@ -108,7 +111,12 @@ def sizes_to_record(
     largest = most if asked == "auto" else min(num_rows, asked)
     if max_drafts and largest >= most:  # else the user wants smaller recordings
         largest = max(largest, min(num_rows * (1 + max_drafts), MAX_DRAFT_STEP_TOKENS))
-    return GraphSizes(batch_sizes(largest), _prompt_sizes(spec, step_tokens))
+    decodes, prompts = batch_sizes(largest), _prompt_sizes(spec, step_tokens)
+    for name, sizes in (("decode_graphs", decodes), ("prompt_graphs", prompts)):
+        if sizes and avoid.reasons(name):
+            logger.info("%s=0: %s", name, AVOIDED)
+            sizes.clear()
+    return GraphSizes(decodes, prompts)
 
 
 def _prompt_sizes(spec: ModelSpec, step_tokens: Callable[[], int]) -> list[int]:

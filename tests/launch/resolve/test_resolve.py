@@ -997,6 +997,7 @@ class TestDeterministic:
         [
             ({"dtype": "float32"}, SPEC, "dtype is float32, .* use --dtype bfloat16"),
             ({"attention_backend": "torch_native"}, SPEC, "attention_backend is torch_native"),
+            ({"avoid_kernels": ("fa3,native:sample",)}, SPEC, "avoid_kernels has native:sample, and only"),
             ({"tp": 3}, SPEC, "tp is 3, .* use --tp 1"),
             ({"model_impl": "transformers"}, SPEC, "computed by transformers"),
         ],

@@ -36,7 +36,7 @@ def test_replays_with_other_adapters_in_each_step(make_adapted, make_driver, mon
             monkeypatch.setattr(
                 load,
                 "sizes_to_record",
-                lambda kernels, num, _, spec, step_tokens, max_drafts: sizes_to_record(
+                lambda kernels, num, _, spec, **_more: sizes_to_record(
                     kernels, min(num, 4), cuda, spec=spec, step_tokens=lambda: 24
                 ),
             )

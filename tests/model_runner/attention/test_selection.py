@@ -10,6 +10,7 @@ import torch
 
 from engine.model_runner.attention.selection import BACKENDS, select_backend
 from engine.model_runner.attention.triton_paged import TritonAttention
+from engine.model_runner.kernels.avoided import NOTHING_AVOIDED, AvoidedKernels
 from engine.runtime.errors import ConfigError
 from tests.model_runner.attention.paged_batches import spec_of
 
@@ -61,10 +62,11 @@ def select(
     kv_dtype: torch.dtype = BF16,
     asked: tuple[str, str] | None = None,
     page_size: int = 16,
+    avoid: AvoidedKernels = NOTHING_AVOIDED,
 ) -> str:
     backends = cast("Any", (FastBackend, SlowBackend))
     kind = torch.device(device)
-    return select_backend(cast("Any", spec), kind, BF16, kv_dtype, asked, page_size, backends).name
+    return select_backend(cast("Any", spec), kind, BF16, kv_dtype, asked, page_size, avoid, backends).name
 
 
 def test_backends_passed_over_are_logged_with_all_reasons(caplog):
@@ -89,14 +91,17 @@ def test_decodes_go_where_they_were_measured_to_be_faster(monkeypatch, heads, kv
     """By head shape: a kernel for grouped heads may read the keys of single ones at half the rate."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
     choices = {((9, 0), 1): "slow", ((9, 0), 4): "nowhere", ((8, 0), 2): "slow"}
-    backends, cuda = cast("Any", (FastBackend, SlowBackend)), torch.device("cuda")
+    cuda = torch.device("cuda")
 
-    chosen = select_backend(
-        spec_of(heads[0], heads[1], 64), cuda, BF16, kv_dtype, None, 16, backends, choices
-    )
+    more: Any = {"backends": (FastBackend, SlowBackend), "choices": choices}
+
+    chosen = select_backend(spec_of(heads[0], heads[1], 64), cuda, BF16, kv_dtype, None, 16, **more)
     assert chosen.name == expected
-    asked = select_backend(spec_of(4, 4, 64), cuda, BF16, BF16, ("fast", "fast"), 16, backends, choices)
+    asked = select_backend(spec_of(4, 4, 64), cuda, BF16, BF16, ("fast", "fast"), 16, **more)
     assert asked.name == "fast"
+    avoid = AvoidedKernels(["slow:attention"])
+    best = select_backend(spec_of(4, 4, 64), cuda, BF16, BF16, None, 16, avoid, **more)
+    assert best.name == "fast"
 
 
 def test_a_size_of_pages_may_speak_against_it_and_a_warning_says_so(caplog):

@@ -79,8 +79,8 @@ def on(device: torch.device, weight: Any) -> Any:
 @pytest.mark.parametrize(
     ("target", "weight", "provider", "why"),
     [
-        (HOPPER, fp8_weight(), "sgl_kernel", ""),
-        (NO_SGL, fp8_weight(), "torch._scaled_mm", "sgl_kernel: not installed"),
+        (HOPPER, fp8_weight(), "sgl-kernel", ""),
+        (NO_SGL, fp8_weight(), "torch._scaled_mm", "sgl-kernel: not installed"),
         (
             HOPPER,
             fp8_weight(group_size=128),

@@ -63,7 +63,7 @@ def test_two_wheels_are_known():
 
 @pytest.mark.parametrize("shape", [(3, 64), (3, 2, 16), (0, 64)])
 def test_norm(operators, shape):
-    norms = sgl.Norms(operators, (9, 0))
+    norms = sgl.Norms(operators, pdl=sgl.supports_pdl((9, 0)))
     x = torch.randn(*shape, dtype=torch.bfloat16)
     weight = torch.randn(shape[-1], dtype=torch.bfloat16)
     for rows in (x, x.transpose(0, -1).contiguous().transpose(0, -1)):
@@ -74,7 +74,7 @@ def test_norm(operators, shape):
 
 @pytest.mark.parametrize("num_tokens", [0, 3])
 def test_add_and_norm(operators, num_tokens):
-    norms = sgl.Norms(operators, (8, 0))
+    norms = sgl.Norms(operators, pdl=sgl.supports_pdl((8, 0)))
     wide = torch.randn(num_tokens, 100, dtype=torch.bfloat16)
     x, residual = wide[:, :64], torch.randn(num_tokens, 64, dtype=torch.bfloat16)
     weight = torch.randn(64, dtype=torch.bfloat16)
@@ -100,7 +100,7 @@ def test_launches_overlap_since_hopper(operators):
     recorded = SimpleNamespace(rmsnorm=operator, fused_add_rmsnorm=operator)
     x = torch.ones(1, 8)
     for capability in ((8, 9), (9, 0), (10, 0)):
-        sgl.Norms(recorded, capability).rms_norm(x, x[0], 1e-6)
+        sgl.Norms(recorded, pdl=sgl.supports_pdl(capability)).rms_norm(x, x[0], 1e-6)
     assert [args[-1] for args in calls] == [False, True, True]
 
 

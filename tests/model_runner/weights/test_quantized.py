@@ -21,7 +21,6 @@ from engine.model_runner.kernels.probe import Finding, KernelProbe
 from engine.model_runner.kernels.quantized import QuantizedLinears, QuantTarget, reasons_against_blocks
 from engine.model_runner.kernels.quantized_weights import Fp8Weight, Int4Weight
 from engine.model_runner.load import load_model_runner
-from engine.model_runner.weights import format_selection
 from engine.model_runner.weights.dummy import DummyStore
 from engine.model_runner.weights.format_selection import quant_target
 from engine.model_runner.weights.fp8_format import Fp8Parts, MadeFp8Parts
@@ -504,7 +503,7 @@ def test_what_dequantizing_costs_is_said(make_tiny_llama, make_driver, caplog):
 
 def test_a_target_on_a_gpu_is_what_the_probe_found(monkeypatch):
     found = KernelProbe(Finding(None, "not installed", "pip install it"), Finding("3.6.0"), (9, 0))
-    monkeypatch.setattr(format_selection, "probe_kernels", lambda: found)
+    monkeypatch.setattr("engine.model_runner.kernels.probe.probe_kernels", lambda: found)
 
     target = quant_target(torch.device("cuda"), torch.bfloat16)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -422,6 +423,23 @@ def test_the_sampling_after_recorded_decodes_is_recorded_too(tiny, monkeypatch):
         assert recorded.runner.executor.num_replayed == num_decodes
         assert backend.num_replayed == num_samplings
     assert device.num_replayed == num_decodes + num_samplings
+
+
+@pytest.mark.parametrize("avoided", ["decode_graphs", "prompt_graphs", "sampler_graphs"])
+def test_each_kind_of_recording_can_be_avoided_alone(tiny, monkeypatch, caplog, avoided):
+    """Without recorded decodes these steps are replayed in pieces, and the sampling after them is launched."""
+    monkeypatch.setattr(
+        sampler, "select_sampler_backend", lambda counts, *_: TritonSamplerBackend(counts, SMALL)
+    )
+    prompts = [[5, 9, 2], [8, 7]]
+    with caplog.at_level("INFO"):
+        driver = make(tiny, RerunningDevice(), prompts=True, max_recorded_bs=2, avoid_kernels=(avoided,))
+    assert driver.generate(prompts, num=3) == make(tiny, None).generate(prompts, num=3)
+    kinds = ["prompt_graphs", "decode_graphs", "sampler_graphs"]
+    lost = {avoided, "sampler_graphs"} if avoided == "decode_graphs" else {avoided}
+    made = {kind for kind in kinds for line in caplog.messages if re.match(rf"{kind}=[1-9]", line)}
+    assert made == {*kinds} - lost
+    assert f"{avoided}=0: avoided (--avoid-kernels)" in caplog.messages
 
 
 def test_a_recorded_step_whose_sampling_finds_no_memory_is_dropped(tiny, monkeypatch):
