@@ -66,9 +66,9 @@ def _check_access(server: ServerConfig) -> None:
 
         read_keys(server)
     if server.ssl_certfile is not None:
-        from ..tokenizer_manager.http.server import check_tls
+        from ..tokenizer_manager.http.port import tls_context
 
-        check_tls(server)
+        tls_context(server)
 
 
 def _check_kv_events(server: ServerConfig, num_replicas: int) -> None:

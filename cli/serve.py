@@ -9,9 +9,9 @@ import json
 import logging
 import shlex
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
@@ -34,6 +34,9 @@ from .options import (
     takes_config_options,
 )
 from .preflight import check_start
+
+if TYPE_CHECKING:
+    from ..tokenizer_manager.http.port import LoadingPort
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +85,13 @@ def serve(
 
 
 def _run(merged: MergedConfig) -> int:
+    from ..tokenizer_manager.http.port import LoadingPort
+
+    with closing(LoadingPort(merged.config.server)) as port:  # first: the imports take a second
+        return _run_behind(port, merged)
+
+
+def _run_behind(port: LoadingPort, merged: MergedConfig) -> int:
     import setproctitle
 
     from ..launch.child.crash_report import CrashReports
@@ -122,6 +132,8 @@ def _run(merged: MergedConfig) -> int:
             crash_reports=CrashReports(config, _decision_lines),
             started_requests=_started_requests,
             adapters=prepared.adapters,
+            listener_fd=port.listener.fileno(),
+            before_serving=port.close,
         )
         outcome = supervisor.run()
         logger.info("stopped exit_code=%d after_s=%.1f", outcome.exit_code, time.monotonic() - _STARTED_S)

@@ -29,8 +29,11 @@ _EXIT_AFTER_EOF_S: Final = 2.0
 _TRACEBACKS_S: Final = 1.0
 
 
-def start_module(module: str, role: str, fd: int) -> subprocess.Popen[bytes]:
-    """Start `python -m module role fd pid` in a process group of its own; `pid` is that of this process."""
+def start_module(module: str, role: str, fd: int, *other_fds: int) -> subprocess.Popen[bytes]:
+    """Start `python -m module role fd pid` in a process group of its own; `pid` is that of this process.
+
+    It inherits `fd` and the others.
+    """
     # The same import path as this process, and with -P no current directory before it: the child imports the package
     # that runs here, installed or not, and no file from the user's working directory.
     return subprocess.Popen(
@@ -38,7 +41,7 @@ def start_module(module: str, role: str, fd: int) -> subprocess.Popen[bytes]:
         env={**os.environ, **DEVICE_ORDER, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         stdin=subprocess.DEVNULL,
         stdout=2,  # standard output belongs to the command line
-        pass_fds=[fd],
+        pass_fds=[fd, *other_fds],
         process_group=0,
     )
 
@@ -62,17 +65,25 @@ class ChildProcess:
     """
 
     def __init__(
-        self, role: Role, module: str, rank: int = 0, black_box: str = "", replica: int | None = None
+        self,
+        role: Role,
+        module: str,
+        rank: int = 0,
+        black_box: str = "",
+        replica: int | None = None,
+        listener_fd: int | None = None,
     ) -> None:
         """Start `python -m module`. The calling thread must live as long as the child, which dies with it.
 
         Args:
             black_box: the folder for its stacks, see `black_box`; "" for none.
             replica: its replica's number; None if there is one replica, or if it is the tokenizer manager.
+            listener_fd: the listening socket that it inherits.
         """
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = start_module(module, role.value, theirs.fileno())
+            inherited = () if listener_fd is None else (listener_fd,)
+            self._process = start_module(module, role.value, theirs.fileno(), *inherited)
         self.role, self.rank, self.replica = role, rank, replica or 0
         self.name = f"{role} of rank {rank}" if role is Role.MODEL_RUNNER else role.value
         if replica is not None:

@@ -137,7 +137,12 @@ class ChildWatch:
     def start(self, module: str, settings: Settings) -> ChildProcess:
         """Start a process and send it its settings."""
         child = ChildProcess(
-            settings.role, module, settings.rank, settings.endpoints.black_box, settings.one_of_several
+            settings.role,
+            module,
+            settings.rank,
+            settings.endpoints.black_box,
+            settings.one_of_several,
+            settings.listener_fd,
         )
         self.children.append(child)
         self._selector.register(child, selectors.EVENT_READ)

@@ -68,6 +68,8 @@ class Supervisor:
         started_requests: requests that a scheduler has started, from the files in the engine's private directory; None
             if unknown.
         adapters: the LoRA adapters of the start.
+        listener_fd: the listening socket that the tokenizer manager inherits; None: it binds its own.
+        before_serving: called once, before the tokenizer manager accepts connections: nothing else may from then on.
     """
 
     def __init__(
@@ -81,6 +83,8 @@ class Supervisor:
         crash_reports: CrashReports | None = None,
         started_requests: Callable[[Path], Collection[str] | None] = lambda folder: None,
         adapters: tuple[LoadedAdapter, ...] = (),
+        listener_fd: int | None = None,
+        before_serving: Callable[[], None] = lambda: None,
     ) -> None:
         self._config = config
         self._source = source
@@ -91,6 +95,8 @@ class Supervisor:
         self._crash_reports = crash_reports
         self._started_requests = started_requests
         self._adapters = adapters
+        self._listener_fd = listener_fd
+        self._before_serving = before_serving
         self._signals = SignalQueue()
 
     def run(self) -> Outcome:
@@ -160,11 +166,12 @@ class Supervisor:
         if self._config.parallel.nnodes > 1:
             watch.nodes = self._make_nodes(self._config, self._spec)
         settings = self._settings(socket_dirs)
-        children = [watch.start(self._modules[each.role], each) for each in settings]
+        children = [watch.start(self._modules[each.role], self._with_listener(each)) for each in settings]
         [manager] = [child for child in children if child.role is Role.TOKENIZER_MANAGER]
         watch.wait_until_ready([child for child in watch.children if child is not manager], started_s)
         watch.wait_for_nodes(started_s)
         capacity, about = scheduler_facts(watch.children)
+        self._before_serving()
         manager.send(PeersReady(capacity, details=about))
         watch.wait_until_ready([manager], started_s)
 
@@ -186,6 +193,10 @@ class Supervisor:
             ),
             started_requests=lambda replica: self._started_requests(socket_dirs[replica].path),
         )
+
+    def _with_listener(self, settings: Settings) -> Settings:
+        is_manager = settings.role is Role.TOKENIZER_MANAGER
+        return replace(settings, listener_fd=self._listener_fd) if is_manager else settings
 
     def _settings(self, socket_dirs: Sequence[SocketDir]) -> list[Settings]:
         """Settings of all processes, in the order of their start; the first replica's include the tokenizer manager."""

@@ -1,7 +1,7 @@
 """The tokenizer manager process: HTTP on one side, the engine's sockets on the other, one event loop.
 
-The port is bound first, so that a port in use is reported at once. The process listens, and is ready, once the other
-processes are ready.
+`engine serve` opens the port and answers 503 on it (`http/port.py`); this process takes it over once the other
+processes are ready. A later one, which replaces a lost process, binds the port first and listens when it can serve.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ from .dispatch.handoffs import Handoffs, Pair
 from .http.app import App
 from .http.guards.auth import Authorizer, read_keys
 from .http.openai.tools import ToolSchemas
-from .http.server import BACKLOG, HttpServer, bind, check_tls, is_loopback
+from .http.port import BACKLOG, bind, is_loopback, tls_context
+from .http.server import HttpServer
 from .http.services import Services
 from .manager import TokenizerManager
 from .overload.overload_control import OverloadLimits
@@ -64,9 +65,9 @@ def main(child: Child) -> None:
     config = child.settings.config
     keys = read_keys(config.server)
     make_room_for(config.server.max_connections)
-    check_tls(config.server)
+    tls_context(config.server)
     traces = make_traces(config.log.otlp_endpoint, config.model.name_in_api(child.settings.source.name))
-    with bind(config.server.host, config.server.port) as listener:
+    with _listener(config.server, child.settings.listener_fd) as listener:
         encode_only = child.settings.spec.pooling is not None
         tokenizer = load_tokenizer(child.settings.source, encode_only=encode_only)
         chat_template = load_chat_template(config.model.chat_template, tokenizer, child.settings.source.path)
@@ -80,6 +81,11 @@ def main(child: Child) -> None:
                 keys, isolate=config.server.isolate_tenants, loopback=is_loopback(listener.getsockname()[0])
             )
             runner.run(_serve(child, listener, inbox, authorizer, tokenizer, chat_template, capacity, traces))
+
+
+def _listener(config: ServerConfig, inherited_fd: int | None) -> socket.socket:
+    """The socket that the supervisor has opened, or for a new tokenizer manager another one."""
+    return bind(config.host, config.port) if inherited_fd is None else socket.socket(fileno=inherited_fd)
 
 
 def _pair_of(config: EngineConfig) -> Pair | None:
@@ -187,7 +193,7 @@ async def _serve(
         traces=traces,
     )
     server = HttpServer(App(services), settings.config.server)
-    listener.listen(BACKLOG)  # clients can connect from here on
+    listener.listen(BACKLOG)
     http = asyncio.create_task(server.serve(sockets=[listener]))
     duties = [
         http,

@@ -193,11 +193,11 @@ def port_error(server: ServerConfig) -> str:
 def server_error(server: ServerConfig) -> str:
     """Reason why the keys or the certificate cannot be used, with the fix; "" if they can, or there are none."""
     from ...tokenizer_manager.http.guards.auth import read_keys
-    from ...tokenizer_manager.http.server import check_tls
+    from ...tokenizer_manager.http.port import tls_context
 
     try:
         read_keys(server)
-        check_tls(server)
+        tls_context(server)
     except ConfigError as error:
         return str(error)
     return ""

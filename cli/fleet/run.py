@@ -28,7 +28,8 @@ from ...supervisor.fleet.fleet import END_GRACE_S, Fleet, FleetOutcome, FleetSet
 from ...supervisor.fleet.server import Server, ServerOptions
 from ...supervisor.ray.cluster import RayUse, ray_cluster
 from ...tokenizer_manager.http.guards.auth import Keys, read_keys
-from ...tokenizer_manager.http.server import BACKLOG, HttpServer, bind, is_loopback
+from ...tokenizer_manager.http.port import BACKLOG, bind, is_loopback
+from ...tokenizer_manager.http.server import HttpServer
 from .control_api import ControlApi
 from .serve_arguments import ServeArguments
 

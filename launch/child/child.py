@@ -9,7 +9,7 @@ Every package that is a process has `process.py` with `main(child: Child) -> Non
 Rules for a `main`:
 
 - Call `ready(...)` once, when the process can work. The tokenizer manager first calls `wait_for_peers()`, which
-  returns once the other processes can work; then it opens its port and calls `ready(url=...)`.
+  returns once the other processes can work; then it serves HTTP and calls `ready(url=...)`.
 - Call `heartbeat()` in every pass of its loop, also when there is nothing to do (`keep_beating` in asyncio). A process
   that is silent for `watchdog_timeout` counts as hung. Before `ready` there is no watchdog, only `startup_timeout`.
 - Follow the supervisor's orders: a plain loop polls `fileno()` together with its sockets (`ipc.Inbox` does) and calls

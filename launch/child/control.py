@@ -126,6 +126,7 @@ class Settings(Message, frozen=True):
         profile: a profile that is running when the process starts.
         adapters: the LoRA adapters that are loaded when the process starts.
         replica: number of the replica that the process belongs to; 0 for the tokenizer manager.
+        listener_fd: the descriptor of the listening socket that the tokenizer manager inherits; None: it binds its own.
     """
 
     role: Role
@@ -138,6 +139,7 @@ class Settings(Message, frozen=True):
     profile: StartProfile | None = None
     adapters: tuple[LoadedAdapter, ...] = ()
     replica: int = 0
+    listener_fd: int | None = None
 
     @property
     def one_of_several(self) -> int | None:

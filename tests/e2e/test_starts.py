@@ -6,11 +6,14 @@ import os
 import re
 import resource
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 
-from .serving import EngineServe
+from .serving import DEADLINE_S, EngineServe
 from .test_endings import wait_until_gone
+from .test_several_machines import free_address
 
 pytestmark = pytest.mark.real_process
 
@@ -97,4 +100,45 @@ def test_sigterm_twice_while_it_starts(start_endless):
 
     assert engine.wait() == 128 + signal.SIGTERM
     assert engine.causes == ["engine: stopped at once by SIGTERM"]
+    assert engine.leftovers() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [(), ("--dp", "2")], ids=" ".join)
+def test_the_port_is_open_from_the_beginning_and_says_that_the_model_loads(start_serve, model, layout):
+    """503 until it serves, from then on 200; and a new tokenizer manager opens the port again."""
+    address = free_address()
+    port = address.rpartition(":")[2]
+    url = f"http://127.0.0.1:{port}"
+    engine = start_serve(str(model), "--dtype", "float32", "--port", port, *layout)
+    statuses: list[int] = []
+
+    def probe() -> list[int]:
+        with httpx.Client(base_url=url, timeout=DEADLINE_S) as client:
+            while len(statuses) < 2 or statuses[-2] != 200:
+                try:
+                    reply = client.get("/health")
+                except httpx.ConnectError:
+                    assert statuses == [] and engine.process.poll() is None
+                    engine.leave_the_core_to_it()
+                    continue
+                statuses.append(reply.status_code)
+                if reply.status_code == 503:
+                    assert reply.json()["error"]["code"] == "loading_model"
+                    assert client.post("/v1/messages", json={}).status_code in (503, 400)
+        return statuses
+
+    with ThreadPoolExecutor(1) as pool:
+        probed = pool.submit(probe)
+        engine.wait_until_ready()
+        assert httpx.get(f"{url}/health", timeout=DEADLINE_S).status_code == 200
+        probed.result(DEADLINE_S)
+    assert sorted(statuses, reverse=True) == statuses
+    assert set(statuses) == {200, 503}
+
+    before = engine.pids["tokenizer_manager"]
+    os.kill(before, signal.SIGKILL)
+    engine.wait_for_log("recovered")
+    assert httpx.get(f"{url}/health", timeout=DEADLINE_S).status_code == 200
+    assert engine.stop() == 0
     assert engine.leftovers() == []

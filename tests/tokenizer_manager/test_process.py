@@ -11,7 +11,7 @@ from engine.runtime.config.engine_config import EngineConfig, ModelConfig
 from engine.runtime.errors import ConfigError
 from engine.runtime.sampling_params import SamplingParams
 from engine.tokenizer_manager.generation import GenerationRequest
-from engine.tokenizer_manager.http.server import bind
+from engine.tokenizer_manager.http.port import bind
 from engine.tokenizer_manager.process import obey, seed_source, warn_of_unknown_tokens
 
 from .fake_engine import CAPACITY, TOKENIZER, WAIT_S, FakeEngine, make_services

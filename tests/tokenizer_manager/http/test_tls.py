@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from engine.runtime.config.server_config import ServerConfig
 from engine.runtime.errors import ConfigError
-from engine.tokenizer_manager.http.server import check_tls
+from engine.tokenizer_manager.http.port import LoadingPort, tls_context
 
 from ..conftest import Serve
 from ..fake_engine import WAIT_S, say_all
@@ -55,12 +56,22 @@ def write(tmp_path: Path, certificate: str = CERTIFICATE, key: str = KEY) -> dic
     return {"ssl_certfile": str(tmp_path / "cert.pem"), "ssl_keyfile": str(tmp_path / "key.pem")}
 
 
+def test_a_server_whose_model_loads_answers_over_tls(tmp_path):
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    with closing(LoadingPort(ServerConfig(port=0, **write(tmp_path)))) as port:
+        url = f"https://127.0.0.1:{port.listener.getsockname()[1]}/health"
+        reply = httpx.get(url, verify=context, timeout=WAIT_S)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (503, "loading_model")
+
+
 @pytest.mark.parametrize("in_one_file", [True, False])
 def test_requests_are_answered_over_tls_with_our_certificate(serve: Serve, tmp_path, in_one_file):
     settings = write(tmp_path, CERTIFICATE + KEY if in_one_file else CERTIFICATE)
     if in_one_file:
         del settings["ssl_keyfile"]
-    check_tls(ServerConfig(**settings))
+    tls_context(ServerConfig(**settings))
     served = serve(say_all("x"), **settings)
     host, port = served.url.removeprefix("http://").split(":")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -93,12 +104,12 @@ def test_files_that_do_not_do_are_named_at_start(tmp_path, certificate, key):
     with pytest.raises(
         ConfigError, match=r"ssl_certfile .*cert.pem with the key in .*key.pem cannot be used: .+"
     ):
-        check_tls(ServerConfig(**write(tmp_path, certificate, key)))
+        tls_context(ServerConfig(**write(tmp_path, certificate, key)))
 
 
 def test_a_missing_file_is_named_at_start():
     with pytest.raises(ConfigError, match="ssl_certfile /none.pem .* No such file"):
-        check_tls(ServerConfig(ssl_certfile="/none.pem"))
+        tls_context(ServerConfig(ssl_certfile="/none.pem"))
 
 
 def test_a_key_without_certificate_is_refused():

@@ -10,8 +10,8 @@ from engine.runtime.config.server_config import ServerConfig
 from engine.runtime.errors import ConfigError
 from engine.runtime.messages import Finish, FinishKind
 from engine.tokenizer_manager.http.guards.auth import read_keys
+from engine.tokenizer_manager.http.port import is_loopback
 from engine.tokenizer_manager.http.routes import ROUTES
-from engine.tokenizer_manager.http.server import is_loopback
 from tests.tokenizer_manager.conftest import Serve, Served
 from tests.tokenizer_manager.fake_engine import WAIT_S, row, say_all
 
