@@ -47,7 +47,7 @@ def check_schema(
     root = walk.written()
     comparer = Comparer(walk.definitions)
     for out in walk.one_ofs:
-        if not _has_disjoint_branches(out, comparer):
+        if not _has_disjoint_branches(out, comparer) and not _separate(out, comparer, walk.pointers):
             reason = "a value may fit two branches, so that it is treated as anyOf"
             notes.approximate(walk.pointers[id(out)], "oneOf", reason)
         _make_any_of(out)
@@ -82,6 +82,26 @@ def _has_disjoint_branches(out: Members, comparer: Comparer) -> bool:
     return len(branches) <= MAX_BRANCHES and all(
         comparer.are_disjoint(branches[i], branches[j]) for i in range(len(branches)) for j in range(i)
     )
+
+
+def _separate(out: Members, comparer: Comparer, pointers: dict[int, str]) -> bool:
+    """Forbid names in the branches of a `oneOf` of objects, so that no value fits two; whether that can be done."""
+    branches = out["oneOf"]
+    if len(branches) > MAX_BRANCHES:
+        return False
+    names = comparer.forbidden_names(branches, are_objects=out.get("type") == "object")
+    if names is None:
+        return False
+    for index, (branch, forbidden) in enumerate(zip(branches, names, strict=True)):
+        target = comparer.target(branch)
+        if forbidden and isinstance(target, dict):
+            changed = branches[index] = dict(target)
+            changed["properties"] = {
+                **target.get("properties", {}),
+                **dict.fromkeys(sorted(forbidden), False),
+            }
+            pointers[id(changed)] = pointers[id(target)]
+    return True
 
 
 def _make_any_of(out: Members) -> None:

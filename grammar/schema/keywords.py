@@ -67,7 +67,7 @@ KEYWORDS: Final[dict[str, Keyword]] = {
     "anyOf": _enforced(),
     "allOf": _enforced("a recursive $ref inside it is not combined with other schemas"),
     "oneOf": _enforced(
-        "where no two branches can both match; else as anyOf",
+        "where no two branches can both match, or each requires a name of its own; else as anyOf",
         "use anyOf, or require a different const in each branch",
     ),
     "not": _approximated("a grammar cannot exclude values", "list what is allowed with enum or anyOf"),

@@ -1,8 +1,8 @@
-"""`Comparer`: whether no value fits two schemas, so that `oneOf` is `anyOf`."""
+"""`Comparer`: whether no value fits two schemas, or can be made to fit only one, so that `oneOf` is `anyOf`."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, cast
 
 from .keywords import TYPES
@@ -63,6 +63,42 @@ class Comparer:
             if any(self.are_disjoint(each, other, depth) for each in one.get("allOf", ())):
                 return True
         return False
+
+    def forbidden_names(self, branches: Sequence[Schema], *, are_objects: bool) -> list[set[str]] | None:
+        """The names that each branch of a `oneOf` must forbid, so that no value fits two; None if that is not enough.
+
+        A branch forbids one name that the other one requires. Values that have this name are lost, also those that do
+        not fit the other branch for another reason.
+
+        Args:
+            branches: the written schemas.
+            are_objects: values that are no objects fit none of them.
+        """
+        names: list[set[str]] = [set() for _ in branches]
+        targets = [self.target(branch) for branch in branches]
+        for i, left in enumerate(targets):
+            for j, right in enumerate(targets[:i]):
+                if self.are_disjoint(left, right):
+                    continue
+                if isinstance(left, bool) or isinstance(right, bool):
+                    return None
+                one, other = self._facts_of(left), self._facts_of(right)
+                if not are_objects and one.kinds & other.kinds != {"object"}:
+                    return None
+                for index, needs, excluded in ((i, one, other), (j, other, one)):
+                    missing = excluded.required - needs.required
+                    if not missing:
+                        return None
+                    if not missing & names[index]:
+                        own = cast("Members", targets[index]).get("properties", {})
+                        names[index].add(min(missing, key=lambda name: (name in own, name)))
+        return names
+
+    def target(self, schema: Schema) -> Schema:
+        """The schema that a lone reference names; other schemas as they are."""
+        if isinstance(schema, dict) and len(schema) == 1 and (ref := target_of(schema)) is not None:
+            return self._definitions[ref]
+        return schema
 
     def _differ(self, left: Members, right: Members, depth: int) -> bool:
         """By their own keywords."""

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from ...runtime.errors import RequestError
 from .conversation import ChoiceMode, Tool, ToolChoice
-from .parameters import parameters_of
+from .parameters import branches_of, parameters_of
 from .parsing.families import Form, ToolFamily
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_.:\-]{1,128}")
@@ -88,6 +88,16 @@ def _checked_parameters(tool: Tool, place: str) -> int:
             param=place,
             code="invalid_schema",
         )
+    for keyword in ("anyOf", "oneOf") if tool.strict else ():
+        for index, branch in enumerate(branches_of(schema, keyword)):
+            kinds = branch.get("type", "object") if isinstance(branch, dict) else "object"
+            if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
+                raise RequestError(
+                    f"{place}/{keyword}/{index}: type is {json.dumps(kinds)[:80]}, but arguments are an object; use "
+                    f'"type": "object", or leave this branch out',
+                    param=place,
+                    code="invalid_schema",
+                )
     for key, wanted in (("properties", dict), ("required", list)):
         if key in schema and not isinstance(schema[key], wanted):
             raise RequestError(

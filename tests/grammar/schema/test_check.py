@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
+import jsonschema_rs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -366,6 +368,39 @@ def test_keywords_that_restrict_nothing_more_pass_as_strict(schema):
 
     assert report.warnings == []
     assert ByteGrammar(GrammarSpec(GrammarKind.JSON_SCHEMA, report.text)).error == ""
+
+
+A_OR_B: Any = {"properties": {"a": {"type": "integer"}}, "required": ["a"]}, {"required": ["b", "c"]}
+OPEN_B: Any = {"type": "object", "properties": {"b": {"type": "integer"}}, "required": ["b"]}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "oneOf": [*A_OR_B]},
+        {"oneOf": [*A_OR_B]},
+        {"properties": {name: {"type": "integer"} for name in "abc"}, "oneOf": [*A_OR_B]},
+        {"oneOf": [{"$ref": "#/$defs/B"}, A_OR_B[0]]},
+        {"oneOf": [OPEN_B, *A_OR_B[:1], {"type": "null"}, {"type": "object", "required": ["c"]}]},
+    ],
+)
+def test_branches_of_objects_that_require_different_names_forbid_those_of_the_others(schema):
+    """The documents of the grammar fit one branch; of those that fit one, some with members of another are lost."""
+    definitions = {"$defs": {"B": OPEN_B}}
+    report = check({"type": "object", "properties": {"p": schema}, "required": ["p"], **definitions})
+    validator = jsonschema_rs.validator_for({**schema, **definitions})
+    names = [name for size in range(4) for name in itertools.combinations("abc", size)]
+    documents = [dict.fromkeys(each, 1) for each in names]
+
+    assert report.warnings == []
+    found = [document for document in documents if accepts(report, {"p": document})]
+    assert all(validator.is_valid(document) for document in found)
+    assert {"a": 1} in found and len(found) > 1
+
+
+def test_branches_that_require_the_same_names_stay_refused():
+    for branches in (A_OR_B[0], A_OR_B[0]), (A_OR_B[0], {"required": ["a", "b"]}), (OPEN_B, True):
+        assert "oneOf cannot be enforced" in refused({"type": "object", "oneOf": [*branches]}).message
 
 
 def test_the_names_of_a_pattern_or_a_list_are_enforced():

@@ -41,6 +41,12 @@ for _ in range(30_000):
             "arguments are an object",
         ),
         (
+            [Tool(name="x", parameters={"anyOf": [{"type": "object"}, {"type": "null"}]}, strict=True)],
+            {},
+            "tools[0].parameters",
+            r'parameters/anyOf/1: type is "null", but arguments are an object; .*leave this branch out',
+        ),
+        (
             [Tool(name="x", parameters={"properties": []})],
             {},
             "tools[0].parameters",
@@ -74,8 +80,12 @@ def test_tools_that_are_taken():
         NOW,
         Tool(name="a.b:c-D_9", parameters={"type": "object", "properties": {}}),
         Tool(name="x", parameters={}),
+        Tool(
+            name="u", parameters={"oneOf": [{"required": ["a"]}, {"type": ["object", "null"]}]}, strict=True
+        ),
+        Tool(name="v", parameters={"anyOf": [{"type": "object"}, {"type": "null"}]}),
         Tool(name="shell", custom=True),
-        *(Tool(name=f"t{index}") for index in range(508)),
+        *(Tool(name=f"t{index}") for index in range(506)),
     ]
 
     assert checked_tools(tools, ToolChoice(mode=ChoiceMode.NAMED, name="x"), at="tools") == []

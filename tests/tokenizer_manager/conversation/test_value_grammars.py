@@ -92,6 +92,20 @@ OBJECTS: Final[list[dict[str, Any]]] = [
     },
     {"additionalProperties": {"type": "string", "maxLength": 3}},
     {
+        "properties": {"a": {"type": "integer"}, "b": {"type": "string"}, "c": {"type": "boolean"}},
+        "oneOf": [{"required": ["a"]}, {"required": ["b"]}],
+        "additionalProperties": False,
+    },
+    {
+        "oneOf": [
+            {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+            {"$ref": "#/$defs/B"},
+        ],
+        "$defs": {
+            "B": {"type": "object", "properties": {"b": {"type": "string"}}, "required": ["b"]},
+        },
+    },
+    {
         "allOf": [
             {"properties": {"a": {"type": "integer", "minimum": 3}}, "required": ["a"]},
             {"properties": {"a": {"maximum": 5}}},
