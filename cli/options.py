@@ -1,4 +1,4 @@
-"""The settings of `EngineConfig` as command line options, grouped in `--help`, and the layers merged into one config.
+"""Options of commands: the settings of `EngineConfig`, grouped in `--help` and merged into one config; JSON files.
 
 Options are made from the dataclasses (`runtime/config/config_fields.py`): a new setting appears here. An option
 that is not given stays None, so that the value of the YAML file applies. Aliases of a setting are
@@ -7,6 +7,7 @@ separate options, so that the origin of a value names the one that was given; `-
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import json
@@ -50,6 +51,8 @@ GROUP_TITLES: Final = {
     "limits": "Limits of a request",
     "log": "Logging",
 }
+_SURROGATE: Final = re.compile(r"\\u[dD][89a-fA-F]")
+"""An escape of a surrogate, paired or not."""
 CONTEXT_SETTINGS: Final = {"help_option_names": ["-h", "--help"]}
 
 ModelArgument = Annotated[
@@ -157,6 +160,42 @@ def takes_config_options(
     return decorate
 
 
+def takes_settings(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command one option per field of its dataclass parameters, in their places."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, type[Any]] = {
+        name: hint
+        for name, hint in hints.items()
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint)
+    }
+    parameters: list[inspect.Parameter] = []
+    for name, own in inspect.signature(command).parameters.items():
+        if name not in groups:
+            parameters.append(own.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[name]))
+            continue
+        field_hints = get_type_hints(groups[name], include_extras=True)
+        parameters += [
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=field.default,
+                annotation=field_hints[field.name],
+            )
+            for field in dataclasses.fields(groups[name])
+        ]
+
+    @functools.wraps(command)
+    def wrapper(**values: Any) -> Any:
+        for name, group in groups.items():
+            fields = dataclasses.fields(group)
+            values[name] = group(**{field.name: values.pop(field.name) for field in fields})
+        return command(**values)
+
+    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return wrapper
+
+
 def merge_options(
     settings: FlagValues,
     *,
@@ -243,10 +282,6 @@ def _completion(field: ConfigField) -> Callable[[str], list[str]] | None:
         return [word for word in words if word.startswith(incomplete)]
 
     return complete
-
-
-_SURROGATE: Final = re.compile(r"\\u[dD][89a-fA-F]")
-"""An escape of a surrogate, paired or not."""
 
 
 def read_json(path: Path, what: str) -> Any:

@@ -12,8 +12,9 @@ import os
 import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Final
+from typing import Annotated, Any, BinaryIO, Final, Literal
 
 import typer
 
@@ -26,8 +27,9 @@ from ..options import (
     FlagValues,
     GroupedCommand,
     takes_config_options,
+    takes_settings,
 )
-from .backend import in_parts, open_backend
+from .backend import Backend, in_parts, open_backend
 from .files import WRITERS, FormatName, Rows, Texts, read_texts
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -41,52 +43,81 @@ _WITHOUT: Final = ("model", "served_model_name", "seed", "sampling_defaults", "c
 _option = functools.partial(typer.Option, show_default=False)
 _vectors = functools.partial(_option, rich_help_panel="Vectors")
 _ranking = functools.partial(_option, rich_help_panel="Ranking")
-_Text = str | None
-_Files = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="FILE", help="Files with a text on each line; - or none: standard input."),
-]
 _where = functools.partial(_option, rich_help_panel="Where it runs")
 _texts = functools.partial(_option, rich_help_panel="Texts")
-_Model = Annotated[
-    _Text,
-    _option(
-        rich_help_panel="Model",
-        metavar="TEXT",
-        help="Folder in Hugging Face layout, .gguf file or name of a model; with --url, which of its models  "
-        "[default: minilm]",
-    ),
-]
-_Url = Annotated[_Text, _where(metavar="URL", help="Ask this server instead of loading a model.")]
-_Attach = Annotated[
-    bool,
-    _where(
-        help="Ask a server of this user that runs here and can do it, if nothing names a model  [default: attach]"
-    ),
-]
-_ApiKey = Annotated[_Text, _where(metavar="TEXT", help="API key of that server (or set ENGINE_API_KEY).")]
-_Truncate = Annotated[bool, _texts("--truncate", help="Cut texts that are longer than the model takes.")]
-_Null = Annotated[
-    bool,
-    _texts(
-        "--null", "-0", help="Texts end with a NUL byte instead of a line end, as `find -print0` writes them."
-    ),
-]
-_SkipEmpty = Annotated[bool, _texts("--skip-empty", help="Leave out empty texts; otherwise they are errors.")]
-_Quiet = Annotated[
-    bool, _option("--quiet", "-q", rich_help_panel="General", help="Print nothing but the result and errors.")
-]
+_Text = str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommonOptions:
+    """The options of both commands: the input, and where it is computed."""
+
+    files: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="FILE", help="Files with a text on each line; - or none: standard input."),
+    ] = None
+    config_file: ConfigFileOption = None
+    model: Annotated[
+        _Text,
+        _option(
+            rich_help_panel="Model",
+            metavar="TEXT",
+            help="Folder in Hugging Face layout, .gguf file or name of a model; with --url, which of its models  "
+            "[default: minilm]",
+        ),
+    ] = None
+    url: Annotated[_Text, _where(metavar="URL", help="Ask this server instead of loading a model.")] = None
+    attach: Annotated[
+        bool,
+        _where(
+            help="Ask a server of this user that runs here and can do it, if nothing names a model  "
+            "[default: attach]"
+        ),
+    ] = True
+    api_key: Annotated[
+        _Text, _where(metavar="TEXT", help="API key of that server (or set ENGINE_API_KEY).")
+    ] = None
+    truncate: Annotated[
+        bool, _texts("--truncate", help="Cut texts that are longer than the model takes.")
+    ] = False
+    null: Annotated[
+        bool,
+        _texts(
+            "--null",
+            "-0",
+            help="Texts end with a NUL byte instead of a line end, as `find -print0` writes them.",
+        ),
+    ] = False
+    skip_empty: Annotated[
+        bool, _texts("--skip-empty", help="Leave out empty texts; otherwise they are errors.")
+    ] = False
+    quiet: Annotated[
+        bool,
+        _option("--quiet", "-q", rich_help_panel="General", help="Print nothing but the result and errors."),
+    ] = False
+
+    def read(self) -> Texts:
+        """The texts of the files."""
+        return read_texts(self.files or [], null=self.null, skip_empty=self.skip_empty)
+
+    def open(self, wanted: Literal["embed", "score"], settings: FlagValues) -> Backend:
+        """The model: of a server, or loaded with these settings."""
+        return open_backend(
+            wanted,
+            url=self.url,
+            api_key=self.api_key,
+            attach_first=self.attach,
+            settings={**settings, "model": self.model},
+            config_file=self.config_file,
+            quiet=self.quiet,
+        )
 
 
 @app.command(cls=GroupedCommand, context_settings=CONTEXT_SETTINGS)
+@takes_settings
 @takes_config_options(("model",), exclude=_WITHOUT)
 def embed(
-    files: _Files = None,
-    config_file: ConfigFileOption = None,
-    model: _Model = None,
-    url: _Url = None,
-    attach: _Attach = True,
-    api_key: _ApiKey = None,
+    common: CommonOptions,
     output: Annotated[
         _Text,
         _vectors("--output", "-o", metavar="FILE", help="Write to this file instead of standard output."),
@@ -113,10 +144,6 @@ def embed(
         _Text,
         _vectors(metavar="query|document", help="What the texts are, for models that have prompts for it."),
     ] = None,
-    truncate: _Truncate = False,
-    null: _Null = False,
-    skip_empty: _SkipEmpty = False,
-    quiet: _Quiet = False,
     *,
     settings: FlagValues,
 ) -> None:
@@ -132,25 +159,15 @@ def embed(
         "normalize": normalize,
         "prompt_name": prompt_name,
         "input_type": input_type,
-        "truncate": truncate or None,
+        "truncate": common.truncate or None,
     }
     options = {name: value for name, value in given.items() if value is not None}
     options["progress_bar"] = False  # there is one for all parts
-    texts = read_texts(files or [], null=null, skip_empty=skip_empty)
+    texts = common.read()
     with (
         _opened(output) as out,  # before the model is loaded, which takes seconds
-        contextlib.closing(
-            open_backend(
-                "embed",
-                url=url,
-                api_key=api_key,
-                attach_first=attach,
-                settings={**settings, "model": model},
-                config_file=config_file,
-                quiet=quiet,
-            )
-        ) as backend,
-        _progress(len(texts.texts), quiet=quiet) as advance,
+        contextlib.closing(common.open("embed", settings)) as backend,
+        _progress(len(texts.texts), quiet=common.quiet) as advance,
     ):
 
         def rows() -> Rows:
@@ -159,21 +176,17 @@ def embed(
                 advance(len(part))
 
         WRITERS[chosen](out, len(texts.texts), rows())
-    if texts.num_skipped and not quiet:
+    if texts.num_skipped and not common.quiet:
         note = f"{counted(texts.num_skipped, 'empty text')} left out; the rows are those of the other lines"
         print(f"engine: {note}", file=sys.stderr)
 
 
 @rerank_app.command(cls=GroupedCommand, context_settings=CONTEXT_SETTINGS)
+@takes_settings
 @takes_config_options(("model",), exclude=_WITHOUT)
 def rerank(
     query: Annotated[str, typer.Argument(metavar="QUERY", help="What the documents are compared with.")],
-    files: _Files = None,
-    config_file: ConfigFileOption = None,
-    model: _Model = None,
-    url: _Url = None,
-    attach: _Attach = True,
-    api_key: _ApiKey = None,
+    common: CommonOptions,
     top_n: Annotated[
         int | None,
         _ranking(
@@ -188,10 +201,6 @@ def rerank(
         ),
     ] = None,
     as_json: Annotated[bool, _ranking("--json", help="Print a JSON object on each line.")] = False,
-    truncate: _Truncate = False,
-    null: _Null = False,
-    skip_empty: _SkipEmpty = False,
-    quiet: _Quiet = False,
     *,
     settings: FlagValues,
 ) -> None:
@@ -206,21 +215,15 @@ def rerank(
         raise RequestError("QUERY is empty; say what the documents are compared with")
     if top_n is not None and top_n < 1:
         raise ConfigError(f"--top-n is {top_n}, but it must be at least 1")
-    texts = read_texts(files or [], null=null, skip_empty=skip_empty)
-    backend = open_backend(
-        "score",
-        url=url,
-        api_key=api_key,
-        attach_first=attach,
-        settings={**settings, "model": model},
-        config_file=config_file,
-        quiet=quiet,
-    )
-    given: dict[str, Any] = {"progress_bar": False} | ({"truncate": True} if truncate else {})
+    texts = common.read()
+    given: dict[str, Any] = {"progress_bar": False} | ({"truncate": True} if common.truncate else {})
     if instruction is not None:
         given["instruction"] = instruction
     ranked: list[tuple[float, int]] = []
-    with contextlib.closing(backend), _progress(len(texts.texts), quiet=quiet) as advance:
+    with (
+        contextlib.closing(common.open("score", settings)) as backend,
+        _progress(len(texts.texts), quiet=common.quiet) as advance,
+    ):
         for part, found in in_parts(backend, texts, lambda some: backend.rerank(query, some, **given)):
             ranked += [(each.score, part.start + each.index) for each in found]
             advance(len(part))
