@@ -1,4 +1,4 @@
-"""`ServerConnection`: a server with an OpenAI-compatible API that a command asks; `attach` finds one of this user.
+"""`ServerConnection`: a server with an OpenAI-compatible API that a command asks; `attach`, `server_url` find one here.
 
 A second copy of the weights would take memory and seconds: commands attach to a server of this user on this machine,
 unless a flag, a file or a variable says how to load a model.
@@ -17,9 +17,12 @@ import httpx
 from ..launch.child.socket_dir import running_servers
 from ..runtime.config.config_fields import config_fields
 from ..runtime.config.config_sources import DEFAULT_ORIGIN, Layer, MergedConfig
+from ..runtime.config.server_config import ServerConfig
 from ..runtime.errors import EngineError, RequestError, ServerError
 from .options import FlagValues
 
+_SERVER: Final = ServerConfig()
+_DEFAULT_URL: Final = f"http://{_SERVER.host}:{_SERVER.port}"
 QUICK_TIMEOUT_S: Final = 10.0
 """Limit for requests that wait for no model."""
 _TIMEOUT: Final = httpx.Timeout(10.0, read=None)  # an answer may wait in the server's queue for any time
@@ -149,6 +152,13 @@ def refuse_settings(settings: FlagValues, *, except_for: Collection[str]) -> Non
         if value is not None and name not in except_for:
             flag = config_fields()[name].flag
             raise RequestError(f"{flag} has no effect on a server that runs already; drop it")
+
+
+def server_url(given: str | None) -> str:
+    """The URL that is given; else that of the newest server of this user on this machine; else the default one."""
+    if given:
+        return given
+    return next((record.url for record in reversed(running_servers()) if record.url), _DEFAULT_URL)
 
 
 def base_url(url: str) -> str:

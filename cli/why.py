@@ -8,7 +8,6 @@ from urllib.parse import quote
 
 import typer
 
-from ..runtime.config.server_config import ServerConfig
 from ..runtime.errors import RequestError, ServerError
 from ..runtime.text import variable
 from .exit_codes import ExitCode
@@ -17,8 +16,6 @@ from .options import CONTEXT_SETTINGS, GroupedCommand
 if TYPE_CHECKING:
     from ..runtime.messages import Explanation
 
-_SERVER: Final = ServerConfig()
-DEFAULT_URL: Final = f"http://{_SERVER.host}:{_SERVER.port}"
 _TIMEOUT_S: Final = 10.0
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -57,21 +54,12 @@ def why(
         explanation = _ask_file(log, rid)
     else:
         key = api_key or variable("ENGINE_API_KEY")
-        explanation = _ask_server(server_url(url), key, rid)
+        explanation = _ask_server(url, key, rid)
     if not explanation.found:
         typer.echo(f"engine: {explanation.sentence}", err=True)
         return ExitCode.NOT_FOUND
     print_explanation(explanation)
     return 0
-
-
-def server_url(given: str | None) -> str:
-    """The URL that is given; else that of the newest server of this user on this machine; else the default one."""
-    if given:
-        return given
-    from ..launch.child.socket_dir import running_servers
-
-    return next((record.url for record in reversed(running_servers()) if record.url), DEFAULT_URL)
 
 
 def _ask_file(path: Path, rid: str) -> Explanation:
@@ -90,13 +78,13 @@ def _ask_file(path: Path, rid: str) -> Explanation:
     return answer
 
 
-def _ask_server(url: str, api_key: str | None, rid: str) -> Explanation:
+def _ask_server(url: str | None, api_key: str | None, rid: str) -> Explanation:
     import httpx
 
     from ..runtime.messages import Explanation
-    from .server_client import base_url, connection_problem, error_of
+    from .server_client import base_url, connection_problem, error_of, server_url
 
-    base = base_url(url)
+    base = base_url(server_url(url))
     headers = {b"Authorization": f"Bearer {api_key}".encode()} if api_key else {}
     try:
         response = httpx.get(

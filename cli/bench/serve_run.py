@@ -15,7 +15,6 @@ import typer
 from ...runtime.config.server_config import ServerConfig
 from ...runtime.errors import ConfigError, ServerError
 from ...runtime.text import variable
-from ..why import DEFAULT_URL
 from .load import BenchRequest
 from .openai_target import Endpoint, OpenAITarget, RequestOptions, StructuredOutput, check_ready, flush_cache
 from .page import offered_rate, write_page
@@ -63,7 +62,9 @@ class ServerSettings:
 
     url: Annotated[
         str | None,
-        _server(f"Server to measure (default: {DEFAULT_URL}).", "--url", "--base-url"),
+        _server(
+            f"Server to measure (default: http://{_DEFAULT.host}:{_DEFAULT.port}).", "--url", "--base-url"
+        ),
     ] = None
     host: Annotated[str | None, _server("Its address, instead of --url.")] = None
     port: Annotated[int | None, _server("Its port, instead of --url.")] = None
@@ -111,8 +112,8 @@ class ServerSettings:
         Raises:
             ConfigError: the server is given twice.
         """
-        if self.host is None and self.port is None:
-            return (self.url or DEFAULT_URL).rstrip("/").removesuffix("/v1")
+        if self.url is not None and self.host is None and self.port is None:
+            return self.url.rstrip("/").removesuffix("/v1")
         if self.url is not None:
             raise ConfigError(
                 f"the server is given twice, by --url {self.url} and --host or --port; drop one"

@@ -15,7 +15,7 @@ import typer
 from ...runtime.errors import RequestError
 from ...runtime.text import variable
 from ..options import CONTEXT_SETTINGS, GroupedCommand
-from ..why import server_url
+from ..server_client import server_url
 from .snapshot import Client, Rates, Snapshot, Unreachable
 from .view import render
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from engine.cli import main as cli
-from engine.cli.why import server_url
-from engine.launch.child import socket_dir
+from engine.cli import server_client
+from engine.cli.server_client import server_url
 from engine.launch.child.socket_dir import ServerRecord
 from engine.runtime.config.engine_config import EngineConfig
 from engine.runtime.feasibility import Capacity
@@ -37,11 +37,11 @@ def test_without_a_url_it_is_the_newest_server_of_the_user(monkeypatch):
         ServerRecord(2, "b", "/b", "http://127.0.0.1:2", 2.0),
     ]
     monkeypatch.setattr(
-        socket_dir, "running_servers", lambda: [*records, ServerRecord(3, "c", "/c", "", 3.0)]
+        server_client, "running_servers", lambda: [*records, ServerRecord(3, "c", "/c", "", 3.0)]
     )
     assert server_url(None) == "http://127.0.0.1:2"
     assert server_url("http://other:3") == "http://other:3"
-    monkeypatch.setattr(socket_dir, "running_servers", list)
+    monkeypatch.setattr(server_client, "running_servers", list)
     assert server_url(None) == "http://127.0.0.1:30000"
 
 
