@@ -36,7 +36,8 @@ from engine.model_runner.kernels.quantized_weights import (
 )
 from engine.model_runner.kernels.triton import fp8_gemm, split_k
 from tests.conftest import HAS_NVIDIA_DRIVER
-from tests.model_runner.kernels.sgl_signatures import VERSIONS, operator_schemas
+from tests.model_runner.kernels.sgl_operators import define_operators
+from tests.model_runner.kernels.sgl_signatures import VERSIONS
 from tests.triton_interpreter import repair_interpreter
 
 repair_interpreter()
@@ -124,24 +125,10 @@ def test_who_multiplies_and_why_not_somebody_better(target, weight, provider, wh
     assert why in passed_over and bool(why) == bool(passed_over)
 
 
-def _scaled_mm(a, b, scales_a, scales_b, dtype, bias):
-    """What sgl-kernel's CUDA kernel insists on, in plain torch."""
-    assert a.dtype == b.dtype == FP8 and a.stride(1) == 1 and b.stride(0) == 1
-    assert scales_a.numel() == a.shape[0] and scales_b.numel() == b.shape[1]
-    assert scales_a.dtype == scales_b.dtype == torch.float32
-    assert scales_a.is_contiguous() and scales_b.is_contiguous()
-    assert a.shape[1] % 16 == 0 and b.shape[1] % 8 == 0 and dtype in (torch.bfloat16, torch.float16)
-    assert bias is None or (bias.numel() == b.shape[1] and bias.is_contiguous() and bias.dtype == dtype)
-    out = (a.float() * scales_a.view(-1, 1)) @ (b.float() * scales_b.view(1, -1))
-    return (out if bias is None else out + bias.float()).to(dtype)
-
-
 @pytest.fixture(params=VERSIONS)
 def sgl_product(request):
     space = f"quantized_sgl_kernel_{request.param.replace('.', '_')}"
-    library = torch.library.Library(space, "DEF")
-    library.define(operator_schemas(request.param)["fp8_scaled_mm"])
-    library.impl("fp8_scaled_mm", _scaled_mm, "CPU")
+    library = define_operators(space, request.param)
     yield SglMatmul(getattr(torch.ops, space))
     library._destroy()
 

@@ -1,7 +1,6 @@
 """Calls into sgl_kernel against the schemas of its wheels: torch checks them as it would with the real library.
 
-The operators are registered from the schemas that stand in each wheel, with bodies in plain torch that insist on what
-the CUDA kernels insist on.
+The operators are those of `sgl_operators`.
 """
 
 from __future__ import annotations
@@ -15,43 +14,15 @@ import torch.nn.functional as F
 
 from engine.model_runner.kernels import sgl
 
-from .sgl_signatures import VERSIONS, function, operator_schemas
-
-
-def _norm(output, x, weight, eps, enable_pdl):
-    assert x.dim() == output.dim() == 2 and x.stride(1) == 1 and output.is_contiguous()
-    assert x.shape[0] > 0 and weight.dtype == x.dtype
-    output.copy_(F.rms_norm(x, x.shape[1:], weight, eps))
-
-
-def _add_norm(x, residual, weight, eps, enable_pdl):
-    assert x.dim() == 2 and x.is_contiguous() and residual.is_contiguous()
-    assert x.shape[0] > 0 and weight.dtype == x.dtype
-    residual.add_(x)
-    x.copy_(F.rms_norm(residual, residual.shape[1:], weight, eps))
-
-
-def _silu(out, x):
-    assert x.is_contiguous() and out.is_contiguous() and out.shape[0] > 0
-    out.copy_(F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1])
-
-
-def _gelu(out, x):
-    assert x.is_contiguous() and out.is_contiguous() and out.shape[0] > 0
-    out.copy_(F.gelu(x.chunk(2, -1)[0], approximate="tanh") * x.chunk(2, -1)[1])
-
-
-BODIES = {"rmsnorm": _norm, "fused_add_rmsnorm": _add_norm, "silu_and_mul": _silu, "gelu_tanh_and_mul": _gelu}
+from .sgl_operators import define_operators
+from .sgl_signatures import VERSIONS, function
 
 
 @pytest.fixture(scope="module", params=VERSIONS)
 def operators(request):
     """torch.ops.sgl_kernel of one version, under another name."""
     space = f"sgl_kernel_{request.param.replace('.', '_')}"
-    library = torch.library.Library(space, "DEF")
-    for name, body in BODIES.items():
-        library.define(operator_schemas(request.param)[name])
-        library.impl(name, body, "CPU")
+    library = define_operators(space, request.param)
     yield getattr(torch.ops, space)
     library._destroy()
 
