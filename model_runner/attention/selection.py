@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from ...runtime.errors import ConfigError
-from ..kernels.avoided import NOTHING_AVOIDED, AvoidedKernels
+from ..kernels.avoided import AVOIDED, NOTHING_AVOIDED, AvoidedKernels
 from .cpu_native import CpuNativeAttention
 from .fa3 import FlashAttention3
 from .split import split_backend
@@ -108,8 +108,11 @@ def select_backend(
         )
     for name, found in reasons.items():
         if found:
-            # What the user can change without another model or machine is worth a line.
-            only_pages = not by_name[name].reasons_against(spec, device, dtype, kv_dtype)
+            # What the user can change without another model or machine is worth a line. An avoided backend is not even
+            # asked whether it can run: the question may load its library.
+            only_pages = AVOIDED not in found and not by_name[name].reasons_against(
+                spec, device, dtype, kv_dtype
+            )
             logger.log(
                 logging.WARNING if only_pages else logging.DEBUG,
                 "attention_backend=%s passed over: %s",

@@ -23,6 +23,7 @@ from engine.model_runner.sampling.backend_selection import PROVIDERS as SAMPLERS
 from engine.model_runner.sampling.backend_selection import select_sampler_backend
 from engine.model_runner.sampling.token_counts import TokenCounts
 from engine.model_runner.sampling.torch_backend import TorchSamplerBackend
+from engine.runtime.config.config_sources import from_yaml_file, merge
 from engine.runtime.config.device_config import KernelConfig
 from engine.runtime.errors import ConfigError
 from tests.model_runner.attention.paged_batches import spec_of
@@ -109,6 +110,13 @@ def test_names_are_separated_by_commas_or_repeated():
     assert KernelConfig().avoided == ()
 
 
+def test_a_file_has_a_list_or_text(tmp_path):
+    path = tmp_path / "engine.yaml"
+    for text in ("[fa3, 'triton:route']", "fa3,triton:route"):
+        path.write_text(f"avoid_kernels: {text}\n")
+        assert merge(from_yaml_file(path)).config.kernels.avoided == ("fa3", "triton:route")
+
+
 def test_a_name_that_nothing_uses_is_logged_once(make_driver, make_tiny_llama, caplog):
     tiny = make_tiny_llama()
     with caplog.at_level("INFO"):
@@ -156,6 +164,20 @@ def test_attention_backends_can_be_avoided():
     )
     assert attention_without("triton:rms_norm", "sgl-kernel:rms_norm") == "fa3"
     assert attention_without("native:attention", device=CPU) == "torch_native"
+
+
+def test_an_avoided_package_is_not_even_loaded(monkeypatch, caplog):
+    """It may be what crashes. It was asked for, so nothing of it is a warning."""
+
+    def crash(*_args: Any) -> Any:
+        raise AssertionError("an avoided backend was asked")
+
+    for backend in BACKENDS[:-1]:
+        monkeypatch.setattr(backend, "reasons_against", staticmethod(crash))
+    with caplog.at_level("WARNING"):
+        assert attention_without("sgl-kernel", "triton", "native") == "torch_native"
+        assert attention_without("sgl-kernel", "triton", "native", device=CPU) == "torch_native"
+    assert caplog.messages == []
 
 
 def test_an_avoided_backend_that_is_requested_is_a_contradiction():
