@@ -1,4 +1,4 @@
-"""Text from outside that may not be Unicode: bytes that are not UTF-8, and halves of surrogate pairs; `counted`.
+"""Text from outside that may not be Unicode (no UTF-8, halves of surrogate pairs); `counted`, `LoopRule`.
 
 Python passes such bytes on as lone surrogates (`surrogateescape`), and a JSON or YAML escape can name one. Neither has
 a UTF-8 form, so it would fail later, in an encoder. An input that decides something is refused with the position of
@@ -11,10 +11,25 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
 from .errors import ConfigError
 
+
+class LoopRule(NamedTuple):
+    """What counts as a text that repeats itself without end; `engine chat` and the page stop such an answer.
+
+    Attributes:
+        min_chars, min_times: a loop is so many characters of so many equal units.
+        window_chars: the part of the text, up to its end, that is looked at.
+    """
+
+    min_chars: int = 1000
+    min_times: int = 8
+    window_chars: int = 4000
+
+
+LOOP: Final = LoopRule()
 _BYTE_ORDER_MARK: Final = "\ufeff"
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 

@@ -9,14 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from ...runtime.messages import Usage
+from ...runtime.text import LOOP
 from .backend import AnswerChunk, Backend, Call
 from .screen import Screen
 from .session import Message
 from .settings import ChatSettings
 
-MIN_CHARS: Final = 1000
-MIN_TIMES: Final = 8
-_WINDOW: Final = 4000
 MIN_RATE_S: Final = 0.02
 """From the first to the last piece of an answer. In less time several tokens came in one piece, maybe all."""
 
@@ -31,11 +29,10 @@ class Loop(NamedTuple):
 def find_loop(text: str) -> Loop | None:
     """The loop at the end of a text; the shortest unit wins.
 
-    A loop is at least MIN_CHARS characters of at least MIN_TIMES equal units. Tables, lists and JSON differ from one
-    line to the next, so they are no loops.
+    See `LoopRule`. Tables, lists and JSON differ from one line to the next, so they are no loops.
     """
-    for period in range(1, len(text) // MIN_TIMES + 1):
-        length = max(MIN_CHARS, MIN_TIMES * period)
+    for period in range(1, len(text) // LOOP.min_times + 1):
+        length = max(LOOP.min_chars, LOOP.min_times * period)
         end = len(text) - period
         if length > len(text) or text[-1] != text[end - 1]:
             continue
@@ -89,7 +86,7 @@ class Answer:
                 for chunk in chunks:
                     self.add(chunk)
                     if stops_loops and self.finish_reason is None:
-                        tail = (tail + chunk.text + chunk.reasoning)[-_WINDOW:]
+                        tail = (tail + chunk.text + chunk.reasoning)[-LOOP.window_chars :]
                         self.loop = find_loop(tail)
                         if self.loop is not None:
                             break

@@ -12,6 +12,9 @@ from collections.abc import Iterator, Mapping
 from importlib.resources.abc import Traversable
 from typing import Final, NamedTuple
 
+import msgspec
+
+from ....runtime.text import LOOP
 from ..exchange import Exchange
 
 CONTENT_POLICY: Final = (
@@ -23,6 +26,8 @@ CONTENT_POLICY: Final = (
 
 _FOLDER: Final = "/page/"
 _INDEX: Final = "index.html"
+_FACTS: Final = "/page/facts.js"
+"""Made of constants that the page shares with other parts."""
 _TYPES: Final = {
     "html": b"text/html; charset=utf-8",
     "css": b"text/css; charset=utf-8",
@@ -59,6 +64,8 @@ class PageFiles:
             return None
         if self._files is None:
             self._files = dict(_files_in(importlib.resources.files(__package__) / "web", _FOLDER))
+            facts = f"export const LOOP = {msgspec.json.encode(LOOP._asdict()).decode()};\n"
+            self._files[_FACTS] = PageFile(facts.encode(), _TYPES["js"])
         return self._files.get(_FOLDER + _INDEX if path == "/" else path)
 
     def opens(self, exchange: Exchange) -> bool:

@@ -269,5 +269,6 @@ def test_the_export_is_a_request_that_can_be_sent_again(open_page):
     saved = json.loads(tab.run("window.saved.text()"))
     assert [message["role"] for message in saved["messages"]] == ["system", "user", "assistant"]
     saved.pop("figures")
+    assert saved.pop("models") == [saved["model"]]
     reply = served.client.post("/v1/chat/completions", json=saved, timeout=WAIT_S)
     assert reply.status_code == 200

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from engine.cli.chat.answer import find_loop
 from engine.runtime.messages import Finish, FinishKind
+from engine.runtime.text import LOOP
 from tests.adapter_files import loaded, write_adapter
 from tests.browser import Tab
 from tests.tokenizer_manager.fake_engine import SPEC, row, say_all
@@ -84,6 +87,31 @@ def test_a_dropped_file_and_a_long_paste_are_files_and_a_short_paste_is_text(ope
     assert send_event(tab, "paste", "short")
 
 
+def headings(tab) -> list[str]:
+    """Names of the models above the answers."""
+    found: list[str] = tab.run(
+        "[...document.querySelectorAll('.assistant h2')].map((each) => each.textContent)"
+    )
+    return found
+
+
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [
+        ({"model": "org/other", "models": ["org/first.gguf", None]}, ["first", "Answer"]),
+        ({"model": "org/other"}, ["other", "other"]),
+        ({}, ["Answer", "Answer"]),
+        ({"model": 5, "models": "x"}, ["Answer", "Answer"]),
+    ],
+)
+def test_imported_answers_have_the_model_of_their_export(open_page, fields, shown):
+    tab, _ = open_page()
+    messages = [{"role": role, "content": role} for role in ("user", "assistant") * 2]
+    put_files(tab, "#import-file", {"a.json": json.dumps({"messages": messages, **fields}).encode()})
+    tab.wait("document.querySelectorAll('.assistant').length === 2")
+    assert headings(tab) == shown
+
+
 def test_an_exported_conversation_is_imported(open_page):
     tab, served = open_page(say_all("Next."))
     body = {
@@ -101,6 +129,7 @@ def test_an_exported_conversation_is_imported(open_page):
     tab.wait(f"document.querySelectorAll('.assistant').length === 2 && {ANSWERED}")
     assert "Be brief." in prompt_of(served.engine.next_request())
     assert [message["content"] for message in kept(tab)] == ["Hi", "Hello **you**.", "More", "Next."]
+    assert headings(tab) == ["x", "tiny"]
 
     put_files(tab, "#import-file", {"other.json": b"[1]"})
     tab.wait("document.querySelector('#status').textContent.includes('other.json cannot be imported')")
@@ -270,3 +299,35 @@ def test_the_time_of_a_long_prompt_is_said(open_page):
         tab.wait(f"document.querySelector('#status').textContent.startsWith({shown!r})")
     served.engine.say(row(request, "x", total=1))
     tab.wait("document.querySelector('#status').textContent === 'The model answers…'")
+
+
+def test_an_answer_that_repeats_itself_is_stopped_and_can_go_on(open_page):
+    tab, served = open_page()
+    ask(tab, "Hi")
+    request = served.engine.next_request()
+    served.engine.say(row(request, "A good beginning. "))
+    for number in range(200):
+        served.engine.say(row(request, "The same. ", total=number))
+    assert served.engine.next_abort().rid == request.rid
+    tab.wait(ANSWERED)
+    note = tab.text(".assistant .note")
+    assert re.match(r"Stopped: the answer repeats the same 10 characters \d+ times\. ", note), note
+    served.engine.script = say_all("The end.")
+    tab.click(".assistant .end button")
+    tab.wait(
+        "document.querySelector('.assistant .text').innerText.endsWith('The end.') && "
+        "!document.querySelector('.assistant .note')"
+    )
+
+
+def test_the_page_finds_the_loops_that_the_terminal_finds(open_page):
+    tab, _ = open_page()
+    rows = "".join(f'{{"id": {number}, "tags": ["a", "b"]}},\n' for number in range(300))
+    texts = ["", "ab" * 499, "ab" * 500, "x" * 1000, rows, rows + "\n" * 999, rows + "\n" * 1000]
+    texts += ["y" + ("The answer is no. " * 60)[cut:] for cut in range(80, 100)]
+    texts += [("z" * 400 + "-") * number for number in (7, 8, 9)]
+    cut = [text[-LOOP.window_chars :] for text in texts]
+    script = f"import('/page/chat/answer.js').then(({{ findLoop }}) => {json.dumps(cut)}.map(findLoop))"
+    found = [None if loop is None else loop._asdict() for loop in map(find_loop, cut)]
+    assert tab.run(script) == found
+    assert 5 < sum(loop is not None for loop in found) < len(found)

@@ -90,6 +90,9 @@ export function remember(storage, name, value) {
   }
 }
 
+// The name of a model without the folder and the ending of a file.
+export const modelLabel = (id) => id.replace(/^.*\//, "").replace(/\.gguf$/i, "") || id;
+
 export const count = (value) => Number(value).toLocaleString("en-US");
 
 export function seconds(value) {

@@ -1,7 +1,7 @@
 // Puts the parts of the page together.
 
 import { Chat } from "./chat/chat.js";
-import { $, count, make } from "./dom.js";
+import { $, count, make, modelLabel } from "./dom.js";
 import { History } from "./history/history.js";
 import { Store } from "./history/store.js";
 import { icon } from "./icons.js";
@@ -24,7 +24,7 @@ for (const node of document.querySelectorAll("[data-icon]")) node.prepend(icon(n
 startTheme($("#theme"));
 
 const server = new Server(showState), keys = new KeyDialog(server), settings = new Settings();
-const model = { name: "Model", label: "Model", maxContext: null, choice: null };
+const model = { name: "Model", maxContext: null, choice: null };
 const store = new Store({
   onProblem: (text) => { $("#problem").textContent = text; $("#problem").hidden = !text; },
   onChange: () => { history.draw(); chat.refresh(); },
@@ -89,8 +89,8 @@ function showCompare({ task, embedding_size: size, max_model_len: maxLen }) {
 
 // The model and its adapters; one of them answers.
 function showModels([base, ...adapters]) {
-  Object.assign(model, { name: base.id, label: nameOf(base.id), maxContext: base.max_model_len ?? null });
-  $("#model").textContent = document.title = model.label;
+  Object.assign(model, { name: base.id, maxContext: base.max_model_len ?? null });
+  $("#model").textContent = document.title = modelLabel(model.name);
   $("#model").title = model.name;
   $("#facts").textContent = model.maxContext ? `${count(model.maxContext)} tokens of context` : "";
   const choice = $("#choice");
@@ -98,9 +98,6 @@ function showModels([base, ...adapters]) {
   choice.replaceChildren(make("option", { value: "" }, "no adapter"), ...adapters.map(({ id }) => make("option", { value: id }, id)));
   choice.addEventListener("change", () => { model.choice = choice.value || null; });
 }
-
-// Without the folder and the ending of a file.
-const nameOf = (id) => id.replace(/^.*\//, "").replace(/\.gguf$/i, "") || id;
 
 async function start() {
   showNumChanged();

@@ -1,9 +1,23 @@
 // `Answer`: one answer while it arrives: its text, reasoning and calls, and the figures of its footer.
 
 import { count } from "../dom.js";
+import { LOOP } from "../facts.js";
 
 // From the first to the last piece of an answer: in less time several tokens came in one piece, and there is no rate.
 const MIN_RATE_MS = 20;
+
+// The loop at the end of a text, the shortest unit first, as `engine chat` finds it; null if there is none.
+export function findLoop(text) {
+  for (let period = 1; text.length >= LOOP.min_chars && period * LOOP.min_times <= text.length; period++) {
+    const start = text.length - Math.max(LOOP.min_chars, LOOP.min_times * period), end = text.length - period;
+    if (text.slice(start, end) !== text.slice(start + period)) continue;
+    const unit = text.slice(end);
+    let times = Math.floor((text.length - start) / period);
+    while (text.endsWith(unit.repeat(times + 1))) times++;
+    return { unit, times };
+  }
+  return null;
+}
 
 export class Answer {
   text = "";
@@ -13,6 +27,8 @@ export class Answer {
   finishReason = null;
   warnings = [];
   progress = null;  // of the prompt: processed, total
+  loop = null;  // what it repeats
+  #tail = "";
   #started = performance.now();
   #first = null;
   #last = 0;
@@ -33,6 +49,10 @@ export class Answer {
     }
     this.text += delta.content ?? "";
     this.reasoning += reasoning;
+    if (!this.finishReason && (delta.content || reasoning)) {
+      this.#tail = (this.#tail + (delta.content ?? "") + reasoning).slice(-LOOP.window_chars);
+      this.loop = findLoop(this.#tail);
+    }
     for (const piece of delta.tool_calls ?? []) this.#addCall(piece);
     return isFirst;
   }
@@ -69,6 +89,10 @@ export class Answer {
 
   #end(maxContext) {
     const used = this.usage ? this.usage.prompt_tokens + this.usage.completion_tokens : 0;
+    if (this.loop) {
+      return `Stopped: the answer repeats the same ${count(this.loop.unit.length)} characters ${count(this.loop.times)} times. `
+        + "A higher temperature or a repetition penalty of 1.1 helps; Continue lets it go on.";
+    }
     if (this.finishReason === "length") {
       return maxContext && used >= maxContext
         ? `The answer ends here: the context of ${count(maxContext)} tokens is full. Begin a new conversation, or edit an earlier message.`

@@ -22,12 +22,11 @@ export class Chat {
   #list = $("#messages");
   #scroller = $("#scroller");
 
-  // `model` has name, label and maxContext.
+  // `model` has name, maxContext, and choice: the adapter, or null.
   constructor(server, keys, store, settings, model) {
     Object.assign(this, { server, keys, store, settings, model });
     this.conversation = new Conversation(store);
     this.acts = {
-      modelName: () => model.label,
       render: (text, complete) => server.post("page/render", { text, complete }),
       resultOf: (call) => this.conversation.resultOf(call) ?? null,
       siblings: (message) => this.conversation.siblings(message),
@@ -100,7 +99,8 @@ export class Chat {
     const { messages } = this.conversation;
     const body = { model: this.model.name, ...this.settings.body(), messages: this.conversation.sent(this.settings.system) };
     const figures = messages.filter((each) => each.footer).map((each) => each.footer);
-    save("conversation.json", JSON.stringify({ ...body, figures }, null, 2), "application/json");
+    const models = messages.filter((each) => each.role === "assistant").map((each) => each.model ?? null);
+    save("conversation.json", JSON.stringify({ ...body, figures, models }, null, 2), "application/json");
   }
 
   // ------------------------------------------------------------ one answer
@@ -122,7 +122,7 @@ export class Chat {
     }
     if (this.model.choice) body.model = this.model.choice;
     if (begun) Object.assign(body, { continue_final_message: true, add_generation_prompt: false });
-    const message = begun ?? { role: "assistant", content: "", model: this.model.choice, ...(body.response_format ? { json: true } : {}) };
+    const message = begun ?? { role: "assistant", content: "", model: this.model.choice ?? this.model.name, ...(body.response_format ? { json: true } : {}) };
     const view = begun ? this.#views.get(begun) : new MessageView(message, this.acts);
     this.#abort = new AbortController();
     this.#draw();
@@ -174,6 +174,7 @@ export class Chat {
         for await (const event of this.server.stream(PATH, body, this.#abort.signal, (text) => this.say(text))) {
           if (answer.add(event)) { clearInterval(reading); this.say("The model answers…"); }
           wanted ||= requestAnimationFrame(show);
+          if (answer.loop) break;  // which ends the request
         }
       });
     } catch (error) {
@@ -186,9 +187,9 @@ export class Chat {
     show();
     this.#keepPart = null;
     if (!message.reasoning) delete message.reasoning;
-    message.tool_calls = stopped || this.#error ? [] : answer.calls.filter(Boolean);
+    message.tool_calls = stopped || this.#error || answer.loop ? [] : answer.calls.filter(Boolean);
     if (!message.tool_calls.length) delete message.tool_calls;
-    message.unfinished = stopped || this.#error !== null || answer.finishReason === "length";
+    message.unfinished = stopped || this.#error !== null || answer.loop !== null || answer.finishReason === "length";
     message.note = stopped ? "Stopped." : this.#error ? `Interrupted: ${this.#error.message}` : answer.note(this.model.maxContext);
     message.footer = answer.footer(this.model.maxContext);
     return answer.isEmpty;

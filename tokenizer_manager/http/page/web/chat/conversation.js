@@ -5,7 +5,7 @@ import { newId } from "../history/store.js";
 const MAX_TITLE = 60;
 
 // A message: id, conversation, parent, created, role, content; a question may have attachments; an answer also has
-// reasoning, tool_calls, note, footer, json; a result of a tool has tool_call_id.
+// model, reasoning, tool_calls, note, footer, json; a result of a tool has tool_call_id.
 export class Conversation {
   #all = new Map();
   isKept = true;  // false: another tab deleted it, or the storage was full; the next message takes all others along

@@ -1,18 +1,18 @@
 // `MessageView`: one message of the conversation on the page.
 
-import { button, copyButton, count, iconButton, make } from "../dom.js";
+import { button, copyButton, count, iconButton, make, modelLabel } from "../dom.js";
 import { icon } from "../icons.js";
 import { callView } from "./call_view.js";
 import { Rendered } from "./rendered.js";
 
 export class MessageView {
   // `acts`: onEdit(message, text), onRegenerate(message), onContinue(message), onResult(call, text), onBranch(message),
-  // siblings(message), resultOf(call), modelName(), render(text, complete).
+  // siblings(message), resultOf(call), render(text, complete).
   constructor(message, acts) {
     this.message = message;
     this.acts = acts;
     this.isAnswer = message.role === "assistant";
-    this.heading = make("h2", {}, this.isAnswer ? message.model || acts.modelName() : "You");
+    this.heading = make("h2", {}, this.isAnswer ? (message.model ? modelLabel(message.model) : "Answer") : "You");
     this.tools = make("div", { className: "tools" });
     this.body = make("div", { className: "body" });
     this.node = make("article", { className: `message ${message.role}` },

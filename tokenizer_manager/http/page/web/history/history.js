@@ -103,10 +103,14 @@ export class History {
   async import(file) {
     if (!file) return;
     try {
-      const { messages } = JSON.parse(await file.text());
+      const { messages, model, models } = JSON.parse(await file.text());
       if (!Array.isArray(messages) || !messages.every((each) => typeof each?.role === "string")) throw new Error("it has no list of messages");
       const kept = messages.filter(({ role }) => PLAIN_ROLES.includes(role)).map(({ role, content, tool_calls, tool_call_id }) => ({ role,
         content: textOf(content), ...(tool_calls?.length ? { tool_calls } : {}), ...(tool_call_id ? { tool_call_id } : {}) }));
+      kept.filter(({ role }) => role === "assistant").forEach((answer, i) => {
+        const name = Array.isArray(models) ? models[i] : model;
+        if (typeof name === "string" && name) answer.model = name;
+      });
       const system = messages.filter(({ role }) => role === "system" || role === "developer").map(({ content }) => textOf(content)).join("\n\n");
       await this.#go(() => this.chat.begin(kept));
       const isUsed = !system || this.useSystem(system);
