@@ -58,6 +58,15 @@ CONTEXT_SETTINGS: Final = {"help_option_names": ["-h", "--help"]}
 ModelArgument = Annotated[
     str | None, typer.Argument(metavar="MODEL", help="The same as --model.", show_default=False)
 ]
+RunOption = Annotated[
+    int | None,
+    typer.Option(
+        "--run",
+        metavar="N",
+        help="Number of the run, from 1, if the file has several  [default: the last]",
+        show_default=False,
+    ),
+]
 ConfigFileOption = Annotated[
     Path | None,
     typer.Option(

@@ -12,7 +12,7 @@ import typer
 from ..runtime.config.config_fields import AUTO, find_setting
 from ..runtime.errors import ConfigError, EngineError
 from ..runtime.text import counted
-from .console import late_progress, output_console
+from .console import OnProgress, late_progress, output_console
 from .exit_codes import ExitCode
 from .options import CONTEXT_SETTINGS, GroupedCommand
 
@@ -46,6 +46,15 @@ def replay(
             help="With --set: a file for the result as a page of pictures, without network.",
         ),
     ] = None,
+    run: Annotated[
+        int | None,
+        typer.Option(
+            "--run",
+            metavar="N",
+            help="Number of the run, from 1, if the file has several  [default: all; with --set the last with results]",
+            show_default=False,
+        ),
+    ] = None,
 ) -> int:
     """Replay a decision log and compare every decision.
 
@@ -55,10 +64,10 @@ def replay(
     printed.
     """
     if changes:
-        return _what_if(file, parse_changes(changes), html_file)
+        return _what_if(file, parse_changes(changes), html_file, run)
     if html_file is not None:
         raise ConfigError("--html shows what other settings change; name one with --set, or leave --html out")
-    return _replay_all(file)
+    return _replay_all(file, run)
 
 
 def parse_changes(changes: list[str]) -> dict[str, str]:
@@ -86,17 +95,20 @@ def parse_changes(changes: list[str]) -> dict[str, str]:
     return parsed
 
 
-def _replay_all(path: Path) -> int:
+def _replay_all(path: Path, chosen: int | None) -> int:
     from rich.console import Console
 
-    from ..scheduler.journal.log_file import log_bytes, read_runs
+    from ..scheduler.journal.log_file import choose_runs, log_bytes
     from ..scheduler.journal.replay import replay as replay_run
 
     console = Console(highlight=False, soft_wrap=True)
     all_equal = True
     damages: list[str] = []
     size = log_bytes(path)
-    for number, run in enumerate(read_runs(path, damages.append), 1):
+    # A choice leaves the other runs out, also those that are lost.
+    for number, run, is_chosen in choose_runs(path, chosen, damages.append if chosen is None else None):
+        if not is_chosen:
+            continue
         _print_header(console, number, run.header)
         started_s = time.perf_counter()
         with late_progress() as progress:
@@ -172,32 +184,52 @@ def _print_difference(console: Any, difference: Difference) -> None:
     console.print(table, soft_wrap=False)
 
 
-def _what_if(path: Path, changes: dict[str, str], html_file: Path | None) -> int:
-    from ..scheduler.journal.log_file import log_bytes, read_runs
-    from ..scheduler.journal.replay import replay as replay_run
+def _what_if(path: Path, changes: dict[str, str], html_file: Path | None, chosen: int | None) -> int:
     from ..simulator.what_if import what_if
     from .report_page import check_writable
     from .simulate.tables import page_of
 
     if html_file is not None:
         check_writable(html_file)
-    size = log_bytes(path)
     with late_progress() as progress:
-        for number, run in enumerate(read_runs(path), 1):
-            run.on_read = partial(progress, "replaying", total=size)
-            result = replay_run(run)
-            # Only a replay of the steps shows which request each logged token belongs to.
-            if result.difference is not None:
-                raise EngineError(
-                    f"--set needs a log that this engine replays exactly; run {number} differs after "
-                    f"{result.num_equal:,} of {counted(result.num_passes, 'pass', 'passes', commas=True)}: "
-                    f"`engine replay {path}` shows where"
-                )
-            if result.raised:
-                raise EngineError(f"--set needs a run without a bug; run {number} ends in {result.raised}")
-        found = what_if(path, changes, on_progress=progress)
-    output_console().print(found)
+        number, num_runs = _exact_run(path, chosen, progress)
+        found = what_if(path, changes, number=number, on_progress=progress)
+    console = output_console()
+    console.print(found)
+    if num_runs > 1:
+        console.print(f"of run {number} of {num_runs} (--run N chooses)")
     if html_file is not None:
         title = "what if " + ", ".join(f"{name}={value}" for name, value in changes.items())
         page_of(title, [found.recorded, found.baseline, found.changed], found.lines()).write(html_file)
     return 0
+
+
+def _exact_run(path: Path, chosen: int | None, progress: OnProgress) -> tuple[int, int]:
+    """The number of the run to simulate, and the number of runs: the chosen one, or the last that has a step.
+
+    Raises:
+        EngineError: the replay of that run differs, so the log does not show which request each token belongs to.
+    """
+    from ..scheduler.journal.log_file import choose_runs, log_bytes
+    from ..scheduler.journal.replay import replay as replay_run
+
+    size = log_bytes(path)
+    result: Replay | None = None
+    number = num_runs = 1
+    for num_runs, run, is_chosen in choose_runs(path, chosen):
+        if is_chosen:
+            run.on_read = partial(progress, "replaying", total=size)
+            each = replay_run(run)
+            if result is None or each.num_steps:
+                number, result = num_runs, each
+    assert result is not None, "a decision log has a run"
+    another = "; --run N chooses another" if num_runs > 1 else ""
+    if result.difference is not None:
+        raise EngineError(
+            f"--set needs a log that this engine replays exactly; run {number} differs after "
+            f"{result.num_equal:,} of {counted(result.num_passes, 'pass', 'passes', commas=True)}: "
+            f"`engine replay {path}` shows where{another}"
+        )
+    if result.raised:
+        raise EngineError(f"--set needs a run without a bug; run {number} ends in {result.raised}{another}")
+    return number, num_runs

@@ -23,7 +23,7 @@ from ..runtime.messages import Call, FinishKind, FlushCache, GenerateRequest, Lo
 from ..runtime.step_plan import ForwardMode
 from ..runtime.transport.kv_transfer import FromPeer, Prefilled
 from ..scheduler.batch import ScheduleBatch, work_of
-from ..scheduler.journal.log_file import Header, Idle, Input, LoggedRun, Planning, read_runs
+from ..scheduler.journal.log_file import Header, Idle, Input, LoggedRun, Planning, choose_runs
 from ..scheduler.journal.replay import ReplayedCalls, with_effects
 from ..scheduler.records.decision_log import DecisionRecord, Handover, PassRecord, Settled
 from .fitted import Fitted, MeasuredStep
@@ -75,16 +75,25 @@ class RecordedRun(NamedTuple):
         return Fitted.to(self.steps, overhead_s=self.overhead_s, swapped_token_s=self.swapped_token_s)
 
 
-def read_recorded_run(path: str | Path, on_read: Callable[[int], None] | None = None) -> RecordedRun:
-    """The last run in a decision log that generated tokens or vectors; `on_read`: see `LoggedRun`.
+def read_recorded_run(
+    path: str | Path, on_read: Callable[[int], None] | None = None, *, number: int | None = None
+) -> RecordedRun:
+    """The last run in a decision log that generated tokens or vectors.
+
+    Args:
+        on_read: see `LoggedRun`.
+        number: number of the run to take instead, from 1.
 
     Raises:
         LogFileError: it cannot be read.
-        ConfigError: there were no results, or this engine decides differently from the one that wrote the log.
+        ConfigError: there is no such run, there were no results, or this engine decides differently from the one that
+            wrote the log.
     """
     found: RecordedRun | None = None
     error: ConfigError | None = None
-    for run in read_runs(path):
+    for _, run, is_chosen in choose_runs(path, number):
+        if not is_chosen:
+            continue
         run.on_read = on_read
         try:
             each = _Reader(run).read()
@@ -96,7 +105,8 @@ def read_recorded_run(path: str | Path, on_read: Callable[[int], None] | None = 
     if error is not None:
         raise error
     if found is None:
-        raise ConfigError(f"{path} has no request that got a token or a vector; record a run with traffic")
+        which = path if number is None else f"run {number} of {path}"
+        raise ConfigError(f"{which} has no request that got a token or a vector; record a run with traffic")
     return found
 
 

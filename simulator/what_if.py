@@ -188,6 +188,7 @@ def what_if(
     path: str | Path,
     overrides: Mapping[str, object],
     *,
+    number: int | None = None,
     slo_ms: Mapping[str, float] | None = None,
     on_progress: Callable[[str, int, int], None] | None = None,
 ) -> WhatIf:
@@ -195,6 +196,7 @@ def what_if(
 
     Args:
         overrides: setting -> value or its text, of the groups scheduler and cache; by any name of the setting.
+        number: number of the run in the log; None: the last one with results.
         slo_ms: objectives for goodput; without them every answered request counts.
         on_progress: called now and then with what is done, how much of it, and of how much in all.
 
@@ -205,7 +207,7 @@ def what_if(
     changes = _checked(overrides)
     size = log_bytes(path)
     report = on_progress or (lambda what, done, total: None)
-    run = read_recorded_run(path, lambda done: report("reading the log", done, size))
+    run = read_recorded_run(path, lambda done: report("reading the log", done, size), number=number)
     cost = run.cost_model()
     header = run.header
     before = ReplicaSettings(
@@ -235,14 +237,14 @@ def what_if(
     )
 
 
-def fit_log(path: str | Path) -> Fitted:
-    """The cost model of the machine that wrote a decision log.
+def fit_log(path: str | Path, *, number: int | None = None) -> Fitted:
+    """The cost model of the machine that wrote a decision log; `number` as in `what_if`.
 
     Raises:
         LogFileError: the log cannot be read.
         ConfigError: it has too few steps.
     """
-    return read_recorded_run(path).cost_model()
+    return read_recorded_run(path, number=number).cost_model()
 
 
 def _simulate(

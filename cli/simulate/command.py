@@ -128,6 +128,15 @@ def simulate(
     fit: Annotated[
         Path | None, _option(_MACHINES, "Decision log with step times that replace the data sheets.")
     ] = None,
+    run_number: Annotated[
+        int | None,
+        _option(
+            _MACHINES,
+            "With --fit: number of the run, from 1, if the file has several (default: the last with results).",
+            "--run",
+            metavar="N",
+        ),
+    ] = None,
     changes: Annotated[
         list[str] | None,
         _option(
@@ -184,7 +193,7 @@ def simulate(
     source = asked.source(workload)
     merged = merge_options(_with_changes(settings, changes or []), config_file=config_file)
     facts, machine = _model_facts(model), _device_facts(device, tp)
-    cost, note, warning = _cost_model(fit, facts, machine)
+    cost, note, warning = _cost_model(fit, run_number, facts, machine)
     objectives = parse_goodput(goodput)
     cluster = ClusterSettings(
         num_replicas=replicas,
@@ -293,15 +302,21 @@ def _device_facts(device: str, tp: int) -> DeviceFacts:
     return DEVICES[device].times(tp)
 
 
-def _cost_model(fit: Path | None, model: ModelFacts, device: DeviceFacts) -> tuple[CostModel, str, str]:
+def _cost_model(
+    fit: Path | None, run_number: int | None, model: ModelFacts, device: DeviceFacts
+) -> tuple[CostModel, str, str]:
     """The cost model, a line about it, and a warning; "" if there is none."""
     if fit is None:
+        if run_number is not None:
+            raise ConfigError(
+                "--run chooses a run of a decision log; name the log with --fit, or leave --run out"
+            )
         from ...simulator.cost_model import Roofline
 
         return Roofline(model, device), f"step times: roofline of the data sheets of {device.name}", ""
     from ...simulator.what_if import fit_log
 
-    fitted = fit_log(fit)
+    fitted = fit_log(fit, number=run_number)
     return fitted, f"step times: {fitted.quality.text()}", fitted.quality.warning()
 
 

@@ -11,8 +11,8 @@ import typer
 
 from ...runtime.errors import ConfigError, EngineError
 from ...runtime.text import counted
-from ...scheduler.journal.log_file import LoggedRun, read_runs
-from ..options import CONTEXT_SETTINGS, GroupedCommand
+from ...scheduler.journal.log_file import LoggedRun, choose_runs
+from ..options import CONTEXT_SETTINGS, GroupedCommand, RunOption
 from .html import Origin, render_page
 from .perfetto import write_trace_events
 from .story import Timeline
@@ -66,14 +66,7 @@ def trace(
         float | None,
         typer.Option("--to", metavar="S", help="End of the timeline, in seconds since the start of the run."),
     ] = None,
-    run: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Number of the run, from 1, if the file has several  [default: the last]",
-            show_default=False,
-        ),
-    ] = None,
+    run: RunOption = None,
 ) -> None:
     """Draw a timeline from a decision log: scheduler passes and requests, with the reasons."""
     timeline, origin = read_log(log, run)
@@ -104,22 +97,18 @@ def read_log(path: Path, run: int | None) -> tuple[Timeline, Origin]:
         ConfigError: there is no such run.
         EmptyLogError: it has no pass.
     """
-    if run is not None and run < 1:
-        raise ConfigError(f"--run is {run}, but runs are counted from 1")
     chosen: tuple[int, LoggedRun, Timeline | EmptyLogError] | None = None
     num_runs = 0
-    for logged in read_runs(path):
-        num_runs += 1
+    for num_runs, logged, is_chosen in choose_runs(path, run):
         # The last run is known only after it has been read, and a run can be read once.
-        if run is None or run == num_runs:
+        if is_chosen:
             try:
                 timeline = read_timeline(logged.decisions, origin_s=logged.header.now_s)
             except EmptyLogError as error:
                 chosen = num_runs, logged, error
             else:
                 chosen = num_runs, logged, timeline
-    if chosen is None:
-        raise ConfigError(f"--run is {run}, but {path} has {num_runs} (the last is --run {num_runs})")
+    assert chosen is not None, "a decision log has a run"
     number, logged, result = chosen
     if isinstance(result, EmptyLogError):
         raise _empty(path, number, num_runs)

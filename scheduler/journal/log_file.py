@@ -239,6 +239,28 @@ def read_runs(path: str | Path, lost: Callable[[str], None] | None = None) -> It
         raise LogFileError(f"{path} cannot be read: {error.strerror}") from None
 
 
+def choose_runs(
+    path: str | Path, chosen: int | None, lost: Callable[[str], None] | None = None
+) -> Iterator[tuple[int, LoggedRun, bool]]:
+    """The runs of a decision log, each with its number, from 1, and whether it is chosen.
+
+    Args:
+        chosen: the value of `--run`; None: all are chosen.
+        lost: as in `read_runs`.
+
+    Raises:
+        LogFileError: as `read_runs`.
+        ConfigError: there is no such run.
+    """
+    if chosen is not None and chosen < 1:
+        raise ConfigError(f"--run is {chosen}, but runs are counted from 1")
+    number = 0
+    for number, run in enumerate(read_runs(path, lost), 1):
+        yield number, run, chosen in (None, number)
+    if chosen is not None and chosen > number:
+        raise ConfigError(f"--run is {chosen}, but {path} has {number} (the last is --run {number})")
+
+
 def log_bytes(path: str | Path) -> int:
     """Bytes of a decision log; 0 if it cannot be read, which `read_runs` says."""
     try:

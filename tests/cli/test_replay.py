@@ -142,6 +142,66 @@ def test_a_run_of_another_engine_says_so(log, capsys):
     assert "note: this is engine" in capsys.readouterr().out
 
 
+@pytest.fixture
+def runs(log: Path) -> Path:
+    """Three runs: one that differs, one as it was, one without requests."""
+    whole = log.read_bytes()
+    ((header, _),) = [(run.header, list(run.records)) for run in read_runs(log)]
+    change_pass(log, step_id=3)
+    log.write_bytes(log.read_bytes() + whole)
+    LogWriter(log, header).close()
+    return log
+
+
+def test_one_of_several_runs(runs, capsys):
+    assert cli.run(["replay", str(runs)]) == 1
+    assert [line[:6] for line in capsys.readouterr().out.splitlines() if line.startswith("run")] == [
+        "run 1,",
+        "run 2,",
+        "run 3,",
+    ]
+
+    assert cli.run(["replay", str(runs), "--run", "2"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("run 2, ") and "4 passes, 4 equal (100 %)" in second
+
+    for number, message in [
+        ("4", f"--run is 4, but {runs} has 3 (the last is --run 3)"),
+        ("0", "--run is 0, but runs are counted from 1"),
+    ]:
+        for more in ([], ["--set", "schedule_policy=lpm"]):
+            assert cli.run(["replay", str(runs), "--run", number, *more]) == 2
+            assert capsys.readouterr().err == f"engine: {message}\n"
+
+
+def test_a_chosen_run_is_not_damaged_by_the_others(log, capsys):
+    whole = log.read_bytes()
+    log.write_bytes(whole + whole[:-2])
+    assert cli.run(["replay", str(log)]) == 4
+    assert cli.run(["replay", str(log), "--run", "1"]) == 0
+    assert "note:" not in capsys.readouterr().out.partition("run 1")[2].partition("run 1")[2]
+
+
+def test_what_if_takes_the_run_that_is_chosen_else_the_last_with_steps(runs, capsys, monkeypatch):
+    asked = []
+    module = types.ModuleType("engine.simulator.what_if")
+
+    def what_if(path: Path, changes: dict[str, str], *, number: int, on_progress: OnProgress) -> str:
+        asked.append(number)
+        return "better"
+
+    vars(module)["what_if"] = what_if
+    monkeypatch.setitem(sys.modules, "engine.simulator.what_if", module)
+
+    assert cli.run(["replay", str(runs), "--set", "schedule_policy=lpm"]) == 0
+    assert capsys.readouterr().out == "better\nof run 2 of 3 (--run N chooses)\n"
+    assert asked == [2]
+
+    assert cli.run(["replay", str(runs), "--set", "schedule_policy=lpm", "--run", "1"]) == 1
+    assert "run 1 differs after 2 of 4 passes" in (err := capsys.readouterr().err)
+    assert err.endswith("; --run N chooses another\n")
+
+
 def test_a_file_that_is_no_log(tmp_path, capsys):
     assert cli.run(["replay", str(tmp_path / "none")]) == 2
     assert "cannot be read: No such file or directory" in capsys.readouterr().err
@@ -179,8 +239,8 @@ def test_what_if_is_asked_with_the_changes(log, capsys, monkeypatch):
     asked = []
     module = types.ModuleType("engine.simulator.what_if")
 
-    def what_if(path: Path, changes: dict[str, str], *, on_progress: OnProgress) -> str:
-        asked.append((path, changes))
+    def what_if(path: Path, changes: dict[str, str], *, number: int, on_progress: OnProgress) -> str:
+        asked.append((path, changes, number))
         return "TTFT 12 % lower, " * 10
 
     vars(module)["what_if"] = what_if
@@ -189,7 +249,7 @@ def test_what_if_is_asked_with_the_changes(log, capsys, monkeypatch):
     code = cli.run(["replay", str(log), "--set", "schedule_policy=lpm", "--set", "look_ahead=2"])
 
     assert code == 0
-    assert asked == [(log, {"schedule_policy": "lpm", "look_ahead": "2"})]
+    assert asked == [(log, {"schedule_policy": "lpm", "look_ahead": "2"}, 1)]
     (line,) = capsys.readouterr().out.splitlines()  # whatever the width: nobody cuts lines of a pipe
     assert line == "TTFT 12 % lower, " * 10
 

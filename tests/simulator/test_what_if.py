@@ -190,6 +190,19 @@ def test_the_cost_model_of_the_machine_is_found(path, make_replica):
         assert fitted.step_s(work) == pytest.approx(TRUTH.step_s(work), rel=0.02)
 
 
+def test_a_run_of_the_log_is_chosen(path, make_replica):
+    for num_requests in (50, 30):
+        serve(path, RAG.requests(Arrival(num_requests=num_requests, rate=12.0)), make_replica())
+
+    assert len(read_recorded_run(path).requests) == 30
+    assert len(read_recorded_run(path, number=1).requests) == 50
+    assert fit_log(path, number=1).quality.num_steps > fit_log(path, number=2).quality.num_steps
+    result = what_if(path, {"schedule_policy": "lof"}, number=1)
+    assert (result.recorded.num_requests, result.changed.num_requests) == (50, 50)
+    with pytest.raises(ConfigError, match=r"--run is 3, but .* has 2 \(the last is --run 2\)"):
+        fit_log(path, number=3)
+
+
 @pytest.mark.slow
 def test_the_same_settings_change_nothing(path, make_replica):
     truth = serve(path, RAG.requests(Arrival(num_requests=60, rate=12.0)), make_replica())

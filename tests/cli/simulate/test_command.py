@@ -105,6 +105,7 @@ def test_prefill_and_decode_apart(capsys, tmp_path):
         ),
         (["--prompt-lens", "5", "--workload", "rag"], "--workload rag and --prompt-lens are two workloads"),
         (["--set", "foo=8"], "unknown setting 'foo'; `engine serve --help` lists them all"),
+        (["--run", "2"], "--run chooses a run of a decision log; name the log with --fit"),
         (["--fit", "/nowhere.log"], "/nowhere.log cannot be read: No such file or directory"),
     ],
 )
