@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from engine.model_runner import load
 from engine.model_runner.adapters.adapter_store import SlotSizes
+from engine.model_runner.distributed.join_group import ALONE, Place
 from engine.model_runner.load import load_model_runner
 from engine.model_runner.weights import dummy
 from engine.models.source import ModelSource
@@ -64,6 +65,7 @@ def load_driver(
     bound: float = _BOUND,
     seed: int = _SEED,
     speculative: Any = "off",
+    place: Place = ALONE,
     **kernels: Any,
 ) -> Driver:
     """A driver of a runner with random weights, on a mirror or (None) on the CPU without recordings.
@@ -71,6 +73,7 @@ def load_driver(
     Args:
         record: whether steps are recorded.
         chunk: most prompt tokens of a step. The trial at start computes that many.
+        place: of a rank among others, see `ranks.py`.
         kernels: fields of `KernelConfig`.
     """
     capacity = Capacity(
@@ -98,7 +101,7 @@ def load_driver(
         patch.setattr(load, "collapse_resident_memory", lambda: 0)
         with _disable_current_modes() if mirror is None else mirror.loading():
             source = ModelSource("hf", "dummy", "test")
-            runner = load_model_runner(config, source, spec, capacity, adapter_slots=adapter_slots)
+            runner = load_model_runner(config, source, spec, capacity, place, adapter_slots)
     return Driver(runner, capacity)
 
 

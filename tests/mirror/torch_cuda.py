@@ -65,6 +65,14 @@ def install(mirror: Mirror, patch: pytest.MonkeyPatch) -> None:
     for name, replacement in names.items():
         patch.setattr(torch.cuda, name, replacement)
     patch.setattr(torch.Tensor, "pin_memory", lambda tensor, _device=None: host_memory.pin(tensor))
+    make_tensor = torch.tensor
+
+    def tensor(data: Any, *, device: Any = None, **options: Any) -> torch.Tensor:
+        """As `torch.tensor`, whose copy to the device no dispatch mode sees."""
+        made = make_tensor(data, **options)
+        return made if device is None else made.to(device)
+
+    patch.setattr(torch, "tensor", tensor)
 
 
 @functools.cache
