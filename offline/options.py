@@ -7,6 +7,8 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypedDict
 
+from msgspec.structs import replace
+
 from ..runtime.config.answer_config import RequestLimits
 from ..runtime.config.engine_config import EngineConfig
 from ..runtime.errors import RequestError
@@ -19,7 +21,7 @@ from ..tokenizer_manager.http.openai.messages import chat_conversation, template
 from ..tokenizer_manager.http.openai.wire import ChatRequest
 from ..tokenizer_manager.http.schema.constraint_fields import ConstraintFields
 from ..tokenizer_manager.http.schema.constraints import constraint_of
-from ..tokenizer_manager.http.schema.errors import renamed_fields
+from ..tokenizer_manager.http.schema.errors import renamed_fields, renamed_text
 from ..tokenizer_manager.http.schema.values import convert
 from ..tokenizer_manager.scheduling_options import Scheduling, checked_priority, checked_salt, checked_timeout
 
@@ -200,11 +202,13 @@ def checked_constraint(options: CallOptions, config: EngineConfig) -> Constraint
         given["guided_choice"] = given.pop("choice")
     if not given:
         return None
-    with renamed_fields({"guided_choice": "choice"}):
+    names = {"guided_choice": "choice"}
+    with renamed_fields(names):
         fields = convert(given, ConstraintFields)
-        return constraint_of(
+        found = constraint_of(
             fields, config.answers, config.limits, strict_server=config.server.strict, closed=is_class
         )
+    return found and found._replace(use=replace(found.use, param=renamed_text(found.param, names)))
 
 
 _ELSEWHERE: Final = {

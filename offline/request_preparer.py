@@ -212,6 +212,8 @@ class ChatPlanner:
             preparer.check_room(constraint, sampling)
         plan = self.plan(conversation, sampling.max_new_tokens)
         use = chat_grammar(plan, constraint)
+        if use is not None:
+            use = msgspec.structs.replace(use, param="tools" if constraint is None else constraint.use.param)
         request = preparer.prepare(plan.prompt, sampling, use, add_special_tokens=False)
         return dataclasses.replace(request, keep_special_ids=plan.keep_special_ids, parser=plan.parser())
 

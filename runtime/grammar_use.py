@@ -95,6 +95,7 @@ class GrammarUse(msgspec.Struct, frozen=True, array_like=True, gc=False):
             waits for `GrammarReady`.
         complete: `spec` is a JSON schema, and the answer must be complete when it ends by its limit of tokens.
         shortest: a short text of `spec`; "" if none is known. A limit of tokens below its tokens is refused.
+        param: begins the error about a grammar that does not compile in the scheduler's process: the caller's field.
     """
 
     spec: GrammarSpec | None = None
@@ -104,6 +105,7 @@ class GrammarUse(msgspec.Struct, frozen=True, array_like=True, gc=False):
     compiles: bool = False
     complete: bool = False
     shortest: str = ""
+    param: str = ""
 
     @property
     def specs(self) -> tuple[GrammarSpec, ...]:

@@ -170,7 +170,7 @@ class GrammarBuilder:
             try:
                 compiled = self._cache.compile(use)
             except GrammarError as refused:
-                error = refused.message
+                error = f"{use.param}: {refused.message}" if use.param else refused.message
             except Exception:  # one request's grammar must not end the thread
                 logger.error("compiling a grammar failed rid=%s", rid, exc_info=True)
                 error = "the grammar could not be compiled; the server's log has the cause"

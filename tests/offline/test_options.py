@@ -144,6 +144,48 @@ def test_a_bad_constraint_is_refused_before_anything_runs(llm, options, param, c
         assert "guided_choice" not in caught.value.message
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"json_schema": {"enum": ["a", "b"], "format": "date"}}, "json_schema: the schema allows no text: "),
+        ({"json_schema": {"type": "string", "pattern": "^a$", "maxLength": 0}}, "json_schema: the schema "),
+        ({"regex": r"[^\x00-\u{10ffff}]"}, "regex: the regular expression allows no text"),
+        ({"grammar": "start: start"}, "grammar: the grammar allows no text"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"enum": ["a"], "format": "date"}},
+                }
+            },
+            "response_format.json_schema.schema: the schema allows no text: ",
+        ),
+    ],
+)
+def test_a_constraint_that_only_the_compiler_refuses_names_its_field(llm, options, message):
+    for ask in (lambda: llm.generate("a", PARAMS, **options), lambda: llm.chat(HI, PARAMS, **options)):
+        output = ask()
+        assert output.finish_reason == "error"
+        assert output.error.startswith(message)
+
+
+def test_a_tool_that_only_the_compiler_refuses_is_named(llm):
+    function = {
+        "name": "pick",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"enum": ["a"], "format": "date"}},
+            "required": ["a"],
+            "additionalProperties": False,
+        },
+    }
+    tools = [{"type": "function", "function": function}]
+    output = llm.chat(HI, PARAMS, tools=tools, tool_choice="required")
+    assert output.finish_reason == "error"
+    assert output.error.startswith("tools: ")
+
+
 def test_a_class_of_pydantic_has_no_other_fields():
     class Person(pydantic.BaseModel):
         name: str
