@@ -13,6 +13,11 @@ any server with the chat API of OpenAI and `response_format` (`llama-server` of 
 
 measures instead what 64 grammars cost 64 streams that can be compiled in time one by one at most: the times between
 tokens of rounds with and without them, in turn, and how long the refusals take.
+
+    python benchmarks/structured.py --near
+
+needs no server, but the default model's tokenizer. Random tokens are checked, masked where they are refused, and
+accepted, up to the limit of an answer. The table has the CPU times of the second half of each answer.
 """
 
 from __future__ import annotations
@@ -54,6 +59,29 @@ COMPLETE: Final = {
     "required": ["name", "age", "color", "email", "tags"],
     "additionalProperties": False,
 }
+
+_LONG: Final = {"type": "string", "minLength": 60}
+_LISTED: Final = {"enum": ["x" * 80, "y" * 70]}
+NEAR: Final[dict[str, tuple[dict[str, Any], int]]] = {
+    "open, four long texts": (
+        {"type": "object", "properties": dict.fromkeys("abcd", _LONG), "required": [*"abcd"]},
+        330,
+    ),
+    "open, four long enums": (
+        {"type": "object", "properties": dict.fromkeys("abcd", _LISTED), "required": [*"abcd"]},
+        220,
+    ),
+    "open, in a list": (
+        {
+            "type": "array",
+            "minItems": 3,
+            "items": {"type": "object", "properties": {"a": _LONG, "b": _LONG}, "required": ["a", "b"]},
+        },
+        330,
+    ),
+    "with a pattern": (COMPLETE, 90),
+}
+"""Schemas whose required values are long, and limits of tokens."""
 
 
 STORM: Final = 64  # streams, and bombs
@@ -251,6 +279,43 @@ async def measure_storm(session: aiohttp.ClientSession, url: str, arguments: arg
     print(f"\np99 with to without: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
 
 
+def measure_near() -> None:
+    """Measure the tokens of answers near their limit, and print a table."""
+    import numpy as np
+
+    from engine.grammar.guided import GuidedMatcher, prepare
+    from engine.grammar.llguidance_backend import LLGuidanceBackend
+    from engine.grammar.vocabulary import TokenizerVocabulary
+    from engine.models.source import resolve_source
+    from engine.models.tokenizer.tokenizer import load_tokenizer
+    from engine.runtime.grammar_use import GrammarKind, GrammarSpec, GrammarUse
+
+    tokenizer = load_tokenizer(resolve_source(None))
+    vocabulary = TokenizerVocabulary(tokenizer, 49_152, tokenizer.eos_token_ids)
+    print("| schema | tokens | ms a token: mean | p50 | p99 |\n|---|---|---|---|---|")
+    for name, (schema, limit) in NEAR.items():
+        use = GrammarUse(spec=GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema)), complete=True)
+        prepare(use, vocabulary)
+        compiled = tuple(map(LLGuidanceBackend(vocabulary).compile, use.specs))
+        mask, times, rng = np.zeros(vocabulary.size // 32, np.int32), [], np.random.default_rng(0)
+        for _ in range(3):
+            matcher = GuidedMatcher(use, compiled, vocabulary)
+            matcher.limit(limit)
+            for number in range(limit):
+                token_id, begin_s = int(rng.integers(vocabulary.size)), time.thread_time()
+                if not matcher.allows(token_id):
+                    matcher.fill(mask)
+                    allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+                    token_id = int(rng.choice(allowed))
+                matcher.accept((token_id,))
+                if number >= limit // 2:
+                    times.append(1e3 * (time.thread_time() - begin_s))
+                if matcher.ended:
+                    break
+        p50, p99 = np.percentile(times, (50, 99))
+        print(f"| {name} | {len(times)} | {statistics.mean(times):.2f} | {p50:.2f} | {p99:.2f} |")
+
+
 async def main() -> None:
     """Measure the servers, one after the other."""
     parser = argparse.ArgumentParser(
@@ -263,7 +328,11 @@ async def main() -> None:
     parser.add_argument("--output-len", type=int, default=100)
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--storm", action="store_true")
+    parser.add_argument("--near", action="store_true")
     arguments = parser.parse_args()
+    if arguments.near:
+        measure_near()
+        return
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=3600)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         if arguments.storm:

@@ -72,6 +72,7 @@ class ClosingTokens:
         num_chars: [V] uint8, characters of a token that is whole printable characters of a string, without quotes and
             escapes; 0 of any other token, and of one with more than 255.
         num_up_to: [256] number of tokens with 1 to n characters by `num_chars`.
+        of_num_chars: [256] the tokens with each number of characters, ascending.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -90,6 +91,8 @@ class ClosingTokens:
             self._ranks[token_id] = 1 if token.isspace() else 1 + min(len(token), _MAX_RANK)
             self.num_chars[token_id] = _num_plain_chars(token)
         counts = np.bincount(self.num_chars, minlength=256)
+        order = np.argsort(self.num_chars, kind="stable")
+        self.of_num_chars = np.split(order, counts.cumsum()[:-1])
         counts[0] = 0
         self.num_up_to = counts.cumsum()
         self._tokens = vocabulary.tokens
@@ -192,7 +195,11 @@ def closing_tokens(vocabulary: Vocabulary) -> ClosingTokens:
 
 
 def shortest_end(
-    matcher: Matcher, vocabulary: Vocabulary, state: JsonState, max_tokens: int
+    matcher: Matcher,
+    vocabulary: Vocabulary,
+    state: JsonState,
+    max_tokens: int,
+    path: Sequence[int] = (),
 ) -> list[int] | None:
     """A short way to the end of a JSON answer.
 
@@ -201,13 +208,17 @@ def shortest_end(
         vocabulary: of the matcher.
         state: of the text that the matcher has accepted; stays as it is.
         max_tokens: of the way.
+        path: a way from a position that was shortly before this one: its part from the end of a string on is taken
+            where it fits, so that only the rest of the string is searched.
 
     Returns:
         The tokens, after which the answer is complete: it has ended, or an EOS token is allowed. None if the search
         does not find such a way.
     """
     most = _GREEDY_FACTOR * max_tokens + _GREEDY_MORE
-    way = _greedy_end(matcher, vocabulary, state, min(most, _FIRST_TOKENS))
+    way = _greedy_end(matcher, vocabulary, state, _FIRST_TOKENS, tail=_tail_of(path, vocabulary, state))
+    if way is not None and len(way) > most:
+        return None
     if way is None:
         way = _greedy_end(matcher, vocabulary, state, most, by_characters=True)
     if way is None and most > _FIRST_TOKENS:
@@ -238,11 +249,14 @@ def _greedy_end(
     max_tokens: int,
     *,
     by_characters: bool = False,
+    tail: Sequence[int] = (),
 ) -> list[int] | None:
     tokens, texts = closing_tokens(vocabulary), vocabulary.tokens
     ahead, position = matcher.copy(), state.copy()
     way: list[int] = []
     while not is_complete(ahead, vocabulary):
+        if tail and position.in_string and leads_to_end(ahead, vocabulary, tail):
+            return [*way, *tail]
         left = max_tokens - len(way)
         step = _next_tokens(ahead, vocabulary, tokens, position, left, by_characters) if left > 0 else []
         if not step or len(step) > left or ahead.accept(step) != len(step) or ahead.error:
@@ -251,6 +265,13 @@ def _greedy_end(
             position.read(texts[token_id])
         way += step
     return way
+
+
+def _tail_of(path: Sequence[int], vocabulary: Vocabulary, state: JsonState) -> Sequence[int]:
+    """The part of a path from the end of the string on; () if the position is in none, or in a name."""
+    if not state.in_string or state.is_name:
+        return ()
+    return next((path[k:] for k, token_id in enumerate(path) if b'"' in vocabulary.tokens[token_id]), ())
 
 
 def _end_of_other_name(

@@ -238,5 +238,5 @@ class CompletingMatcher:
             self._locate(known)
             return
         most = self._num_left if known is None else len(known) - 1
-        found = shortest_end(self._inner, self._vocabulary, self._state, most)
+        found = shortest_end(self._inner, self._vocabulary, self._state, most, path)
         self._locate(known if found is None else found)

@@ -98,13 +98,15 @@ class NearChoices:
         if self._is_failed:
             return self.grammar_mask
         mask = np.zeros_like(self.grammar_mask)
-        num_searches, bits = MAX_SEARCHES, np.zeros(mask.size * 32, np.uint8)
-        for group in sorted(self._groups.values(), key=lambda group: (-len(group), group[0])):
+        num_searches, bits, is_short = MAX_SEARCHES, np.zeros(mask.size * 32, np.uint8), False
+        for key, group in sorted(self._groups.items(), key=_order):
             fits = self._is_sure(group)
-            if not fits and num_searches > 0 and not self._by_kind:
+            counts = isinstance(key, int)
+            if not fits and num_searches > 0 and not self._by_kind and not (counts and is_short):
                 num_searches -= 1
                 both = {int(group[0]), int(group[-1])}
                 fits = all(self._goes_on(each, self._found) or self._finds(each) for each in both)
+            is_short = is_short or (counts and not fits)  # fewer characters do not fit either
             if fits:
                 bits[group] = 1
         mask |= np.packbits(bits, bitorder="little").view(np.int32)
@@ -123,9 +125,9 @@ class NearChoices:
         self._is_free = in_text and num_plain > 0 and num_plain == tables.num_up_to[most]
         self._by_kind = in_text and not self._is_free and num_plain > MAX_SINGLES
         groups: dict[object, npt.NDArray[np.intp]] = {}
-        if self._is_free:
-            for count in np.unique(num_chars[num_chars > 0]).tolist():
-                groups[count] = token_ids[num_chars == count]
+        if self._is_free:  # then the grammar allows all tokens of up to `most` characters
+            counts = range(1, most + 1)
+            groups.update({n: group for n in counts if len(group := tables.of_num_chars[n])})
             token_ids = token_ids[num_chars == 0]
         position = self._is_free, self._by_kind, state.kind
         groups.update(tables.grouped(token_ids, self._key_of, position))
@@ -188,7 +190,13 @@ class NearChoices:
             return []
         state = self._position.state.copy()
         state.read(self._vocabulary.tokens[token_id])
-        return shortest_end(ahead, self._vocabulary, state, left)
+        return shortest_end(ahead, self._vocabulary, state, left, self._path)
+
+
+def _order(item: tuple[object, npt.NDArray[np.intp]]) -> tuple[int, int, int]:
+    """The groups of characters first, the longest first; then by the number of their tokens."""
+    key, group = item
+    return (0, -key, 0) if isinstance(key, int) else (1, -len(group), int(group[0]))
 
 
 def ends_of(path: list[int]) -> list[list[int]]:
