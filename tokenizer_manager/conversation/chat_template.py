@@ -176,7 +176,7 @@ class ChatTemplate:
                 continue_final_message=continue_final_message,
                 budget=budget,
             )
-        messages = fitted(messages, self.shape)
+        messages = [_with_thinking(message) for message in fitted(messages, self.shape)]
         if continue_final_message:
             messages, add_generation_prompt = _with_end(messages), False
         messages = _in_parts(messages, self.part_roles)
@@ -231,6 +231,12 @@ class ChatTemplate:
         except RequestError:
             return None
         return all(text in prompt for text in texts)
+
+
+def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message with its reasoning under the name that the template of gpt-oss reads, too, as in transformers."""
+    reasoning = message.get("reasoning_content")
+    return message if reasoning is None else {"thinking": reasoning, **message}
 
 
 def _in_parts(messages: Sequence[Mapping[str, Any]], roles: frozenset[str]) -> Sequence[Mapping[str, Any]]:

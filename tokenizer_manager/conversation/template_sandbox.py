@@ -137,7 +137,7 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     # ------------------------------------------------------------ what compiled templates call
 
-    def call(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call something for the template: `(context, function, *arguments)`."""
         self.check_clock()
         function, arguments = args[1], args[2:]
@@ -159,7 +159,7 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             case "%" if isinstance(left, str):
                 check_percent(left)
             case "**":
-                raise LimitError("it uses ** for what could be a huge value")
+                _check_power(left, right)
         return super().call_binop(context, operator, left, right)
 
     def each(self, items: Iterable[Any]) -> Iterator[Any]:
@@ -264,6 +264,11 @@ def _check_product(left: Any, right: Any) -> None:
     sequence, count = (left, right) if hasattr(left, "__len__") else (right, left)
     if hasattr(sequence, "__len__") and isinstance(count, int):
         _check_length(len(sequence) * count, sequence)
+
+
+def _check_power(left: Any, right: Any) -> None:
+    if isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > _MAX_INT_BITS:
+        raise LimitError("it uses ** for what could be a huge value")
 
 
 def _check_length(length: int, sequence: object) -> None:

@@ -247,6 +247,51 @@ KIMI_K2: Final = """\
 {%- if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}
 """
 
+# Kimi K2 Thinking and K2.5, rewritten: macros, a namespace, a loop that breaks; a call has its id and no name.
+KIMI_K2_IDS: Final = """\
+{%- macro content_of(message) -%}
+{%- set c = message.get('content') -%}
+{%- if c is string -%}{{ c }}
+{%- elif c is not none -%}{% for part in c -%}{{ part['text'] }}{%- endfor -%}{%- endif -%}
+{%- endmacro -%}
+{%- macro role_of(message) -%}
+{%- set name = message.get('name') or message['role'] -%}
+{%- if message['role'] == 'user' -%}<|im_user|>{{ name }}<|im_middle|>
+{%- elif message['role'] == 'assistant' -%}<|im_assistant|>{{ name }}<|im_middle|>
+{%- else -%}<|im_system|>{{ name }}<|im_middle|>{%- endif -%}
+{%- endmacro -%}
+{%- macro calls_of(message) -%}
+<|tool_calls_section_begin|>
+{%- for call in message['tool_calls'] -%}
+<|tool_call_begin|>{{ call['id'] }}<|tool_call_argument_begin|>
+{%- if call['function']['arguments'] is string %}{{ call['function']['arguments'] }}
+{%- else %}{{ call['function']['arguments'] | tojson }}{% endif %}<|tool_call_end|>
+{%- endfor -%}
+<|tool_calls_section_end|>
+{%- endmacro -%}
+{%- set ns = namespace(last=-1) -%}
+{%- for index in range(messages | length - 1, -1, -1) -%}
+{%- if messages[index]['role'] == 'assistant' and not messages[index].get('tool_calls') -%}
+{%- set ns.last = index -%}{%- break -%}
+{%- endif -%}
+{%- endfor -%}
+{%- if tools -%}<|im_system|>tool_declare<|im_middle|>
+{%- if tools_ts_str -%}{{ tools_ts_str }}{%- else -%}{{ tools | tojson(separators=(',', ':')) }}{%- endif -%}
+<|im_end|>{%- endif -%}
+{%- for message in messages -%}
+{{ role_of(message) }}
+{%- if message['role'] == 'assistant' -%}
+<think>{{ message.get('reasoning_content', '') if loop.index0 > ns.last else '' }}</think>{{ content_of(message) }}
+{%- if message.get('tool_calls') -%}{{ calls_of(message) }}{%- endif -%}
+{%- elif message['role'] == 'tool' -%}
+{{ '## Return of ' + message.tool_call_id + '\\n' }}{{ content_of(message) }}
+{%- elif message['content'] is not none -%}{{ content_of(message) }}
+{%- endif -%}
+<|im_end|>
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|im_assistant|>assistant<|im_middle|>{%- endif -%}
+"""
+
 # SmolLM2 Instruct (Apache-2.0), the default model: no tools.
 SMOLLM2: Final = """\
 {% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}\

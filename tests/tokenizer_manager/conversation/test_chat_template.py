@@ -13,6 +13,7 @@ from engine.runtime.errors import ConfigError, RequestError
 from engine.tokenizer_manager.conversation import chat_template, template_sandbox
 from engine.tokenizer_manager.conversation.chat_template import ChatTemplate
 from engine.tokenizer_manager.conversation.template_sandbox import AbandonedError, RenderBudget
+from tests.tokenizer_manager.conversation import chat_templates
 from tests.tokenizer_manager.fake_engine import TEMPLATE
 
 USER = {"role": "user", "content": "hi"}
@@ -50,6 +51,38 @@ def test_templates_find_what_hugging_face_gives_them():
     assert render("{{ tools is none }}{{ documents is none }}{{ undefined_thing }}") == "TrueTrue"
     assert render("  {% if true %}\na\n  {% endif %}\nb") == "a\nb"
     assert render("{{ thinking }}", variables={"thinking": False}) == "False"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages | tojson(false, 2, (',', ':'), true) }}{{ messages | tojson(indent='\\t') }}",
+        "{% set ns = namespace(a=1, self=2) %}{% set ns.a = 3 %}{{ ns.a }}{{ ns.self }}",
+        "{{ dict([('a', 1)], b=2) }}{{ dict.fromkeys(['a'], 1) }}",
+        "{{ 2 ** 3 }}{{ 2 ** 0.5 }}{{ 2 ** -1 }}",
+        "{% macro f(y, x=2) %}{{ y + x }}{{ caller() if caller else '' }}{% endmacro %}"
+        "{{ f(y=1) }}{% call f(1) %}z{% endcall %}",
+        "{% for m in messages %}{% if loop.first %}{{ m.get('x', 'y') }}{% continue %}{% endif %}{% endfor %}",
+        "{{ messages | groupby('role') | list }}{{ messages | map(attribute='role') | join(',') }}",
+        "{{ 'a%sc' % 'b' }}{{ '{self}-{}'.format(1, self=2) }}{{ 'x' ~ 1 ~ none }}{{ joiner(',')() }}",
+        chat_templates.KIMI_K2_IDS,
+    ],
+)
+def test_templates_render_as_in_transformers(source: str):
+    transformers = pytest.importorskip("transformers.utils.chat_template_utils")
+    call = {"id": "functions.f:0", "type": "function", "function": {"name": "f", "arguments": {"a": "<é>"}}}
+    chat: list[dict[str, Any]] = [
+        USER,
+        {"role": "assistant", "content": "", "reasoning_content": "r", "tool_calls": [call]},
+        {"role": "tool", "content": "<r>", "tool_call_id": "functions.f:0"},
+    ]
+    tools = [{"type": "function", "function": {"name": "f", "description": "<é>"}}]
+    for variables in ({}, {"tools_ts_str": "namespace functions {}"}):
+        [expected], _ = transformers.render_jinja_template(
+            [chat], tools=tools, chat_template=source, add_generation_prompt=True, **variables
+        )
+        found = ChatTemplate(source, {}).render(chat, tools=tools, variables=variables)
+        assert found == expected
 
 
 def test_a_template_that_refuses_says_why():
