@@ -8,6 +8,7 @@ tool, a text beside calls, ids of calls that another model has made.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final
@@ -20,6 +21,7 @@ _SEPARATOR: Final = "\n\n"
 _SHORT_ID_CHARS: Final = 9
 _SHORT_ID: Final = "zq3456789"
 _LONG_ID: Final = "call_0123456789abcdef01234567"
+_NAMED_ID: Final = "functions.{}:{}"
 _ROLES: Final = {"s": "system", "u": "user", "t": "tool", **dict.fromkeys("acbp", "assistant")}
 
 
@@ -36,8 +38,10 @@ class TemplateShape:
         user_after_tool: a message of the user after the result of a tool.
         open_calls: calls without results, and then a message of the user.
         text_with_calls: a text of the assistant beside calls.
+        text_before_calls: such a text in a message of its own, without one of the user between it and the calls.
         parallel_calls: several calls in one message.
         any_ids: ids of calls that are not nine letters and digits.
+        call_names: the names of called tools; if not, they are shown as a part of the ids, `functions.NAME:0` (Kimi).
     """
 
     system: bool = True
@@ -48,8 +52,10 @@ class TemplateShape:
     user_after_tool: bool = True
     open_calls: bool = True
     text_with_calls: bool = True
+    text_before_calls: bool = True
     parallel_calls: bool = True
     any_ids: bool = True
+    call_names: bool = True
 
     @property
     def missing(self) -> list[str]:
@@ -80,6 +86,8 @@ def find_shape(shows: Shows) -> TemplateShape:
     if not has_tools:  # the template may want JSON text
         arguments = "{}"
         has_tools = can("uct")
+    beside, before = can("ubt"), can("uacta")
+    after_user = can("uaucta")
     return TemplateShape(
         system=can("su"),
         later_system=can("ssu", "susu", "suas", "suasua"),
@@ -88,9 +96,11 @@ def find_shape(shows: Shows) -> TemplateShape:
         no_user=can("s"),
         user_after_tool=can("uctu") or not has_tools,
         open_calls=can("ucu") or not has_tools,
-        text_with_calls=can("ubt") or not can("uacta"),
+        text_with_calls=beside or not (before or after_user),
+        text_before_calls=beside or before or not after_user,
         parallel_calls=can("uptt", with_names=True) or not can("uctct", with_names=True),
         any_ids=can("uct", call_id=_LONG_ID) or not has_tools,
+        call_names=can("uct", with_names=True) or not can("uct", call_id=_NAMED_ID, with_names=True),
     )
 
 
@@ -104,14 +114,14 @@ def _probe(chat: str, call_id: str, arguments: Any) -> list[Message]:
     for index, role in enumerate(chat):
         message: dict[str, Any] = {"role": _ROLES[role], "content": f"zq{index}qz"}
         if role in "cbp":
-            open_ids = [f"{call_id[:-1]}{number}" for number in range(1 + (role == "p"))]
+            names = [f"zq{index}{number}f" for number in range(1 + (role == "p"))]
+            open_ids = [
+                call_id.format(name, number) if call_id == _NAMED_ID else f"{call_id[:-1]}{number}"
+                for number, name in enumerate(names)
+            ]
             message["tool_calls"] = [
-                {
-                    "id": each,
-                    "type": "function",
-                    "function": {"name": f"zq{index}{each[-1]}f", "arguments": arguments},
-                }
-                for each in open_ids
+                {"id": each, "type": "function", "function": {"name": name, "arguments": arguments}}
+                for each, name in zip(open_ids, names, strict=True)
             ]
             if role != "b":
                 message["content"] = ""
@@ -127,8 +137,10 @@ def fitted(messages: Sequence[Message], shape: TemplateShape) -> Sequence[Messag
         return messages
     if not shape.any_ids:
         messages = [_with_short_ids(message) for message in messages]
+    if not shape.call_names:
+        messages = _with_named_ids(messages)
     if not shape.text_with_calls:
-        messages = [part for message in messages for part in _without_text(message)]
+        messages = [part for message in messages for part in _without_text(message, shape)]
     messages = _with_systems(messages, shape)
     if not shape.open_calls:
         messages = _with_results(messages)
@@ -231,11 +243,12 @@ def _one_by_one(messages: Sequence[Message]) -> list[Message]:
     return result
 
 
-def _without_text(message: Message) -> list[Message]:
-    """A message with calls as one with its text and one with the calls."""
+def _without_text(message: Message, shape: TemplateShape) -> list[Message]:
+    """A message with calls as one with its text and one with the calls; roles that must alternate do."""
     if not message.get("tool_calls") or not message.get("content"):
         return [message]
-    return [{"role": "assistant", "content": message["content"]}, {**message, "content": ""}]
+    between: list[Message] = [] if shape.text_before_calls else [{"role": "user", "content": ""}]
+    return [{"role": "assistant", "content": message["content"]}, *between, {**message, "content": ""}]
 
 
 def _joined(first: Message, second: Message) -> Message:
@@ -264,6 +277,27 @@ def _with_short_ids(message: Message) -> Message:
     if message.get("tool_calls"):
         changed["tool_calls"] = [{**call, "id": _short_id(call.get("id"))} for call in message["tool_calls"]]
     return changed
+
+
+def _with_named_ids(messages: Sequence[Message]) -> list[Message]:
+    """The messages with ids that have the name of the tool, and the number of the call in the chat."""
+    ids: dict[str, str] = {}
+    result: list[Message] = []
+    count = 0
+    for message in messages:
+        changed = dict(message)
+        if calls := message.get("tool_calls"):
+            changed["tool_calls"] = []
+            for number, call in enumerate(calls, count):
+                name, old = call["function"]["name"], str(call.get("id"))
+                is_named = re.fullmatch(rf"functions\.{re.escape(name)}:\d+", old) is not None
+                ids[old] = old if is_named else _NAMED_ID.format(name, number)
+                changed["tool_calls"].append({**call, "id": ids[old]})
+            count += len(calls)
+        if (call_id := str(message.get("tool_call_id"))) in ids:
+            changed["tool_call_id"] = ids[call_id]
+        result.append(changed)
+    return result
 
 
 def _short_id(call_id: object) -> str:

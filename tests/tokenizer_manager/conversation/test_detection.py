@@ -28,6 +28,8 @@ class _ToolTokens:
 
 def detect(source: str | None, **config: Any) -> AnswerFormats:
     template = None if source is None else ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"})
+    if template is not None:
+        template.find_shape()
     tokenizer: Any = _ToolTokens() if source == chat_templates.LFM2 else TOKENIZER
     return detect_formats(template, tokenizer, AnswerConfig(**config))
 
@@ -43,6 +45,7 @@ def detect(source: str | None, **config: Any) -> AnswerFormats:
         ("GPT_OSS", "harmony", "harmony", True),
         ("GLM45", "glm45", "think", True),
         ("KIMI_K2", "kimi_k2", None, True),
+        ("KIMI_K2_IDS", "kimi_k2", "think", True),
         ("GEMMA4", "gemma4", "gemma4", True),
         ("LFM2", "lfm2", None, True),
         ("SEED_OSS", "seed_oss", "seed_oss", True),

@@ -289,15 +289,34 @@ def test_parallel_calls_are_shown_one_by_one_with_their_results(source: str):
     assert "second" in template.render(messages, add_generation_prompt=False)
 
 
-def test_a_text_beside_calls_stays_there_if_it_cannot_be_a_message_of_its_own():
-    source = MINISTRAL.replace(
+@pytest.mark.parametrize("source", [MINISTRAL, MISTRAL_SMALL, NEMO])
+def test_a_text_beside_calls_is_shown_by_a_template_of_roles_that_must_alternate(source: str):
+    """An empty message of the user stands between the text and the calls."""
+    dropping = source.replace(
         "{{- m.content + '</s>' }}\n{%- elif m.role == 'user'", "{%- elif m.role == 'user'"
     )
-    template = found(source)
-    messages = chat("ucta")
-    messages[1]["content"] = "look"
-    assert source != MINISTRAL and template.shape.text_with_calls
-    assert "text 3." in template.render(messages, add_generation_prompt=False)
+    template = found(dropping)
+    assert dropping != source
+    assert not template.shape.text_with_calls and not template.shape.text_before_calls
+    for roles in ("ucta", "uauctcta", "uctu"):
+        messages = chat(roles)
+        for index, message in enumerate(messages):
+            message["content"] = f"text {index}."
+        prompt = template.render(messages, add_generation_prompt=False)
+        places = [prompt.index(message["content"]) for message in messages]
+        assert places == sorted(places)
+
+
+def test_ids_have_the_names_of_tools_where_the_template_shows_ids_only():
+    """Kimi K2: the history of another server has other ids, and the model would not see which tool was called."""
+    template = found(chat_templates.KIMI_K2_IDS)
+    assert template.shape.missing == ["call_names"]
+    messages = chat("uctctu")
+    messages[3]["tool_calls"][0]["id"] = messages[4]["tool_call_id"] = "functions.f:7"
+    prompt = template.render(messages, add_generation_prompt=False)
+    assert "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>" in prompt
+    assert "## Return of functions.f:0\ntext 2." in prompt
+    assert "<|tool_call_begin|>functions.f:7<" in prompt and "## Return of functions.f:7\ntext 4." in prompt
 
 
 def test_an_answer_is_continued_after_messages_were_joined():
