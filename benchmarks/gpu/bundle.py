@@ -1,4 +1,4 @@
-"""Makes a folder with the packages that a GPU host without network lacks: sgl_kernel, reduced, and pure wheels.
+"""Makes a folder with what a GPU host without network lacks: sgl_kernel, reduced, pure wheels, and golden answers.
 
     python benchmarks/gpu/bundle.py [--out build/gpu-bundle]
 
@@ -102,6 +102,7 @@ def main() -> None:
 
     for wheel in download(WHEELS, args.downloads, args.python):
         unpack(wheel, args.out)
+    make_golden_answers(args.out / "golden")
     (kernels,) = download((KERNELS,), args.downloads, args.python)
     with tempfile.TemporaryDirectory(dir=args.out.parent) as work:
         unpack(kernels, Path(work), only=wanted_file)
@@ -111,6 +112,17 @@ def main() -> None:
     print(f"{args.out}: {size:.1f} MiB in {time.perf_counter() - started_s:.0f} s")
     if size > MAX_MIB:
         sys.exit(f"the bundle has {size:.0f} MiB, more than {MAX_MIB}")
+
+
+def make_golden_answers(folder: Path) -> None:
+    """The models and answers that `triage.py` compares a GPU with; a minute. Needs the engine's packages here."""
+    path = Path(__file__).with_name("path.py")
+    if subprocess.run(
+        [sys.executable, str(path), "benchmarks.gpu.golden", str(folder)], check=False
+    ).returncode:
+        print(
+            "no golden answers; the triage will make them on the GPU host, which takes a minute of its time"
+        )
 
 
 def download(requirements: tuple[str, ...], folder: Path, python: str) -> list[Path]:

@@ -34,7 +34,7 @@ from benchmarks.gpu.model_checks import (
     prompts_of,
 )
 from benchmarks.gpu.models import write_tiny_model
-from benchmarks.gpu.sections import Report, Section, run_sections
+from benchmarks.gpu.sections import Report, Section, flags_of, run_sections, settings_that_passed
 
 BUDGET_S: Final = 470.0
 
@@ -79,7 +79,7 @@ def http(report: Report) -> None:
         write_tiny_model(Path(name), "llama", "float32")
         command = [sys.executable, "-P", "-m", "engine", "serve", name, "--device", report.device]
         # In bfloat16 every twelfth token of a random model is a near tie, which the rounding of a batch would decide.
-        command += ["--dtype", "float32"]
+        command += ["--dtype", "float32", *flags_of(settings_that_passed())]
         command += ["--port", "0", "--max-model-len", "512", "--max-total-tokens", "16384"]
         with open(Path(name) / "log", "w+") as log:
             server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)

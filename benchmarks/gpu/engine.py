@@ -1,4 +1,4 @@
-"""`Engine`: scheduler, runner and pipeline of a model with dummy weights on one thread, with the times of each step."""
+"""`Engine`: scheduler, runner and pipeline of a model on one thread; measures its steps, or returns its answers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
+from benchmarks.gpu.sections import settings_that_passed
 from engine.launch.resolve.memory_budget import capacity_of
 from engine.launch.resolve.prepare import prepare
 from engine.runtime.config.config_sources import from_arguments, merge
-from engine.runtime.messages import BatchTokenOutput, GenerateRequest
+from engine.runtime.messages import BatchTokenOutput, FinishKind, GenerateRequest, TokenOutput
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import (
     ForwardMode,
@@ -96,8 +98,16 @@ class Run(NamedTuple):
     seconds: float
 
 
+class Generated(NamedTuple):
+    """The answer to one request; `tops`: for each token the log-probabilities of the likeliest tokens."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    tops: list[dict[int, float]]
+
+
 class Engine:
-    """Scheduler, runner and pipeline of a model with dummy weights."""
+    """Scheduler, runner and pipeline of a model, by default with dummy weights."""
 
     def __init__(self, folder: Path, device: str, **settings: Any) -> None:
         from engine.model_runner.load import load_model_runner
@@ -112,7 +122,7 @@ class Engine:
             "dtype": "bfloat16",
         }
         arguments |= {"seed": 1, "multi_step_ms": 0.0}  # each step is measured alone
-        prepared = prepare(merge(from_arguments({**arguments, **settings})))
+        prepared = prepare(merge(from_arguments({**arguments, **settings_that_passed(), **settings})))
         config, self.spec = prepared.config, prepared.spec
         runner = load_model_runner(config, prepared.source, self.spec, capacity_of(config, self.spec))
         self._model_runner = runner
@@ -129,7 +139,11 @@ class Engine:
     def run(self, work: Sequence[Work]) -> Run:
         """Run all requests at once, to the end."""
         for one in work:
-            self._submit(one)
+            ids = self._random.integers(0, self.spec.vocab_size, one.prompt_len, dtype=np.int32)
+            sampling = SamplingParams(
+                temperature=0.0, seed=self._num_requests, max_new_tokens=one.output_len, ignore_eos=True
+            )
+            self._submit(ids, sampling)
         self._runner.steps.clear()
         host_s: list[float] = []
         num_tokens = 0
@@ -158,13 +172,38 @@ class Engine:
         finally:
             self._model_runner.executor = executor
 
-    def _submit(self, work: Work) -> None:
-        ids = self._random.integers(0, self.spec.vocab_size, work.prompt_len, dtype=np.int32)
-        sampling = SamplingParams(
-            temperature=0.0, seed=self._num_requests, max_new_tokens=work.output_len, ignore_eos=True
-        )
+    def answer(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Generated]:
+        """Run requests that ask for log-probabilities, all at once, to the end."""
+        answers = {
+            self._submit(np.array(prompt, dtype=np.int32), sampling): Generated([], [], [])
+            for prompt, sampling in zip(prompts, params, strict=True)
+        }
+        busy = True
+        while self._scheduler.num_unfinished or busy:
+            busy = self._pipeline.advance(lambda: False)
+            for output in self._scheduler.take_outputs():
+                for row in output.outputs:
+                    if row.finish is not None and row.finish.kind != FinishKind.LENGTH:
+                        raise RuntimeError(f"a request ended by {row.finish}")
+                    _add(answers[row.rid], row)
+        self._pipeline.idle()
+        return list(answers.values())
+
+    def _submit(self, ids: npt.NDArray[np.int32], sampling: SamplingParams) -> str:
         self._num_requests += 1
-        request = GenerateRequest(
-            f"r{self._num_requests}", ids.tobytes(), sampling, arrival_s=time.monotonic()
-        )
-        self._pipeline.handle(request)
+        rid = f"r{self._num_requests}"
+        self._pipeline.handle(GenerateRequest(rid, ids.tobytes(), sampling, arrival_s=time.monotonic()))
+        return rid
+
+
+def _add(answer: Generated, row: TokenOutput) -> None:
+    tokens = np.frombuffer(row.token_ids, np.int32).tolist()
+    if not tokens:
+        return
+    assert row.logprobs is not None, "the request does not ask for log-probabilities"
+    shape = len(tokens), row.logprobs.top_k
+    top_ids = np.frombuffer(row.logprobs.top_ids, np.int32).reshape(shape).tolist()
+    top_logprobs = np.frombuffer(row.logprobs.top_logprobs, np.float32).reshape(shape).tolist()
+    answer.tokens.extend(tokens)
+    answer.logprobs.extend(np.frombuffer(row.logprobs.token_logprobs, np.float32).tolist())
+    answer.tops.extend(dict(zip(*one, strict=True)) for one in zip(top_ids, top_logprobs, strict=True))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from benchmarks.gpu.models import ARCHITECTURES, TINY_VOCAB, write_tiny_model
-from benchmarks.gpu.sections import LoggedMessages, Report
+from benchmarks.gpu.sections import LoggedMessages, Report, settings_that_passed
 
 if TYPE_CHECKING:
     from engine import LLM
@@ -29,7 +29,9 @@ def models(report: Report) -> None:
     for model_type in names:
         for dtype in ("float32", "bfloat16"):
             with_all = report.device == "cuda" and dtype == "bfloat16"
-            backends = ["", "triton", "torch_native"] if with_all else [""]
+            avoided = settings_that_passed().get("avoid_kernels", ())
+            by_triton = [] if {"triton", "triton:attention"} & set(avoided) else ["triton"]
+            backends = ["", *by_triton, "torch_native"] if with_all else [""]
             with tempfile.TemporaryDirectory() as name:
                 reference = write_tiny_model(Path(name), model_type, dtype).to(report.device)
                 for backend in backends:
@@ -91,7 +93,10 @@ def graphs(report: Report) -> None:
         with LoggedMessages() as log:
             _same(report, model_type, {"record_steps": False}, {"record_steps": True}, chunk=chunk)
         with report.part(f"{model_type}: decodes and prompts of up to {chunk} tokens were recorded"):
-            for kind in ("decode_graphs=", "prompt_graphs="):
+            for name in {"decode_graphs", "prompt_graphs"} - set(
+                settings_that_passed().get("avoid_kernels", ())
+            ):
+                kind = f"{name}="
                 recorded = [line for line in log.starting_with(kind) if f"{kind}0" not in line]
                 assert recorded, log.starting_with(kind, "attention_backend=")
                 report.note(recorded[-1])
@@ -171,7 +176,7 @@ def make_llm(folder: Path, report: Report, **settings: Any) -> LLM:
         "max_recorded_bs": 8,
         "seed": 1,
     }
-    return LLM(str(folder), **{**defaults, **settings})
+    return LLM(str(folder), **{**defaults, **settings_that_passed(), **settings})
 
 
 def generate(llm: LLM, prompts: list[list[int]], num: int) -> list[GenerationOutput]:

@@ -70,13 +70,16 @@ def write_shape(folder: Path, config: dict[str, Any]) -> Path:
     return folder
 
 
-def write_tiny_model(folder: Path, model_type: str, dtype: str, seed: int = 0) -> Any:
-    """A tiny random model with weights and a tokenizer of bytes, saved; returns transformers' model, in float32."""
+def write_tiny_model(folder: Path, model_type: str, dtype: str, seed: int = 0, **sizes: int) -> Any:
+    """A tiny random model with weights and a tokenizer of bytes, saved; returns transformers' model, in float32.
+
+    `sizes`: fields of its configuration that differ.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM, logging
 
     logging.disable_progress_bar()
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(model_type, **{**_TINY, **ARCHITECTURES[model_type]})
+    config = AutoConfig.for_model(model_type, **{**_TINY, **ARCHITECTURES[model_type], **sizes})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -22,12 +22,14 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self
 
-_MARK = "@@ "  # before a line of JSON for the parent
+MARK = "@@ "  # before a line of JSON for the parent
+_SETTINGS = "ENGINE_GPU_SETTINGS"
 _SKIPPED = 77  # exit code of a section that cannot run here
 _FAILED = 78  # exit code of a section that has printed the reason
 _LAST_LINES = 40  # of a failed section's output
@@ -134,7 +136,7 @@ class Report:
             self.note(f"ok {time.perf_counter() - started_s:6.1f} s  {name}")
 
     def _tell(self, message: dict[str, Any]) -> None:
-        print(_MARK + json.dumps(message), flush=True)
+        print(MARK + json.dumps(message), flush=True)
 
 
 class LoggedMessages(logging.Handler):
@@ -174,6 +176,18 @@ class Result:
     output: list[str] = field(default_factory=list)
 
 
+def settings_that_passed() -> dict[str, Any]:
+    """The settings of the engine that `--triage` names; none without it."""
+    found: dict[str, Any] = json.loads(os.environ.get(_SETTINGS, "{}"))
+    return found
+
+
+def flags_of(settings: Mapping[str, Any]) -> list[str]:
+    """Settings as flags of `engine serve`: `avoid_kernels`, a list of names, and `overlap`."""
+    flags = ["--avoid-kernels", ",".join(names)] if (names := settings.get("avoid_kernels")) else []
+    return flags + ([] if settings.get("overlap", True) else ["--no-overlap"])
+
+
 def run_sections(module: str, title: str, sections: Sequence[Section], budget_s: float) -> NoReturn:
     """Run the command: parse arguments, run all or one section, print, write JSON, exit with 1 if one failed.
 
@@ -189,9 +203,17 @@ def run_sections(module: str, title: str, sections: Sequence[Section], budget_s:
     )
     parser.add_argument("--budget", type=float, default=budget_s, help="seconds for all")
     parser.add_argument("--json", type=Path, default=None, help="file for all results")
+    parser.add_argument(
+        "--triage", type=Path, default=None, help="triage.json: run with the settings that it found"
+    )
     parser.add_argument("--section", help=argparse.SUPPRESS)
     args = parser.parse_args()
     by_name = {section.name: section for section in sections}
+    if args.triage:
+        settings = json.loads(args.triage.read_text()).get("settings")
+        if settings is None:
+            parser.error(f"{args.triage} has no settings with which everything passed")
+        os.environ[_SETTINGS] = json.dumps(settings)  # for the sections' processes
     if args.section:
         by_name[args.section].run(Report(args.device, args.tiny))
         sys.exit(0)
@@ -230,23 +252,11 @@ def _run_section(module: str, section: Section, options: list[str], device: str,
         result.status = "NOT RUN"
         result.failures.append("no time left; see --budget and --only")
         return result
+    command = [sys.executable, "-P", "-m", module, "--section", section.name, *options]
     started_s = time.monotonic()
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", module, "--section", section.name, *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,  # so that its own children end with it
-    )
-    ended = False
-    try:
-        ended = _read(process, result, started_s + limit_s)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        code = process.wait()
+    code = run_child(command, limit_s, partial(_take_line, result))
     result.seconds = time.monotonic() - started_s
-    if not ended:
+    if code is None:
         result.failures.append(f"ended after {limit_s:.0f} s, its limit")
     elif code not in (0, _SKIPPED, _FAILED):
         result.failures.append(f"exit code {code}")
@@ -254,7 +264,37 @@ def _run_section(module: str, section: Section, options: list[str], device: str,
     return result
 
 
-def _read(process: subprocess.Popen[bytes], result: Result, deadline_s: float) -> bool:
+def run_child(
+    command: Sequence[str],
+    limit_s: float,
+    take_line: Callable[[str], None],
+    environment: Mapping[str, str] | None = None,
+) -> int | None:
+    """Run a command and pass on each line of its output; it ends, with its own children, at a time limit.
+
+    Returns:
+        its exit code; None: the limit passed.
+    """
+    deadline_s = time.monotonic() + limit_s
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        env=None if environment is None else {**os.environ, **environment},
+        start_new_session=True,  # so that its own children end with it
+    )
+    ended = False
+    try:
+        ended = _read(process, take_line, deadline_s)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        code = process.wait()
+    return code if ended else None
+
+
+def _read(process: subprocess.Popen[bytes], take_line: Callable[[str], None], deadline_s: float) -> bool:
     """Read its output until it ends (returns True) or its time is over (False)."""
     assert process.stdout is not None
     fd, rest = process.stdout.fileno(), b""
@@ -266,15 +306,15 @@ def _read(process: subprocess.Popen[bytes], result: Result, deadline_s: float) -
                 return True
             *lines, rest = (rest + part).split(b"\n")
             for line in lines:
-                _take_line(line.decode(errors="replace"), result)
+                take_line(line.decode(errors="replace"))
     return False
 
 
-def _take_line(line: str, result: Result) -> None:
-    if not line.startswith(_MARK):
+def _take_line(result: Result, line: str) -> None:
+    if not line.startswith(MARK):
         result.output = [*result.output[1 - _LAST_LINES :], line]
         return
-    message = json.loads(line.removeprefix(_MARK))
+    message = json.loads(line.removeprefix(MARK))
     if "figure" in message:
         result.figures.append(Figure(**message["figure"]))
         print(result.figures[-1].line(), flush=True)
