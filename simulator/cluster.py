@@ -59,6 +59,47 @@ class ClusterSettings(NamedTuple):
             )
 
 
+class _Arrivals:
+    """The requests of a workload and, in a closed loop, those that follow an answer; by arrival.
+
+    Attributes:
+        first: the next request; None: there is none, until an answer brings one.
+    """
+
+    def __init__(self) -> None:
+        self.first: SimRequest | None = None
+        self._workload: Workload = iter(())
+        self._upcoming: SimRequest | None = None
+        self._turns: list[tuple[float, int, SimRequest]] = []
+        self._num_turns = 0
+
+    def begin(self, workload: Workload) -> None:
+        self._workload = workload
+        self._upcoming = next(workload, None)
+        self._choose()
+
+    def advance(self) -> None:
+        """Take `first`."""
+        if self.first is self._upcoming:
+            self._upcoming = next(self._workload, None)
+        else:
+            heapq.heappop(self._turns)
+        self._choose()
+
+    def answered(self, live: ActiveRequest, now_s: float) -> None:
+        """A request has its last token: its session goes on."""
+        turn = live.request.next_turn and live.request.next_turn(now_s)
+        if turn is not None:
+            self._num_turns += 1
+            heapq.heappush(self._turns, (turn.arrival_s, self._num_turns, turn))
+            self._choose()
+
+    def _choose(self) -> None:
+        self.first = self._upcoming
+        if self._turns and (self.first is None or self._turns[0][0] < self.first.arrival_s):
+            self.first = self._turns[0][2]
+
+
 class Cluster:
     """See the module.
 
@@ -73,6 +114,7 @@ class Cluster:
         self._settings = settings
         self._measurements = measurements
         self._events: list[_Event] = []
+        self._arrivals = _Arrivals()
         self._num_events = 0
         self._link_free_s: dict[int, float] = {}
         num_entry = settings.num_prefill or settings.num_replicas
@@ -86,13 +128,17 @@ class Cluster:
                 cost,
                 measurements,
                 self._dispatcher,
+                answered=self._arrivals.answered,
                 hand_over=partial(self._hand_over, idx) if num_decode else None,
             )
             for idx in range(num_entry)
         ]
         decode = _decode_settings(replica)
         self._decoders = [
-            SimulatedEngine(decode, cost, measurements, self._decode_dispatcher) for _ in range(num_decode)
+            SimulatedEngine(
+                decode, cost, measurements, self._decode_dispatcher, answered=self._arrivals.answered
+            )
+            for _ in range(num_decode)
         ]
         self._max_outstanding = replica.scheduler.max_queued_requests + replica.capacity.max_running_requests
         self._due: dict[int, tuple[float, int]] = {}  # id of a replica -> its next event; others are stale
@@ -121,19 +167,21 @@ class Cluster:
             self._run(workload, on_progress)
 
     def _run(self, workload: Workload, on_progress: Callable[[int], None] | None) -> None:
-        events = self._events
-        upcoming = next(workload, None)
+        events, arrivals = self._events, self._arrivals
+        arrivals.begin(workload)
         now_s = 0.0
         for num_events in itertools.count():
             if on_progress is not None and num_events % _EVENTS_PER_REPORT == 0:
                 on_progress(self._measurements.num_finished)
             # At equal times arrivals go first: a step includes every request that has arrived.
-            while upcoming is not None and (not events or upcoming.arrival_s <= events[0][0]):
+            while (upcoming := arrivals.first) is not None and (
+                not events or upcoming.arrival_s <= events[0][0]
+            ):
                 if not self._has_room():
                     break
+                arrivals.advance()
                 now_s = max(now_s, upcoming.arrival_s)
                 self._dispatch(upcoming, now_s)
-                upcoming = next(workload, None)
             if not events:
                 assert upcoming is None, "requests wait although the replicas are idle"
                 return
@@ -172,6 +220,7 @@ class Cluster:
                 end_s=live.last_s,
                 output_len=1,
             )
+            self._arrivals.answered(live, live.last_s)
             return
         engine = self._entry[self._dispatcher.send(live, self._accepting())]
         if request.ready_s is None or request.ready_s <= now_s:

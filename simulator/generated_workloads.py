@@ -45,7 +45,7 @@ class Lengths(NamedTuple):
     def draws(self, rng: np.random.Generator) -> Iterator[int]:
         """An endless stream."""
         mean, low, high = math.log(self.median), self.low, self.high
-        return _stream(lambda: np.clip(rng.lognormal(mean, self.sigma, _BLOCK), low, high).astype(np.int64))
+        return stream(lambda: np.clip(rng.lognormal(mean, self.sigma, _BLOCK), low, high).astype(np.int64))
 
 
 class Exponential(NamedTuple):
@@ -55,21 +55,21 @@ class Exponential(NamedTuple):
 
     def draws(self, rng: np.random.Generator) -> Iterator[float]:
         """An endless stream."""
-        return _stream(lambda: rng.exponential(self.mean_s, _BLOCK))
+        return stream(lambda: rng.exponential(self.mean_s, _BLOCK))
 
 
 def choices(rng: np.random.Generator, values: list[int], weights: list[float]) -> Iterator[int]:
     """An endless stream of values, drawn with these weights."""
     shares = np.array(weights) / sum(weights)
     table = np.array(values)
-    return _stream(lambda: table[rng.choice(len(table), _BLOCK, p=shares)])
+    return stream(lambda: table[rng.choice(len(table), _BLOCK, p=shares)])
 
 
 def popularity(rng: np.random.Generator, count: int, exponent: float) -> Iterator[int]:
     """An endless stream of 0..count-1, where the k-th is drawn with weight 1 / k^exponent (Zipf)."""
     weights = 1.0 / np.arange(1, count + 1) ** exponent
     bounds = np.cumsum(weights / weights.sum())
-    return _stream(lambda: np.minimum(np.searchsorted(bounds, rng.random(_BLOCK)), count - 1))
+    return stream(lambda: np.minimum(np.searchsorted(bounds, rng.random(_BLOCK)), count - 1))
 
 
 def arrivals(rate: float, burstiness: float, rng: np.random.Generator) -> Iterator[float]:
@@ -95,12 +95,13 @@ def _sums(rate: float, burstiness: float, rng: np.random.Generator) -> Iterator[
     if math.isinf(rate):
         while True:
             yield now_s
-    for gap_s in _stream(lambda: rng.gamma(burstiness, 1.0 / (rate * burstiness), _BLOCK)):
+    for gap_s in stream(lambda: rng.gamma(burstiness, 1.0 / (rate * burstiness), _BLOCK)):
         now_s += gap_s
         yield now_s
 
 
-def _stream(draw: Callable[[], npt.NDArray[Any]]) -> Iterator[Any]:
+def stream(draw: Callable[[], npt.NDArray[Any]]) -> Iterator[Any]:
+    """The values of one block of draws after the other, without end."""
     while True:
         yield from draw().tolist()
 
@@ -128,17 +129,24 @@ class Script(NamedTuple):
     tenant: str = ""
 
 
-class _Conversation:
-    """An open conversation; its history is stored as segments, since thousands are open at a time."""
+class Conversation:
+    """An open conversation; its history is stored as segments, since thousands are open at a time.
+
+    Attributes:
+        script: its course.
+        history: the turns so far: the question, and the length of its answer.
+        next_turn: index of the turn that is asked next.
+    """
 
     __slots__ = ("history", "next_turn", "script")
 
     def __init__(self, script: Script) -> None:
         self.script = script
-        self.history: list[tuple[Segment, int]] = []  # question, length of its answer
+        self.history: list[tuple[Segment, int]] = []
         self.next_turn = 0
 
     def ask(self, rid: str, now_s: float, segment_id: int) -> SimRequest:
+        """The request of the next turn, whose question has this id."""
         script = self.script
         turn = script.turns[self.next_turn]
         self.next_turn += 1
@@ -154,6 +162,7 @@ class _Conversation:
 
     @property
     def is_over(self) -> bool:
+        """Whether all turns have been asked."""
         return self.next_turn == len(self.script.turns)
 
 
@@ -178,12 +187,12 @@ def interleave(
     """
     opened = zip(scripts, starts_s, strict=False)
     upcoming = next(opened, None)
-    waiting: list[tuple[float, int, _Conversation]] = []
+    waiting: list[tuple[float, int, Conversation]] = []
     num_started = 0
     for idx in range(num_requests):
         if upcoming is not None and (not waiting or upcoming[1] <= waiting[0][0]):
             script, now_s = upcoming
-            conversation, seq = _Conversation(script), num_started
+            conversation, seq = Conversation(script), num_started
             num_started += 1
             upcoming = next(opened, None)
         elif waiting:

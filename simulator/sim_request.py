@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
@@ -44,6 +44,7 @@ class SimRequest(NamedTuple):
         ready_s: when it could be scheduled at the earliest (its grammar was compiled, the KV of its prompt had come);
             None: at its arrival.
         is_prefilled: the KV of its prompt comes from outside the simulation, with the first token.
+        next_turn: in a closed loop, from the time of its answer to the request that follows; None: there is none.
     """
 
     rid: str
@@ -57,6 +58,7 @@ class SimRequest(NamedTuple):
     template: GenerateRequest | None = None
     ready_s: float | None = None
     is_prefilled: bool = False
+    next_turn: Callable[[float], SimRequest | None] | None = None
 
     @property
     def prompt_len(self) -> int:

@@ -88,18 +88,21 @@ class SimulatedEngine:
         measurements: Measurements,
         dispatcher: SimulatedDispatcher,
         *,
+        answered: Callable[[ActiveRequest, float], None],
         hand_over: Callable[[ActiveRequest, float], None] | None = None,
     ) -> None:
         """Create an idle replica.
 
         Args:
             dispatcher: chose this replica for its requests, and learns how they go.
+            answered: called with each request that has its last token.
             hand_over: called with each request that has its first token; another replica continues it.
         """
         self._settings = settings
         self._cost = cost
         self._measurements = measurements
         self._dispatcher = dispatcher
+        self._answered = answered
         self._hand_over = hand_over
         self._padding = StaticPadding() if settings.scheduler.schedule_policy == "static" else None
         self.scheduler = Scheduler(
@@ -350,6 +353,7 @@ class SimulatedEngine:
             end_s=now_s,
             output_len=request.output_len,
         )
+        self._answered(live, now_s)
 
     def _fail(self, rid: str, message: str, now_s: float) -> None:
         live = self._live.pop(rid)

@@ -60,8 +60,8 @@ def simulate(
         str | None,
         _option(
             _WORKLOAD,
-            "chat (the default), rag, batch, or a file: a Mooncake, Qwen, Azure or BurstGPT trace; ShareGPT "
-            "conversations, rows of messages, Alpaca rows.",
+            "chat (the default), rag, batch, agents (which wait for their answers), or a file: a Mooncake, Qwen, Azure "
+            "or BurstGPT trace; ShareGPT conversations, rows of messages, Alpaca rows.",
         ),
     ] = None,
     num_requests: Annotated[
@@ -80,7 +80,14 @@ def simulate(
     ] = None,
     prompt_len: Annotated[
         int | None,
-        _option(_WORKLOAD, "Median length in tokens of questions (chat), documents (rag), items (batch)."),
+        _option(
+            _WORKLOAD,
+            "Median length in tokens of questions (chat), documents (rag), items (batch), or tools' results (agents, "
+            "whose other lengths scale with it).",
+        ),
+    ] = None,
+    num_agents: Annotated[
+        int | None, _option(_WORKLOAD, "Agents at work at a time (default: 16); each waits for its answers.")
     ] = None,
     output_len: Annotated[int | None, _option(_WORKLOAD, "Median length of outputs, in tokens.")] = None,
     prompt_lens: Annotated[
@@ -189,6 +196,7 @@ def simulate(
         time_scale=time_scale,
         trace_block_size=trace_block_size,
         trace_time_unit=trace_time_unit,
+        num_agents=num_agents,
     )
     source = asked.source(workload)
     merged = merge_options(_with_changes(settings, changes or []), config_file=config_file)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ...runtime.errors import ConfigError
 
 if TYPE_CHECKING:
+    from ...simulator.agent_workload import Agents
     from ...simulator.generated_workloads import Arrival
     from ...simulator.sim_request import Workload
     from ...simulator.trace_files import TimeUnit
@@ -19,6 +20,7 @@ _MEDIANS: Final = frozenset({"prompt_len", "output_len"})
 _MOMENTS: Final = frozenset({"rate", "burstiness"})
 _OF_TRACES: Final = frozenset({"time_scale", "trace_block_size", "trace_time_unit"})
 _GENERATED: Final = frozenset({"num_requests", "workload_seed"})
+_AGENTS: Final = "agents"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +38,7 @@ class WorkloadOptions:
     time_scale: float | None
     trace_block_size: int | None = None
     trace_time_unit: TimeUnit | None = None
+    num_agents: int | None = None
 
     def source(self, workload: str | None) -> str:
         """The source of the requests: `GIVEN_LENGTHS`, the name of a generated workload, or a path.
@@ -53,6 +56,10 @@ class WorkloadOptions:
                 )
             return self._only(_GENERATED | _MOMENTS | {"prompt_lens", "output_lens"}, GIVEN_LENGTHS)
         name = workload or "chat"
+        if name == _AGENTS:
+            return self._only(
+                _GENERATED | {"num_agents", "prompt_len"}, name, "an answer brings the next turn"
+            )
         if name in GENERATED:
             # All items of a batch come at once.
             moments = frozenset[str]() if name == "batch" else _MOMENTS
@@ -60,7 +67,7 @@ class WorkloadOptions:
         path = Path(name).expanduser()
         if not path.exists():
             raise ConfigError(
-                f"--workload is {name!r}, but it must be one of {', '.join(GENERATED)}, or a file"
+                f"--workload is {name!r}, but it must be one of {', '.join([*GENERATED, _AGENTS])}, or a file"
             )
         if kind_of(path).is_timed:
             return self._only(_OF_TRACES | {"num_requests"}, name, "a trace has its own times and lengths")
@@ -82,6 +89,8 @@ class WorkloadOptions:
             return given_lengths(
                 _lens("--prompt-lens", self.prompt_lens), _lens("--output-lens", output_lens), arrival
             )
+        if source == _AGENTS:
+            return self._agents().requests(arrival)
         if source in GENERATED:
             return with_medians(GENERATED[source], self.prompt_len, self.output_len).requests(arrival)
         options = TraceOptions(self.trace_block_size, self.trace_time_unit, self.time_scale)
@@ -91,6 +100,17 @@ class WorkloadOptions:
         """The number of requests; 0 if only the file says it."""
         is_file = source != GIVEN_LENGTHS and self.prompt_lens is None and Path(source).expanduser().exists()
         return self.num_requests or (0 if is_file else self._arrival().num_requests)
+
+    def _agents(self) -> Agents:
+        """The agents, with all lengths scaled so that the results of tools have the median of --prompt-len."""
+        from ...simulator.agent_workload import RESULT, Agents
+
+        agents = Agents() if self.num_agents is None else Agents(num_agents=self.num_agents)
+        if self.prompt_len is None:
+            return agents
+        if self.prompt_len < 1:
+            raise ConfigError(f"--prompt-len is {self.prompt_len}, but it must be at least 1")
+        return replace(agents, scale=self.prompt_len / RESULT.median)
 
     def _arrival(self) -> Arrival:
         from ...simulator.generated_workloads import Arrival

@@ -51,7 +51,7 @@ PreemptionModeName = Literal["cost", "recompute", "swap"]
 EstimatorName = Literal["ratio", "beta", "full", "none"]
 LengthEstimate = Literal["max-tokens", "tenant-average"]
 EvictionPolicyName = Literal["lru", "lfu", "fifo", "slru", "priority"]
-PresetName = Literal["chat", "rag", "batch", "latency"]
+PresetName = Literal["chat", "rag", "agents", "batch", "latency"]
 
 DERIVED: Final = {"derived": True}
 """Metadata of a field that `resolve` fills in and that is not a setting."""

@@ -38,6 +38,12 @@ PRESETS: Final[Mapping[str, Mapping[str, PresetValue]]] = {
         "eviction_policy": PresetValue("slru", "documents used twice outlive those used once"),
         "pin_fraction": PresetValue(0.5, "capacity to pin the instructions and documents of every prompt"),
     },
+    # Coding agents: long prompts that grow by a tool's result each, and more agents than the pool holds.
+    "agents": {
+        "schedule_policy": PresetValue("lpm", "a turn whose history is cached runs before it is evicted"),
+        "phases": PresetValue("mixed", "running requests decode while other prompts are prefilled"),
+        "max_num_partial_prefills": PresetValue(4, "short turns are prefilled beside long ones"),
+    },
     # Offline work: only tokens per second count, and thousands of requests wait from the start.
     "batch": {
         "schedule_policy": PresetValue("fcfs", "its cost does not grow with the queue"),

@@ -41,6 +41,7 @@ MAX_LOOKUPS: Final = 16
 """The most prefixes that ordering the queue looks up again in one pass."""
 
 _NO_MATCH = PrefixMatch()
+_QUEUED: Final = frozenset({ReqStatus.WAITING, ReqStatus.RETRACTED})
 _MATCH_GENERATION: Final = operator.attrgetter("match_generation")
 
 
@@ -131,7 +132,19 @@ class KVMemory:
             max_pages = (req.fill_len - 1) // self.page_size
             req.match = self._cache.match(req.extra_key, req.fill_ids, max_pages)
             req.match_generation = self._cache.generation
+            if req.status in _QUEUED:
+                num_missing = req.fill_len - req.match.num_pages * self.page_size
+                self._cache.want(req.seq, req.match, num_missing)
         return req.match
+
+    def enqueued(self, req: Req) -> None:
+        """A request joined the queue: from now on its cached prefix is evicted after others."""
+        if self._cache.counts_wants:
+            self.match(req)
+
+    def dequeued(self, req: Req) -> None:
+        """A request left the queue."""
+        self._cache.unwant(req.seq)
 
     def known_matches(self, reqs: Sequence[Req]) -> list[PrefixMatch]:
         """The cached prefixes of waiting requests, for ordering the queue; some may be out of date.

@@ -188,9 +188,26 @@ class PrefixCache:
     def evict(self, num_pages: int) -> IntArray:
         """Drop at most `num_pages` unlocked pages, those of the lowest rank first, and return them.
 
-        Pinned pages are dropped when no others are left.
+        The prefixes of waiting requests are dropped when no others are left, and pinned pages after those.
         """
         return EMPTY
+
+    @property
+    def counts_wants(self) -> bool:
+        """Whether one more request can `want` its prefix."""
+        return False
+
+    def want(self, seq: int, match: PrefixMatch, num_missing: int) -> None:
+        """Note the match of a waiting request: it is evicted after all that no request wants. It blocks no request.
+
+        Args:
+            seq: arrival number of the request; a new call replaces its match.
+            match: must still be valid.
+            num_missing: tokens of the request after the match.
+        """
+
+    def unwant(self, seq: int) -> None:
+        """Note that a request waits no more."""
 
     def flush(self) -> IntArray:
         """Drop all pages that are not leased, including pinned ones, and return them."""

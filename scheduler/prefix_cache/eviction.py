@@ -17,6 +17,7 @@ from typing import Final
 
 from ...runtime.config.engine_config import EvictionPolicyName
 from .radix_node import RadixNode
+from .wants import Wants
 
 CLOCK_BITS: Final = 64
 PROTECTED_USES: Final = 2
@@ -66,21 +67,25 @@ EVICTION_RANKS: Final[dict[EvictionPolicyName, Rank]] = {
 
 
 class EvictionQueue:
-    """The unlocked leaves in the order of their rank; leaves without a pin come before those with one.
+    """The unlocked leaves in classes: those that nothing asks for, those of waiting requests (`Wants`), pinned ones.
 
-    Two heaps, each with at most one entry per node. An entry is dropped when it reaches the top if its node is locked,
-    has children, has left the tree, or belongs to the other heap. `note` adds the node again when that state ends.
+    The first and the last class are heaps by rank, each with at most one entry per node. An entry is dropped when it
+    reaches the top if its node is locked, has children, has left the tree, or belongs to another class. `note` adds the
+    node again when that state ends.
     """
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: Rank, wants: Wants) -> None:
         self._rank = rank
         self._seq = 0
-        self._unpinned = _LazyHeap(pinned=False)
+        self._ordinary = _LazyHeap(pinned=False)
+        self._wants = wants
         self._pinned = _LazyHeap(pinned=True)
 
     def note(self, node: RadixNode) -> None:
         """Add a leaf that has become evictable, unless the heap has an entry for it."""
-        heap = self._pinned if node.pin_ref else self._unpinned
+        if node.num_wants and not node.pin_ref:
+            return
+        heap = self._pinned if node.pin_ref else self._ordinary
         if not node.queued & heap.bit:
             node.queued |= heap.bit
             self._seq += 1  # orders equal ranks, so that nodes are never compared
@@ -88,33 +93,43 @@ class EvictionQueue:
 
     def pin_changed(self, node: RadixNode) -> None:
         """Note that the first pin of a node has begun, or the last has ended."""
-        (self._unpinned if node.pin_ref else self._pinned).discard(node)
+        (self._ordinary if node.pin_ref else self._pinned).discard(node)
         if node.is_evictable_leaf:
+            self.note(node)
+
+    def want_changed(self, node: RadixNode) -> None:
+        """Note that waiting requests want a node, or that one does no more."""
+        if node.num_wants:
+            self._ordinary.discard(node)
+        elif node.is_evictable_leaf:
             self.note(node)
 
     def discard(self, node: RadixNode) -> None:
         """Note that a node has left the tree, so its entries are stale."""
-        self._unpinned.discard(node)
+        self._ordinary.discard(node)
         self._pinned.discard(node)
 
     def pop(self) -> RadixNode | None:
-        """Remove and return the leaf to evict first; None if there is none. Pinned leaves go last."""
-        rank_of = self._rank
-        for heap in (self._unpinned, self._pinned):
-            entries = heap.entries
-            while entries:
-                rank, _, node = heapq.heappop(entries)
-                node.queued &= ~heap.bit
-                if not heap.holds(node):
-                    continue
-                if rank_of(node) == rank:
-                    return node
-                self.note(node)  # used since the entry was made: insert it with its new rank
+        """Return the leaf to evict first, without its entry; None if there is none. Pinned leaves go last."""
+        return self._pop(self._ordinary) or self._wants.last_leaf() or self._pop(self._pinned)
+
+    def _pop(self, heap: _LazyHeap) -> RadixNode | None:
+        rank_of, entries = self._rank, heap.entries
+        while entries:
+            rank, _, node = heapq.heappop(entries)
+            node.queued &= ~heap.bit
+            if not heap.holds(node):
+                continue
+            if rank_of(node) == rank:
+                return node
+            self.note(node)  # used since the entry was made: insert it with its new rank
         return None
 
     def finds(self, node: RadixNode) -> bool:
-        """Whether the queue has an entry for this evictable leaf; for checks."""
-        heap = self._pinned if node.pin_ref else self._unpinned
+        """Whether the queue has this evictable leaf; for checks."""
+        if node.num_wants and not node.pin_ref:
+            return True
+        heap = self._pinned if node.pin_ref else self._ordinary
         return bool(node.queued & heap.bit)
 
 
@@ -136,7 +151,7 @@ class _LazyHeap:
         """Whether an entry for this node is valid."""
         if node.lock_ref or node.children or node.parent is None:  # `is_evictable_leaf`, without the call
             return False
-        return (node.pin_ref > 0) is self._of_pinned
+        return node.pin_ref > 0 if self._of_pinned else not (node.pin_ref or node.num_wants)
 
     def discard(self, node: RadixNode) -> None:
         """Note that the entry of a node, if there is one, is stale. When half of the entries are, they are removed."""

@@ -13,8 +13,9 @@ of the whole leaf, so that one short request does not evict a long prefix.
 
 In a model with state layers a prefix is reused only up to a node with a checkpoint (`Checkpoints`).
 
-This module has the tree. `EvictionQueue` orders the leaves, `Pins` has the clients' pins, `MissExplainer` explains
-misses with the `EvictionHistory`, and `BlockEvents` records changes for subscribers.
+This module has the tree. `EvictionQueue` orders the leaves, `Wants` has the prefixes of waiting requests, `Pins` the
+clients' pins; `MissExplainer` explains misses with the `EvictionHistory`, and `BlockEvents` records changes for
+subscribers.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from .eviction import EvictionQueue, Rank, lru
 from .miss_explainer import FLUSHED, EvictionHistory, MissExplainer
 from .pins import Pins
 from .radix_node import Checkpoints, RadixNode, nodes_of, pages_in, path_to_root, verify_nodes
+from .wants import Want, Wants
 
 MAX_TOMBSTONES: Final = 16_384
 _LONG_LEAF_PAGES: Final = 256
@@ -69,7 +71,8 @@ class RadixCache(PrefixCache):
         self._generation = 0
         self._clock = 0
         self._num_evictions = 0
-        self._queue = EvictionQueue(eviction)
+        self._wants = Wants()
+        self._queue = EvictionQueue(eviction, self._wants)
         self._pins = Pins(max_pinned_pages)
         self._checkpoints = None if free_checkpoint is None else Checkpoints(free_checkpoint)
         self._eviction_history = EvictionHistory(max_evictions_remembered)
@@ -332,6 +335,8 @@ class RadixCache(PrefixCache):
             self._eviction_history.removed(node, parent, first_page, evicted_at)
         if node.pin_ref:
             self._pins.removed(node, parent)
+        if node.num_wants:
+            self._wants.removed(node, parent)
         if self._checkpoints is not None:
             self._checkpoints.removed(node)
         self._blocks.removed(node)
@@ -339,6 +344,25 @@ class RadixCache(PrefixCache):
         node.parent = None
         if not parent.children:
             self._note_if_evictable(parent)
+
+    # ------------------------------------------------------------ waiting requests
+
+    @property
+    def counts_wants(self) -> bool:
+        return self._wants.has_room
+
+    def want(self, seq: int, match: PrefixMatch, num_missing: int) -> None:
+        if match.num_pages:
+            self._wants_changed(self._wants.put(seq, Want(match.node, num_missing)))
+        else:
+            self.unwant(seq)
+
+    def unwant(self, seq: int) -> None:
+        self._wants_changed(self._wants.drop(seq))
+
+    def _wants_changed(self, nodes: Iterable[RadixNode]) -> None:
+        for node in nodes:
+            self._queue.want_changed(node)
 
     # ------------------------------------------------------------ pins
 
@@ -452,6 +476,7 @@ class RadixCache(PrefixCache):
         counts = (self._evictable_pages, self._locked_pages)
         wrong = list(verify_nodes(self._roots, leases, self._queue.finds, self.page_size, counts))
         wrong.extend(self._pins.verify(nodes_of(self._roots)))
+        wrong.extend(self._wants.verify(nodes_of(self._roots)))
         if self._checkpoints is not None:
             wrong.extend(self._checkpoints.verify(nodes_of(self._roots)))
         return wrong

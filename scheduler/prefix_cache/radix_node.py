@@ -1,7 +1,7 @@
 """`RadixNode`: a run of cached pages; `Checkpoints`: the states at the ends of nodes; and the checks of a tree.
 
-`RadixCache` builds the tree and writes `lock_ref`. `Pins` writes `pin_ref`, `EvictionQueue` writes `queued`,
-`EvictionHistory` writes `end_id` and `truncated_key`. All of them read every attribute.
+`RadixCache` builds the tree and writes `lock_ref`. `Pins` writes `pin_ref`, `Wants` writes `num_wants`,
+`EvictionQueue` writes `queued`, `EvictionHistory` writes `end_id` and `truncated_key`. All read every attribute.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class RadixNode:
         namespace: set for a root only.
         lock_ref: leases that end here or below; > 0 means locked.
         pin_ref: pins that end here or below.
+        num_wants: waiting requests whose match ends here.
         created: logical time at which its pages were inserted.
         last_access: logical time of the last release; not used while the node is locked.
         num_uses: requests that have leased it, including the one that inserted it.
@@ -46,6 +47,7 @@ class RadixNode:
         "lock_ref",
         "namespace",
         "num_uses",
+        "num_wants",
         "pages",
         "parent",
         "pin_ref",
@@ -71,6 +73,7 @@ class RadixNode:
         self.namespace = namespace
         self.lock_ref = 0
         self.pin_ref = 0
+        self.num_wants = 0
         self.created = created
         self.last_access = created
         self.num_uses = 0

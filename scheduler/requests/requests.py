@@ -46,9 +46,9 @@ class WaitingQueue:
         num_tokens: of all of them, prompts and what retracted ones have generated.
     """
 
-    def __init__(self, observer: QueueObserver) -> None:
+    def __init__(self, observer: QueueObserver, kv: RequestMemory) -> None:
         self.num_tokens = 0
-        self._observer = observer
+        self._observer, self._kv = observer, kv
         # An OrderedDict instead of a dict: iterating a dict that has lost its first entries skips over the holes.
         self._reqs: OrderedDict[int, Req] = OrderedDict()
 
@@ -64,6 +64,7 @@ class WaitingQueue:
         self._reqs[req.seq] = req
         self.num_tokens += req.fill_len
         self._observer.enqueued(req)
+        self._kv.enqueued(req)
 
     def requeue(self, req: Req) -> None:
         """Insert a retracted request at its position by arrival. The cost is the distance to the nearer end.
@@ -86,12 +87,14 @@ class WaitingQueue:
                 seqs.move_to_end(other)
         self.num_tokens += req.fill_len
         self._observer.enqueued(req)
+        self._kv.enqueued(req)
 
     def remove(self, req: Req) -> None:
         """Remove a request from any position."""
         del self._reqs[req.seq]
         self.num_tokens -= req.fill_len
         self._observer.dequeued(req)
+        self._kv.dequeued(req)
 
 
 _BY_ARRIVAL: Final = operator.attrgetter("seq")
@@ -110,7 +113,15 @@ class RowObserver(Protocol):
 
 
 class RequestMemory(Protocol):
-    """The part of `KVMemory` that frees the memory of a request that ends."""
+    """The part of `KVMemory` that keeps the prefixes of waiting requests, and frees the memory of those that end."""
+
+    def enqueued(self, req: Req) -> None:
+        """A request joined the queue."""
+        ...
+
+    def dequeued(self, req: Req) -> None:
+        """A request left the queue."""
+        ...
 
     def release(self, req: Req, *, keep: bool) -> None:
         """Free the row and pages of a request. With `keep`, offer its computed pages to the prefix cache."""
@@ -172,7 +183,7 @@ class Requests:
         self.by_id: dict[str, Req] = {}
         self.grammar: dict[str, Req] = {}
         self.receiving: dict[str, Req] = {}
-        self.waiting = WaitingQueue(policy)
+        self.waiting = WaitingQueue(policy, kv)
         self.swapped: list[Req] = []
         self.partial: list[Req] = []
         self.running = RunningBatch()

@@ -60,6 +60,15 @@ def test_prefill_and_decode_apart(capsys, tmp_path):
     assert "on 3 x h200" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("flag", ["--num-agents", "--prompt-len"])
+def test_agents_take_numbers_from_1_on(capsys, flag):
+    command = ["simulate", "smollm2-135m", "--workload", "agents", "--num-requests", "4", flag]
+    assert cli.run([*command, "0"]) != 0
+    assert f"{flag} is 0, but it must be at least 1" in capsys.readouterr().err
+    assert cli.run([*command, "2"]) == 0
+    assert "agents" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -71,7 +80,7 @@ def test_prefill_and_decode_apart(capsys, tmp_path):
         (["--compare", ","], "--compare is ',', but it must be policies of"),
         (
             ["--workload", "nowhere"],
-            "--workload is 'nowhere', but it must be one of chat, rag, batch, or a file",
+            "--workload is 'nowhere', but it must be one of chat, rag, batch, agents, or a file",
         ),
         (["--prompt-lens", "10,x"], "--prompt-lens is '10,x', but it must be lengths, such as 10,50,20"),
         (["--prompt-lens", "0"], "--prompt-lens is '0', but it must be lengths of 1 or more"),
@@ -98,6 +107,14 @@ def test_prefill_and_decode_apart(capsys, tmp_path):
         (
             ["--workload", "batch"],
             "--rate has no effect on the workload 'batch': all its requests come at once",
+        ),
+        (
+            ["--workload", "agents", "--rate", "3"],
+            "--rate has no effect on the workload 'agents': an answer brings the next turn",
+        ),
+        (
+            ["--num-agents", "3"],
+            "--num-agents has no effect on the workload 'chat'",
         ),
         (
             ["--prompt-lens", "5", "--output-len", "3"],

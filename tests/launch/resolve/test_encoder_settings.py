@@ -135,7 +135,7 @@ def test_settings_that_an_encoder_cannot_have_are_refused(settings, message):
         resolve(config(**settings), MINILM, HOST)
 
 
-@pytest.mark.parametrize("preset", ["chat", "rag", "batch", "latency"])
+@pytest.mark.parametrize("preset", ["chat", "rag", "agents", "batch", "latency"])
 @pytest.mark.parametrize("host", [HOST, GPU_HOST], ids=["cpu", "gpu"])
 def test_a_preset_is_no_contradiction(preset, host):
     ours = resolve(config(preset=preset), MINILM, host).config

@@ -53,6 +53,18 @@ def make_req(
     return Req(message, seq, arrival_s)
 
 
+class NoMemory:
+    """A `RequestMemory` without a cache."""
+
+    def enqueued(self, req: Req) -> None: ...
+
+    def dequeued(self, req: Req) -> None: ...
+
+    def release(self, req: Req, *, keep: bool) -> None: ...
+
+    def drop_host_pages(self, req: Req) -> None: ...
+
+
 class Model:
     """See the module.
 
@@ -89,7 +101,7 @@ class Model:
             SchedulerConfig(schedule_policy=policy, **config),  # type: ignore[arg-type]
             parts,
         )
-        self.waiting = WaitingQueue(self.policy)
+        self.waiting = WaitingQueue(self.policy, NoMemory())
         self.rows: list[Req] = []
         self.partial: tuple[Req, int] | None = None
         self.now_s = 100.0

@@ -156,9 +156,9 @@ def test_a_cache_that_changes_in_each_step_does_not_have_the_whole_queue_looked_
     harness = Harness(schedule_policy=name, max_running_requests=1, num_pages=200, page_size=1)
     harness.submit(prompt_len=8, max_new_tokens=40)
     harness.step()
+    count = lookups(harness, monkeypatch)
     for number in range(100):
         harness.submit(prompt_len=8 + number % 7, max_new_tokens=1)
-    count = lookups(harness, monkeypatch)
     harness.step()
     assert count() >= 100  # new ones are looked up at once
 

@@ -155,7 +155,7 @@ def test_a_use_costs_the_queue_nothing():
 
     queue = pool.cache._queue
     assert isinstance(queue, EvictionQueue)
-    assert len(queue._unpinned.entries) == 2
+    assert len(queue._ordinary.entries) == 2
 
 
 def test_forgotten_leaves_do_not_pile_up_in_the_queue():
@@ -167,7 +167,7 @@ def test_forgotten_leaves_do_not_pile_up_in_the_queue():
         pool.free = [4, 3, 2, 1]
 
     assert cache.all_pages().size == 0
-    assert len(cache._queue._unpinned.entries) <= 64
+    assert len(cache._queue._ordinary.entries) <= 64
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -246,7 +246,7 @@ def test_pinning_and_unpinning_for_ever_leaves_nothing_behind():
     assert sound(pool)
     assert len(pool.cache._pins._expiries) <= 80
     assert len(pool.cache._queue._pinned.entries) <= 80
-    assert len(pool.cache._queue._unpinned.entries) <= 80
+    assert len(pool.cache._queue._ordinary.entries) <= 80
 
 
 def test_a_pin_too_many_is_told_apart_from_a_prefix_that_is_not_cached(make_scheduler):

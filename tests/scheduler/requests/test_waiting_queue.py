@@ -9,6 +9,7 @@ from engine.runtime.sampling_params import SamplingParams
 from engine.scheduler.policy.key_orders import Fcfs
 from engine.scheduler.requests.req import Req
 from engine.scheduler.requests.requests import WaitingQueue
+from tests.scheduler.policy.model import NoMemory
 
 
 def make_req(seq):
@@ -21,7 +22,7 @@ def seqs(queue):
 
 
 def test_keeps_the_order_of_arrival():
-    queue = WaitingQueue(Fcfs())
+    queue = WaitingQueue(Fcfs(), NoMemory())
     reqs = [make_req(seq) for seq in range(1, 6)]
     for req in reqs:
         queue.append(req)
@@ -34,7 +35,7 @@ def test_keeps_the_order_of_arrival():
 
 @given(st.lists(st.integers(1, 12), unique=True))
 def test_a_request_put_back_gets_its_old_place(back):
-    queue = WaitingQueue(Fcfs())
+    queue = WaitingQueue(Fcfs(), NoMemory())
     reqs = {seq: make_req(seq) for seq in range(1, 13)}
     for seq, req in reqs.items():
         if seq not in back:
