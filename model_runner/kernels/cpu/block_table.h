@@ -8,13 +8,6 @@
 #include "bytes.h"
 #include "simd.h"
 
-// Without byte dot products but with AVX2: dot products of signed bytes, exact in 16 bits before they are widened.
-#if HAS_WORD_SUMS && !defined(__AVX512F__)
-#define HAS_SIGNED_DOT 1
-#else
-#define HAS_SIGNED_DOT 0
-#endif
-
 namespace engine {
 
 constexpr int64_t TABLE_SIZE = 16;
@@ -66,24 +59,5 @@ class Lookup {
     uint8_t values_[TABLE_SIZE];
 #endif
 };
-
-#if HAS_SIGNED_DOT
-
-ALWAYS_INLINE u32x16 magnitudes_of_bytes(u32x16 a) {
-    return {(u32x8)_mm256_abs_epi8((__m256i)a.low), (u32x8)_mm256_abs_epi8((__m256i)a.high)};
-}
-
-// acc[i] += sum of a[4i + j] * b[4i + j] for j in 0..3; both are 64 signed bytes of magnitude at most 127, and
-// `magnitudes` those of a.
-ALWAYS_INLINE i32x16 dot_signed_bytes(i32x16 acc, u32x16 a, u32x16 magnitudes, u32x16 b) {
-    const __m256i ones = _mm256_set1_epi16(1);
-    auto part = [&](i32x8 acc, u32x8 a, u32x8 magnitudes, u32x8 b) {
-        __m256i pairs = _mm256_maddubs_epi16((__m256i)magnitudes, _mm256_sign_epi8((__m256i)b, (__m256i)a));
-        return acc + (i32x8)_mm256_madd_epi16(pairs, ones);
-    };
-    return {part(acc.low, a.low, magnitudes.low, b.low), part(acc.high, a.high, magnitudes.high, b.high)};
-}
-
-#endif
 
 }  // namespace engine

@@ -16,9 +16,13 @@ struct BlockScale {
     union {
         float sum;      // sum of the block's integers, times `scale`
         int32_t start;  // initial value of the dot product: -zero * sum of the block's integers
+        int32_t total;  // sum of the block's integers
         int32_t starts[2];  // the same for each half of a block of 6 bits (super_blocks.h)
     };
 };
+
+// Weights of 8 bits are multiplied as signed bytes: what is subtracted from them.
+constexpr int SIGNED_ZERO = HAS_SIGNED_DOT ? 128 : 0;
 
 // The initial value of the dot product of 16 integers, which are lanes, with integers of 6 bits: -32 times their sum.
 // Where sums have 16 bits, those of the lower and the upper two of each four integers are in the halves of the result.
@@ -86,12 +90,14 @@ void quantize(const BlockCall& call, int64_t token, const Quantized& to) {
         }
         int32_t all = engine::sum(total);
         scales[block].scale = most / 127.0f * call.factor;  // not finite where x is not
-        if (call.has_minima)
+        if (HAS_SIGNED_DOT && call.has_minima && call.bits == 8)
+            scales[block].total = all;
+        else if (call.has_minima)
             scales[block].sum = scales[block].scale * float(all);
         else if (has_starts)
             std::memcpy(scales[block].starts, starts, sizeof starts);
         else
-            scales[block].start = -call.zero * all;
+            scales[block].start = ((call.bits == 8 ? SIGNED_ZERO : 0) - call.zero) * all;
     }
 }
 

@@ -77,7 +77,7 @@ struct Blocks : BlockPanels<Blocks> {
                     f32x16 minimum = MINIMA ? load_halves(halves + PANEL + (first + v) * LANES) : f32x16{};
 #pragma GCC unroll 6
                     for (int r = 0; r < ROWS; ++r) {
-                        if (MINIMA) sums[r][first + v] += minimum * splat(scales[r * blocks].sum);
+                        if (MINIMA) sums[r][first + v] += minimum * splat(sum_of<CODE>(scales[r * blocks]));
                         sums[r][first + v] += to_float(dots[r][v]) * scale * splat(scales[r * blocks].scale);
                     }
                 }
@@ -91,15 +91,23 @@ struct Blocks : BlockPanels<Blocks> {
     static constexpr bool IN_WORDS = HAS_WORD_SUMS && (CODE == NIBBLES || CODE == SMALL_TABLE);
     template <Code CODE>
     static constexpr bool STARTS_AT_END = IN_WORDS<CODE> && CODE == NIBBLES;
-    // The table's values have their sign, so there is nothing to subtract.
+    // Bytes minus SIGNED_ZERO, or a table's values minus the zero point.
     template <Code CODE>
-    static constexpr bool IS_SIGNED = HAS_SIGNED_DOT && CODE == TABLE;
+    static constexpr bool IS_SIGNED = HAS_SIGNED_DOT && (CODE == TABLE || CODE == BYTES);
+
+    // The sum of a token's integers, times its scale.
+    template <Code CODE>
+    static ALWAYS_INLINE float sum_of(const BlockScale& token) {
+        return IS_SIGNED<CODE> ? token.scale * float(token.total) : token.sum;
+    }
 
     // The value of each number of a vector.
     template <Code CODE>
     struct Values {
         explicit Values(const BlockCall&) {}
-        ALWAYS_INLINE u32x16 operator()(u32x16 numbers) const { return numbers; }
+        ALWAYS_INLINE u32x16 operator()(u32x16 numbers) const {
+            return IS_SIGNED<CODE> ? numbers ^ 0x01010101u * SIGNED_ZERO : numbers;
+        }
     };
 
     template <Code CODE>
@@ -111,12 +119,16 @@ struct Blocks : BlockPanels<Blocks> {
     template <Code CODE, bool MINIMA, int ROWS>
     static inline __attribute__((always_inline)) void begin_dots(const BlockScale* scales, int64_t blocks,
                                                                  i32x16 (&dots)[ROWS][AT_ONCE]) {
-        constexpr bool FROM_ZERO = MINIMA || STARTS_AT_END<CODE> || IS_SIGNED<CODE>;
+        constexpr bool TOTAL = MINIMA && IS_SIGNED<CODE>;  // of what is subtracted from the bytes
+        constexpr bool FROM_ZERO = (MINIMA && !TOTAL) || STARTS_AT_END<CODE> || (CODE == TABLE && IS_SIGNED<CODE>);
 #pragma GCC unroll 6
         for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 2
-            for (int v = 0; v < AT_ONCE; ++v)
-                dots[r][v] = FROM_ZERO ? i32x16{} : (i32x16)splat_bits(uint32_t(scales[r * blocks].start));
+            for (int v = 0; v < AT_ONCE; ++v) {
+                const BlockScale& token = scales[r * blocks];
+                int32_t start = TOTAL ? SIGNED_ZERO * token.total : token.start;
+                dots[r][v] = FROM_ZERO ? i32x16{} : (i32x16)splat_bits(uint32_t(start));
+            }
     }
 
     template <Code CODE, bool MINIMA, int ROWS>
@@ -143,7 +155,7 @@ struct Blocks : BlockPanels<Blocks> {
             for (int group = 0; group < GROUPS; ++group) {
                 u32x16 w[AT_ONCE];
 #pragma GCC unroll 2
-                for (int v = 0; v < AT_ONCE; ++v) w[v] = load_pairs(weights + (group * VECTORS + v) * LINE);
+                for (int v = 0; v < AT_ONCE; ++v) w[v] = values(load_pairs(weights + (group * VECTORS + v) * LINE));
                 add_group<CODE>(numbers + group * 4, stride, w, dots);
             }
         } else if constexpr (IN_WORDS<CODE> && CODE == SMALL_TABLE) {

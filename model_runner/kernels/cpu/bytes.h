@@ -17,7 +17,27 @@
 #define HAS_WORD_SUMS 0
 #endif
 
+// Multiply signed bytes, two products at a time in 16 bits.
+#if HAS_WORD_SUMS && !defined(__AVX512F__)
+#define HAS_SIGNED_DOT 1
+#else
+#define HAS_SIGNED_DOT 0
+#endif
+
 namespace engine {
+
+#if HAS_WORD_SUMS
+// Products of bytes, added up in 16 bits. In assembly, with the sums in one register: compilers move additions away from
+// their multiplications, run out of registers, and keep the sums on the stack.
+template <class Vector>
+ALWAYS_INLINE Vector add_word_products(Vector sums, Vector unsigned_bytes, Vector signed_bytes) {
+    Vector products;
+    asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0"
+        : "+v"(sums), "=&v"(products)
+        : "v"(unsigned_bytes), "v"(signed_bytes));
+    return sums;
+}
+#endif
 
 // acc[i] += sum of a[4i + j] * b[4i + j] for j in 0..3; a is 64 unsigned, b 64 signed bytes.
 ALWAYS_INLINE i32x16 dot_bytes(i32x16 acc, u32x16 a, u32x16 b) {
@@ -32,15 +52,6 @@ ALWAYS_INLINE i32x16 dot_bytes(i32x16 acc, u32x16 a, u32x16 b) {
                                      _mm512_srai_epi16(_mm512_slli_epi16((__m512i)b, 8), 8));
     __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16((__m512i)a, 8), _mm512_srai_epi16((__m512i)b, 8));
     return acc + (i32x16)even + (i32x16)odd;
-#elif HAS_WORD_SUMS
-    auto part = [](i32x8 acc, u32x8 a_, u32x8 b_) {
-        __m256i a = (__m256i)a_, b = (__m256i)b_;
-        __m256i even = _mm256_madd_epi16(_mm256_and_si256(a, _mm256_set1_epi16(0xff)),
-                                         _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8));
-        __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(a, 8), _mm256_srai_epi16(b, 8));
-        return acc + (i32x8)even + (i32x8)odd;
-    };
-    return {part(acc.low, a.low, b.low), part(acc.high, a.high, b.high)};
 #else
     for (int j = 0; j < 4; ++j) acc += (i32x16)((a >> (8 * j)) & 0xffu) * ((i32x16)(b << (24 - 8 * j)) >> 24);
     return acc;
@@ -51,16 +62,35 @@ ALWAYS_INLINE i32x16 dot_bytes(i32x16 acc, u32x16 a, u32x16 b) {
 // bytes below 16, b 64 signed bytes of magnitude at most 127. 8 calls cannot overflow: 8 * 2 * 15 * 127 = 30480.
 ALWAYS_INLINE i32x16 dot_nibbles(i32x16 acc, u32x16 a, u32x16 b) {
 #if HAS_WORD_SUMS && defined(__AVX512F__)
-    return (i32x16)_mm512_add_epi16((__m512i)acc, _mm512_maddubs_epi16((__m512i)a, (__m512i)b));
+    return add_word_products(acc, (i32x16)a, (i32x16)b);
 #elif HAS_WORD_SUMS
-    auto part = [](i32x8 acc, u32x8 a, u32x8 b) {
-        return (i32x8)_mm256_add_epi16((__m256i)acc, _mm256_maddubs_epi16((__m256i)a, (__m256i)b));
-    };
-    return {part(acc.low, a.low, b.low), part(acc.high, a.high, b.high)};
+    return {add_word_products(acc.low, (i32x8)a.low, (i32x8)b.low), add_word_products(acc.high, (i32x8)a.high, (i32x8)b.high)};
 #else
     return dot_bytes(acc, a, b);
 #endif
 }
+
+#if HAS_SIGNED_DOT
+
+ALWAYS_INLINE u32x16 magnitudes_of_bytes(u32x16 a) {
+    return {(u32x8)_mm256_abs_epi8((__m256i)a.low), (u32x8)_mm256_abs_epi8((__m256i)a.high)};
+}
+
+// acc[i] += sum of a[4i + j] * b[4i + j] for j in 0..3; both are 64 signed bytes, those of b of magnitude at most 127:
+// 2 * 128 * 127 = 32512 fits into 16 bits. `magnitudes`: those of a. In assembly: see add_word_products.
+ALWAYS_INLINE i32x16 dot_signed_bytes(i32x16 acc, u32x16 a, u32x16 magnitudes, u32x16 b) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    auto part = [&](i32x8 acc, u32x8 a, u32x8 magnitudes, u32x8 b) __attribute__((always_inline)) {
+        i32x8 products;
+        asm("vpsignb %2, %4, %1\n\tvpmaddubsw %1, %3, %1\n\tvpmaddwd %5, %1, %1\n\tvpaddd %1, %0, %0"
+            : "+x"(acc), "=&x"(products)
+            : "x"(a), "x"(magnitudes), "x"(b), "x"(ones));
+        return acc;
+    };
+    return {part(acc.low, a.low, magnitudes.low, b.low), part(acc.high, a.high, magnitudes.high, b.high)};
+}
+
+#endif
 
 // Reduces the accumulators of dot_nibbles to one sum per four bytes.
 ALWAYS_INLINE i32x16 sum_words(i32x16 words) {

@@ -87,6 +87,20 @@ struct SuperProduct {
     static constexpr int RUN = BITS == 6 || (HAS_WORD_SUMS && BITS == 5) ? 4 : 8;
     static constexpr int RUNS = GROUPS / RUN;
 
+    // The products with minima of all blocks: on their own, so that the sums stay in registers.
+    template <int ROWS>
+    static inline __attribute__((always_inline)) void add_minima(const SuperScales<BITS>* scales_of, const BlockScale* tokens,
+                                                                 int64_t blocks, int first,
+                                                                 f32x16 (&sums)[ROWS][BlockCall::VECTORS]) {
+#pragma GCC unroll 8
+        for (int block = 0; block < SUPERBLOCK_BLOCKS; ++block)
+#pragma GCC unroll 6
+            for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 2
+                for (int v = 0; v < AT_ONCE; ++v)
+                    sums[r][first + v] += scales_of[v].minima[block] * splat(tokens[r * blocks + block].sum);
+    }
+
     // sums[r][first + v] += rows[r] . columns of vector v. rows: `numbers` and `scales` of the first row at the superblock; the
     // others are `stride` bytes and `blocks` scales apart. line(block, n, v): a line of a block.
     template <int ROWS, class Weights, class AtBlock>
@@ -96,6 +110,7 @@ struct SuperProduct {
                                                                int first, f32x16 (&sums)[ROWS][BlockCall::VECTORS],
                                                                const AtBlock& at_block) {
 #if HAS_WORD_SUMS
+        if constexpr (HAS_MINIMA) add_minima(scales_of, tokens, blocks, first, sums);
         f32x16 parts[ROWS][AT_ONCE] = {};
 #endif
 #pragma GCC unroll 1
@@ -143,8 +158,9 @@ struct SuperProduct {
                 for (int v = 0; v < AT_ONCE; ++v) {
 #if HAS_WORD_SUMS
                     parts[r][v] += to_float(total[r][v]) * splat(tokens[r * blocks].scale);
-#endif
+#else
                     if constexpr (HAS_MINIMA) sums[r][first + v] += scales_of[v].minima[block] * splat(tokens[r * blocks].sum);
+#endif
                 }
         }
 #if HAS_WORD_SUMS
