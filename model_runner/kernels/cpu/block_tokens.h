@@ -15,7 +15,7 @@ struct BlockScale {
     float scale;
     union {
         float sum;      // sum of the block's integers, times `scale`
-        int32_t start;  // initial value of the dot product: -zero * sum of the block's integers
+        int32_t start;  // initial value of the dot product: -zero * sum of the block's integers (see start_of)
         int32_t total;  // sum of the block's integers
         int32_t starts[2];  // the same for each half of a block of 6 bits (super_blocks.h)
     };
@@ -24,15 +24,15 @@ struct BlockScale {
 // Weights of 8 bits are multiplied as signed bytes: what is subtracted from them.
 constexpr int SIGNED_ZERO = HAS_SIGNED_DOT ? 128 : 0;
 
-// The initial value of the dot product of 16 integers, which are lanes, with integers of 6 bits: -32 times their sum.
+// The initial value of the dot product of integers of a block, which are lanes, with integers that have a zero point.
 // Where sums have 16 bits, those of the lower and the upper two of each four integers are in the halves of the result.
-ALWAYS_INLINE int32_t six_bit_start(i32x16 numbers) {
+ALWAYS_INLINE int32_t start_of(i32x16 numbers, int32_t zero) {
 #if HAS_WORD_SUMS
     const i32x16 lower = {-1, -1, 0, 0, -1, -1, 0, 0, -1, -1, 0, 0, -1, -1, 0, 0};
-    int32_t low = sum(numbers & lower) * -32, high = sum(numbers & ~lower) * -32;
+    int32_t low = sum(numbers & lower) * -zero, high = sum(numbers & ~lower) * -zero;
     return int32_t((uint32_t(low) & 0xffffu) | uint32_t(high) << 16);
 #else
-    return sum(numbers) * -32;
+    return sum(numbers) * -zero;
 #endif
 }
 
@@ -66,6 +66,8 @@ void quantize(const BlockCall& call, int64_t token, const Quantized& to) {
     int8_t* numbers = to.numbers + token * inputs;
     BlockScale* scales = to.scales + token * (inputs / BLOCK);
     const bool has_starts = call.is_super && call.bits == 6;
+    const bool in_words = HAS_WORD_SUMS && call.bits == 4 && call.table == nullptr;
+    const int32_t zero = call.zero - (call.bits == 8 ? SIGNED_ZERO : 0);
     for (int64_t block = 0; block < inputs / BLOCK; block += SPAN, from += SPAN * BLOCK, numbers += SPAN * BLOCK) {
         f32x16 a[SPAN], b[SPAN];
         for (int n = 0; n < SPAN; ++n) {
@@ -86,7 +88,7 @@ void quantize(const BlockCall& call, int64_t token, const Quantized& to) {
             store_bytes(numbers + n * BLOCK, p);
             store_bytes(numbers + n * BLOCK + LANES, q);
             total += p + q;
-            if (has_starts) starts[0] = six_bit_start(p), starts[1] = six_bit_start(q);
+            if (has_starts) starts[0] = start_of(p, 32), starts[1] = start_of(q, 32);
         }
         int32_t all = engine::sum(total);
         scales[block].scale = most / 127.0f * call.factor;  // not finite where x is not
@@ -97,7 +99,7 @@ void quantize(const BlockCall& call, int64_t token, const Quantized& to) {
         else if (has_starts)
             std::memcpy(scales[block].starts, starts, sizeof starts);
         else
-            scales[block].start = ((call.bits == 8 ? SIGNED_ZERO : 0) - call.zero) * all;
+            scales[block].start = in_words ? start_of(total, zero) : -zero * all;
     }
 }
 

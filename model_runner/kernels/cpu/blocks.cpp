@@ -61,16 +61,17 @@ struct Blocks : BlockPanels<Blocks> {
         for (int64_t block = 0; block < blocks;
              block += SPAN, weights += SPAN * SIZE, numbers += SPAN * BLOCK, scales += SPAN) {
             const uint16_t* halves = reinterpret_cast<const uint16_t*>(weights + PANEL * BLOCK * BITS / 8);
+            for (int n = 0; n < SPAN; ++n) at_block(block + n);
 #pragma GCC unroll 2
             for (int first = 0; first < VECTORS; first += AT_ONCE) {
+                // The compiler does not know the address: it would keep splats for the next vector, on the stack.
+                const int8_t* numbers_of = numbers;
+                asm volatile("" : "+r"(numbers_of));
                 i32x16 dots[ROWS][AT_ONCE];
                 begin_dots<CODE, MINIMA>(scales, blocks, dots);
 #pragma GCC unroll 1
-                for (int n = 0; n < SPAN; ++n) {
-                    if (first == 0) at_block(block + n);
-                    multiply_block(values, weights + n * SIZE + first * LINE, numbers + n * BLOCK, stride, dots);
-                }
-                end_dots<CODE, MINIMA>(scales, blocks, dots);
+                for (int n = 0; n < SPAN; ++n)
+                    multiply_block(values, weights + n * SIZE + first * LINE, numbers_of + n * BLOCK, stride, dots);
 #pragma GCC unroll 2
                 for (int v = 0; v < AT_ONCE; ++v) {
                     f32x16 scale = load_halves(halves + (first + v) * LANES);
@@ -78,7 +79,8 @@ struct Blocks : BlockPanels<Blocks> {
 #pragma GCC unroll 6
                     for (int r = 0; r < ROWS; ++r) {
                         if (MINIMA) sums[r][first + v] += minimum * splat(sum_of<CODE>(scales[r * blocks]));
-                        sums[r][first + v] += to_float(dots[r][v]) * scale * splat(scales[r * blocks].scale);
+                        i32x16 dot = IN_WORDS<CODE> && CODE == NIBBLES ? sum_words(dots[r][v]) : dots[r][v];
+                        sums[r][first + v] += to_float(dot) * scale * splat(scales[r * blocks].scale);
                     }
                 }
             }
@@ -89,8 +91,6 @@ struct Blocks : BlockPanels<Blocks> {
     // A block's products are added up in 16 bits; those of a small table half a block at a time.
     template <Code CODE>
     static constexpr bool IN_WORDS = HAS_WORD_SUMS && (CODE == NIBBLES || CODE == SMALL_TABLE);
-    template <Code CODE>
-    static constexpr bool STARTS_AT_END = IN_WORDS<CODE> && CODE == NIBBLES;
     // Bytes minus SIGNED_ZERO, or a table's values minus the zero point.
     template <Code CODE>
     static constexpr bool IS_SIGNED = HAS_SIGNED_DOT && (CODE == TABLE || CODE == BYTES);
@@ -120,7 +120,7 @@ struct Blocks : BlockPanels<Blocks> {
     static inline __attribute__((always_inline)) void begin_dots(const BlockScale* scales, int64_t blocks,
                                                                  i32x16 (&dots)[ROWS][AT_ONCE]) {
         constexpr bool TOTAL = MINIMA && IS_SIGNED<CODE>;  // of what is subtracted from the bytes
-        constexpr bool FROM_ZERO = (MINIMA && !TOTAL) || STARTS_AT_END<CODE> || (CODE == TABLE && IS_SIGNED<CODE>);
+        constexpr bool FROM_ZERO = (MINIMA && !TOTAL) || (CODE == TABLE && IS_SIGNED<CODE>);
 #pragma GCC unroll 6
         for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 2
@@ -129,20 +129,6 @@ struct Blocks : BlockPanels<Blocks> {
                 int32_t start = TOTAL ? SIGNED_ZERO * token.total : token.start;
                 dots[r][v] = FROM_ZERO ? i32x16{} : (i32x16)splat_bits(uint32_t(start));
             }
-    }
-
-    template <Code CODE, bool MINIMA, int ROWS>
-    static inline __attribute__((always_inline)) void end_dots(const BlockScale* scales, int64_t blocks,
-                                                               i32x16 (&dots)[ROWS][AT_ONCE]) {
-        if constexpr (STARTS_AT_END<CODE>) {
-#pragma GCC unroll 6
-            for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 2
-                for (int v = 0; v < AT_ONCE; ++v) {
-                    dots[r][v] = sum_words(dots[r][v]);
-                    if (!MINIMA) dots[r][v] += scales[r * blocks].start;
-                }
-        }
     }
 
     // One block of AT_ONCE vectors.
