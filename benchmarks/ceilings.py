@@ -7,8 +7,8 @@ cache keeps as much from round to round as from step to step. The memory is in h
 the engine's weights.
 
 Rates are those of oneDNN: packed weights in bf16; the same in fp32, because bf16 values may be multiplied in either and
-some CPUs are slower in bf16 (`Machine.product_rate` of `peers/limits.py` takes the better one); and int8 on
-unsigned activations (AVX-512 VNNI or AMX) through torch's quantized linear layer, left out if torch has none. Each
+some CPUs are slower in bf16, or have none (`Machine.product_rate` of `peers/limits.py` takes the better one); and int8
+on unsigned activations (AVX-512 VNNI or AMX) through torch's quantized linear layer, left out if torch has none. Each
 figure is the best of many short runs, because other load can only make a run slower.
 """
 
@@ -86,10 +86,11 @@ def measure(megabytes: Sequence[int], threads: Sequence[int]) -> Iterable[Ceilin
         for size in megabytes:
             yield Ceiling("read", size, num_threads, read_bandwidth(size))
         for num_tokens in (FEW_TOKENS, MANY_TOKENS):
-            yield Ceiling("bf16", num_tokens, num_threads, product_rate(num_tokens, torch.bfloat16))
-            yield Ceiling("fp32", num_tokens, num_threads, product_rate(num_tokens, torch.float32))
+            for what, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+                if rate := product_rate(num_tokens, dtype):
+                    yield Ceiling(what, num_tokens, num_threads, rate)
         for num_tokens in (FEW_TOKENS, MANY_TOKENS):
-            if (rate := int8_product_rate(num_tokens)) is not None:
+            if rate := int8_product_rate(num_tokens):
                 yield Ceiling("int8", num_tokens, num_threads, rate)
 
 
@@ -123,18 +124,21 @@ def ask_for_huge_pages(address: int, num_bytes: int) -> bool:
 
 
 def product_rate(num_tokens: int, dtype: torch.dtype, inputs: int = INPUTS, outputs: int = OUTPUTS) -> float:
-    """GFLOP/s of one linear layer through oneDNN."""
+    """GFLOP/s of one linear layer through oneDNN; 0.0 if it has none for this CPU (bf16 without AVX-512)."""
     import torch
 
-    weight = torch.ops.mkldnn._reorder_linear_weight(torch.randn(outputs, inputs).to(dtype), None)
+    try:
+        weight = torch.ops.mkldnn._reorder_linear_weight(torch.randn(outputs, inputs).to(dtype), None)
+    except RuntimeError:
+        return 0.0
     x = torch.randn(num_tokens, inputs).to(dtype)
     multiply = torch.ops.mkldnn._linear_pointwise
     taken_s = best_s(lambda: multiply(x, weight, None, "none", [], ""))
     return 2 * num_tokens * inputs * outputs / taken_s / 1e9
 
 
-def int8_product_rate(num_tokens: int, inputs: int = INPUTS, outputs: int = OUTPUTS) -> float | None:
-    """GOP/s of one linear layer of int8 weights and uint8 activations through oneDNN, None if torch has no such layer.
+def int8_product_rate(num_tokens: int, inputs: int = INPUTS, outputs: int = OUTPUTS) -> float:
+    """GOP/s of one linear layer of int8 weights and uint8 activations through oneDNN; 0.0 if torch has no such layer.
 
     Its output is float32, like that of a kernel that continues in floating point.
     """
@@ -152,7 +156,7 @@ def int8_product_rate(num_tokens: int, inputs: int = INPUTS, outputs: int = OUTP
 
         taken_s = best_s(work)
     except (AttributeError, RuntimeError, NotImplementedError):
-        return None
+        return 0.0
     return 2 * num_tokens * inputs * outputs / taken_s / 1e9
 
 
