@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.cpu_loops import Loops, hot_loops, loops_of
 from engine.model_runner.kernels.cpu import build
-from engine.model_runner.kernels.cpu.compiler import compiler_options
+from engine.model_runner.kernels.cpu.compiler import Isa, compiler_options
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "model_runner/kernels/cpu"
@@ -65,7 +65,7 @@ def test_moves_to_the_stack_are_counted_in_innermost_loops(begin: str, moves: in
         ("super_matmul.cpp", "avx2", 0.5),  # 0.25, 0.40; before 1.3
     ],
 )
-def test_sums_stay_in_registers(tmp_path: Path, compiler: str, source: str, isa: str, bound: float) -> None:
+def test_sums_stay_in_registers(tmp_path: Path, compiler: str, source: str, isa: Isa, bound: float) -> None:
     if shutil.which("objdump") is None or shutil.which(compiler) is None:
         pytest.skip(f"no objdump or no {compiler}")
     out = tmp_path / "loops.o"
