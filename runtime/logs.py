@@ -42,6 +42,7 @@ _LONG_ID: Final = re.compile(
     r"\b((?:[a-z]+[-_])?[0-9a-f]{8})(?:[0-9a-f]{8,}|(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})\b"
 )
 _BOTH_IDS: Final = re.compile(r".*\bid=(\S+).*( request_id=(\S+))$")
+_COLUMNS: Final = 110
 _COLORS: Final = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m", logging.CRITICAL: "\x1b[31m"}
 _RESET: Final = "\x1b[0m"
 
@@ -73,7 +74,8 @@ class KeyValueFormatter(logging.Formatter):
 class TerminalFormatter(KeyValueFormatter):
     """For a person at a terminal: local time and process, then the message; the level where it is not INFO.
 
-    Ids that the server made are cut to their first eight digits; files and pipes have them whole.
+    Ids that the server made are cut to their first eight digits; files and pipes have them whole. A record with `less`
+    (`extra={"less": names}`) is fitted into `_COLUMNS`, without its process: the fields with these names go one by one.
     """
 
     def __init__(self, process: str, *, colors: bool = False) -> None:
@@ -85,7 +87,16 @@ class TerminalFormatter(KeyValueFormatter):
         level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
         if level and self._colors:
             level = f"{_COLORS.get(record.levelno, '')}{level}{_RESET}"
-        return f"{when} {self._process}: {level}{_shortened(message)}"
+        message, less = _shortened(message), getattr(record, "less", None)
+        if less is None:
+            return f"{when} {self._process}: {level}{message}"
+        server = self._process.rpartition("/")[0]
+        line = f"{when} {server and server + ': '}{level}{message}"
+        for name in less:
+            if len(line) <= _COLUMNS:
+                break
+            line = re.sub(rf" {name}=\S+", "", line, count=1)
+        return line if len(line) <= _COLUMNS else f"{line[: _COLUMNS - 1]}…"
 
 
 class JsonFormatter(logging.Formatter):

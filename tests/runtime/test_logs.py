@@ -173,6 +173,24 @@ def test_a_terminal_has_short_ids_and_files_the_whole_ones(formatter, message, s
 
 
 @pytest.mark.parametrize(
+    ("process", "message", "shown"),
+    [
+        ("http", "request id=a status=200 n=1", "request id=a status=200 n=1"),
+        ("server-1/http", "request id=a status=200 n=1", "server-1: request id=a status=200 n=1"),
+        ("http", "request id=a status=200 n=1 end=" + "x" * 80, "request id=a n=1 end=" + "x" * 80),
+        ("http", "request id=a status=200 n=1 end=" + "x" * 89, "request id=a end=" + "x" * 83 + "…"),
+    ],
+)
+def test_a_line_of_a_request_fits_a_terminal(process, message, shown):
+    fitted = record(message)
+    fitted.less = ("status", "n", "other")
+    line = TerminalFormatter(process).format(fitted)
+    assert line[9:] == shown
+    assert len(line) <= 110
+    assert KeyValueFormatter(process).format(fitted).endswith(message)
+
+
+@pytest.mark.parametrize(
     ("term", "no_color", "colors"), [("xterm", "", True), ("dumb", "", False), ("xterm", "1", False)]
 )
 def test_levels_have_colors_on_a_terminal_that_has_them(monkeypatch, term, no_color, colors):

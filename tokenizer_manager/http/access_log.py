@@ -4,13 +4,15 @@
 rate_tok_s=62.3 duration_ms=1052 finish=stop request_id=7d1c
 
 `request_id` is the client's `X-Request-Id`, which proxies log as well, or one that the server made. With `--log-format
-json` the names are keys. Requests that generate nothing have id, endpoint, status and duration; GET requests, which
-probes and dashboards repeat all the time, have no line.
+json` the names are keys; on a terminal the line has at most 110 columns, see `TerminalFormatter`. Requests that
+generate nothing have id, endpoint, status and duration; GET requests, which probes and dashboards repeat all the time,
+have no line.
 """
 
 from __future__ import annotations
 
 import logging
+from http import HTTPStatus
 
 from ..generation import Choice, Generation
 from .exchange import Exchange
@@ -22,6 +24,9 @@ _GENERATION = (
     "request id=%s endpoint=%s status=%d prompt=%d cached=%d output=%d ttft_ms=%s rate_tok_s=%s duration_ms=%.0f "
     "finish=%s request_id=%s"
 )
+_LESS_OF_ERRORS = ("endpoint", "rate_tok_s", "request_id", "cached", "duration_ms")
+_LESS = ("status", *_LESS_OF_ERRORS)
+"""Fields that a line on a terminal can lack, the first ones first: `id` names the API, `finish` implies the status."""
 
 
 class NoAccessLog:
@@ -51,6 +56,7 @@ class AccessLog(NoAccessLog):
                 endpoint,
                 exchange.status,
                 duration_ms,
+                extra={"less": ("duration_ms",)},
             )
             return
         choices = [choice for generation in generations for choice in generation.choices]
@@ -71,6 +77,7 @@ class AccessLog(NoAccessLog):
             duration_ms,
             _finish(generations),
             exchange.request_id,
+            extra={"less": _LESS if exchange.status == HTTPStatus.OK else _LESS_OF_ERRORS},
         )
 
 

@@ -8,9 +8,9 @@ import re
 
 import pytest
 
-from engine.runtime.logs import JsonFormatter
+from engine.runtime.logs import JsonFormatter, TerminalFormatter
 from engine.runtime.messages import Finish, FinishKind
-from engine.tokenizer_manager.http.access_log import AccessLog
+from engine.tokenizer_manager.http.access_log import _GENERATION, _LESS, _LESS_OF_ERRORS, AccessLog
 
 from ..conftest import Serve
 from ..fake_engine import WAIT_S, row, say_all
@@ -65,6 +65,34 @@ def test_each_endpoint_has_one_line_with_its_figures(serve: Serve, records, path
     assert fields["output"] == int(found["output"])
     assert fields["endpoint"] == path
     assert "secret" not in json.dumps(fields)
+    assert "less" not in fields
+    line = TerminalFormatter("tokenizer_manager").format(record)
+    assert len(line) <= 110
+    names = ("id", "prompt", "output", "ttft_ms", "finish")
+    assert [name for name in names if f" {name}=" not in line] == []
+
+
+@pytest.mark.parametrize("status", [200, 500])
+def test_a_line_with_the_largest_figures_fits_a_terminal(status):
+    ids = "chatcmpl-" + "a1b2c3d4" * 4, "01234567-89ab-4cde-8f01-23456789abcd"
+    figures = (
+        1_000_000,
+        999_999,
+        131_072,
+        9_999_999,
+        12345.6,
+        9_999_999,
+        "length,stop" if status == 200 else "error",
+        ids[1],
+    )
+    arguments = (ids[0], "/v1/chat/completions", status, *figures)
+    made = logging.LogRecord("x", logging.INFO, "f", 1, _GENERATION, arguments, None)
+    made.less = _LESS if status == 200 else _LESS_OF_ERRORS
+    line = TerminalFormatter("tokenizer_manager").format(made)
+    assert len(line) <= 110 and "…" not in line
+    kept = {"id": "chatcmpl-a1b2c3d4", "prompt": "1000000", "output": "131072", "ttft_ms": "9999999"}
+    assert re.search(" ".join(f"{name}={value}" for name, value in kept.items()).replace(" ", ".* "), line)
+    assert ("status=500" in line) is (status == 500)
 
 
 def test_a_refused_request_has_a_line_without_tokens(serve: Serve, records):
