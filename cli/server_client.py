@@ -200,12 +200,30 @@ def error_of(response: httpx.Response) -> EngineError:
         error = response.json()["error"]
     except (ValueError, KeyError, TypeError):
         error = response.text.strip()[:200] or response.reason_phrase
-    if response.status_code == httpx.codes.UNAUTHORIZED:
-        sent = "authorization" in response.request.headers
-        problem = "does not know this API key; check" if sent else "wants an API key; pass"
-        where = "--api-key or ENGINE_API_KEY" if sent else "--api-key or set ENGINE_API_KEY"
-        return RequestError(f"the server {problem} {where}", status=401)
+    sent = "authorization" in response.request.headers
+    if problem := key_problem(response.status_code, error, sent=sent):
+        return RequestError(problem, status=response.status_code)
     return error_from(error, status=response.status_code)
+
+
+def key_problem(status: int, error: object, *, sent: bool) -> str:
+    """The sentence for a refused key, in the options of the commands; "" if the server refuses something else.
+
+    Args:
+        status: of HTTP.
+        error: the error object of the answer, which speaks of headers.
+        sent: a key was sent.
+    """
+    if status == httpx.codes.UNAUTHORIZED:
+        if sent:
+            return "the server does not know this API key; check --api-key or ENGINE_API_KEY"
+        return "the server wants an API key; pass --api-key or set ENGINE_API_KEY"
+    if isinstance(error, Mapping) and error.get("code") == "admin_key_required":
+        return (
+            "this needs the admin key of the server (`engine serve --admin-api-key`); pass it with --api-key or set "
+            "ENGINE_ADMIN_API_KEY"
+        )
+    return ""
 
 
 def error_from(error: object, *, status: int) -> EngineError:

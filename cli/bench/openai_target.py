@@ -216,9 +216,11 @@ async def check_ready(url: str, api_key: str | None, timeout_s: float) -> str:
                 async with session.get(f"{url}/v1/models") as response:
                     if response.status == 200:
                         return str((await response.json())["data"][0]["id"])
-                    reason = f"HTTP {response.status}: {_error_text(await response.text())}"
+                    text = await response.text()
+                    reason = f"HTTP {response.status}: {_error_text(text)}"
                     if _refuses(response.status):
-                        raise RequestError(f"the server at {url} refuses ({reason}); see --url and --api-key")
+                        refused = f"the server at {url} refuses ({reason}); see --url and --api-key"
+                        raise RequestError(_key_problem(response.status, text, api_key) or refused)
                     problem = f"no server is ready at {url} ({reason}); {_START_ONE}"
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 from ..server_client import why_unreachable  # with httpx, which this module has no use for
@@ -246,12 +248,13 @@ async def flush_cache(url: str, api_key: str | None) -> None:
             aiohttp.ClientSession(headers=headers) as session,
             session.post(f"{url}/flush_cache") as response,
         ):
-            status = response.status
+            status, text = response.status, await response.text()
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         raise ServerError(f"POST {url}/flush_cache failed: {str(error) or type(error).__name__}") from None
     if status != 200:
         kind = RequestError if _refuses(status) else ServerError
-        raise kind(f"POST {url}/flush_cache answered HTTP {status}; leave out --flush-cache")
+        problem = _key_problem(status, text, api_key) or f"POST {url}/flush_cache answered HTTP {status}"
+        raise kind(f"{problem}; leave out --flush-cache")
 
 
 async def _sse_data(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
@@ -286,12 +289,23 @@ def _refuses(status: int) -> bool:
     return 400 <= status < 500 and status not in (408, 429)
 
 
-def _error_text(body: Any) -> str:
+def _key_problem(status: int, text: str, api_key: str | None) -> str:
+    """The sentence for a refused key; "" if the server refuses something else."""
+    from ..server_client import key_problem
+
+    return key_problem(status, _error_object(text), sent=bool(api_key))
+
+
+def _error_object(body: Any) -> Any:
     if isinstance(body, str):
         try:
             body = json.loads(body)
         except ValueError:
-            return str(body)[:200]
-    error = body.get("error", body) if isinstance(body, dict) else body
+            return body
+    return body.get("error", body) if isinstance(body, dict) else body
+
+
+def _error_text(body: Any) -> str:
+    error = _error_object(body)
     message = error.get("message", error) if isinstance(error, dict) else error
     return str(message)[:200]

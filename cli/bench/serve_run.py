@@ -243,7 +243,7 @@ async def _measure_server(
 
     async def before_run() -> None:
         if server.flush_cache:
-            await flush_cache(server.base_url, server.api_key)
+            await flush_cache(server.base_url, variable("ENGINE_ADMIN_API_KEY") or server.api_key)
 
     target = OpenAITarget(server.base_url, server.api_key, options, server.timeout)
     run = await measure(target, requests, warmup, workload, before_run=before_run, failure=ServerError)

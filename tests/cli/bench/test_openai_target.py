@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
-from aiohttp import web
+from aiohttp import test_utils, web
 
 from engine import EngineError
 from engine.cli.bench.load import BenchRequest, LoadRun, run_load
@@ -162,6 +162,43 @@ def test_a_server_that_cannot_flush_is_named():
 
     with pytest.raises(EngineError, match="leave out --flush-cache"):
         asyncio.run(go())
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "api_key", "fix"),
+    [
+        (401, "invalid_api_key", None, "the server wants an API key; pass --api-key or set ENGINE_API_KEY"),
+        (
+            401,
+            "invalid_api_key",
+            "sk",
+            "the server does not know this API key; check --api-key or ENGINE_API_KEY",
+        ),
+        (403, "admin_key_required", "sk", "pass it with --api-key or set ENGINE_ADMIN_API_KEY"),
+        (403, "origin_not_allowed", "sk", "send the header"),
+    ],
+)
+def test_a_refused_key_is_said_in_options(status, code, api_key, fix):
+    async def refuse(request):
+        error = {"message": "refused; send the header `Authorization: Bearer <key>`", "code": code}
+        return web.json_response({"error": error}, status=status)
+
+    async def go():
+        app = web.Application()
+        app.router.add_get("/v1/models", refuse)
+        app.router.add_post("/flush_cache", refuse)
+        async with test_utils.TestServer(app) as server:
+            url = str(server.make_url("")).rstrip("/")
+            with pytest.raises(EngineError) as ready:
+                await check_ready(url, api_key, 5.0)
+            with pytest.raises(EngineError) as flush:
+                await flush_cache(url, api_key)
+        return ready.value, flush.value
+
+    ready, flush = asyncio.run(go())
+    assert fix in str(ready)
+    assert ("Bearer" in str(ready)) == (code == "origin_not_allowed")
+    assert str(flush).endswith("; leave out --flush-cache") and "Bearer" not in str(flush)
 
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}

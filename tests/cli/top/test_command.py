@@ -132,11 +132,17 @@ def test_a_wrong_key_and_one_that_is_not_the_admins(capsys, server):
     server.pages["/server_info"] = (401, {"error": {"message": "the API key is wrong"}})
     code, line = says(capsys, server.url, "--once")
     assert code != 0 and "--api-key" in line
-    message = "/v1/requests concerns everybody's requests, and this needs the admin key; send the admin key"
+    assert line.endswith("the server wants an API key; pass --api-key or set ENGINE_API_KEY\n")
+    assert "check --api-key" in says(capsys, server.url, "--once", "--api-key", "sk")[1]
+    message = (
+        "/v1/requests affects all requests, and this needs the admin key; send the admin key as `Authorization: "
+        "Bearer <key>`"
+    )
     server.pages["/server_info"] = (200, answers()[0])
-    server.pages["/v1/requests"] = (403, {"error": {"message": message}})
+    server.pages["/v1/requests"] = (403, {"error": {"message": message, "code": "admin_key_required"}})
     code, line = says(capsys, server.url, "--once")
-    assert code != 0 and "needs the admin key" in line
+    assert code == 2 and "Bearer" not in line
+    assert line.endswith("; pass it with --api-key or set ENGINE_ADMIN_API_KEY\n")
 
 
 def test_another_server_and_an_older_engine(capsys, server):
