@@ -1,8 +1,9 @@
 """The compile report of every Triton kernel; it needs no GPU.
 
-    python benchmarks/triton_report.py [--arch 80,90,100] [--only NAME] [--json FILE]
+    python benchmarks/triton_report.py [--arch 80,90,100] [--only NAME] [--seen] [--json FILE]
 
-How to add a kernel: `model_runner/kernels/triton/kernel_variant.py`.
+Kernels declare variants (how to: `model_runner/kernels/triton/kernel_variant.py`); servers of real models launched
+others on the mirror of a GPU (`benchmarks/gpu/variants.py`).
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 # With it kernels would be plain Python functions. A process that only imports this script keeps it.
 if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)
 
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.gpu.variants import Variant, build, read_variants
 from engine.model_runner.kernels.triton.kernel_variant import KernelVariant, all_variants
 
 ARCHITECTURES: Final = (80, 90, 100)
@@ -41,6 +45,9 @@ _MAX_SHARED_BYTES: Final[Mapping[int, int]] = {
 }
 """Shared memory per block, by compute capability, from the technical specifications in NVIDIA's CUDA programming
 guide."""
+
+_ACCEPTED_STACK_BYTES: Final = {"attention_prefill._extend_kernel": 64, "experts._product_kernel": 8}
+"""Accepted stack a thread of variants that were seen; of declared ones it is in their declaration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +89,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--only", action="append", default=[], help="variants with this prefix of the name; may be repeated"
     )
+    parser.add_argument("--seen", action="store_true", help="only those that were seen on the mirror")
     parser.add_argument("--json", type=Path, help="also write the table to this file")
     options = parser.parse_args(arguments)
-    variants, rows, failed = all_variants(), [], 0
+    variants: list[KernelVariant | Variant] = [*([] if options.seen else all_variants()), *read_variants()]
+    rows, failed = [], 0
     for name in options.only:
         if not any(variant.name.startswith(name) for variant in variants):
             failed += 1
@@ -93,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.only and not variant.name.startswith(tuple(options.only)):
             continue
         for arch in options.arch:
-            if arch < variant.min_arch:
+            if not is_launched(variant, arch):
                 continue
             try:
                 row = compile_variant(variant, arch)
@@ -127,15 +136,29 @@ def check_arch(arch: int) -> None:
         )
 
 
-def compile_variant(variant: KernelVariant, arch: int) -> Resources:
+def is_launched(variant: KernelVariant | Variant, arch: int) -> bool:
+    """Whether a GPU of an architecture launches it."""
+    return arch >= variant.min_arch if isinstance(variant, KernelVariant) else arch in variant.architectures
+
+
+def compile_variant(variant: KernelVariant | Variant, arch: int) -> Resources:
     """Compile to machine code. Fails if TRITON_INTERPRET is set: kernels are then plain Python functions.
 
     Raises:
         ValueError: the variant and its kernel have different arguments; see also `check_arch`.
     """
     check_arch(arch)
+    if isinstance(variant, Variant):
+        key = f"{variant.module.rpartition('.')[2]}.{variant.function}"
+        return _resources(
+            variant.name, build(variant, arch).compile(), arch, _ACCEPTED_STACK_BYTES.get(key, 0)
+        )
+    return _resources(variant.name, _compile_declared(variant, arch), arch, variant.max_stack_bytes)
+
+
+def _compile_declared(variant: KernelVariant, arch: int) -> Any:
+    """Triton's `CompiledKernel`."""
     import triton
-    from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -151,7 +174,12 @@ def compile_variant(variant: KernelVariant, arch: int) -> Resources:
             attrs[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(variant.kernel, signature, dict(variant.constexprs), attrs)
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def _resources(name: str, compiled: Any, arch: int, max_stack_bytes: int) -> Resources:
+    from triton import knobs
+
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -159,13 +187,13 @@ def compile_variant(variant: KernelVariant, arch: int) -> Resources:
         usage = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
     found = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     return Resources(
-        variant=variant.name,
+        variant=name,
         arch=arch,
         registers=found["REG"],
         stack_bytes=found["STACK"] + found["LOCAL"],
         shared_bytes=compiled.metadata.shared,
         max_shared_bytes=_MAX_SHARED_BYTES[arch],
-        max_stack_bytes=variant.max_stack_bytes,
+        max_stack_bytes=max_stack_bytes,
     )
 
 
