@@ -1,5 +1,7 @@
 """Makes a folder with what a GPU host without network lacks: sgl_kernel, reduced, pure wheels, and golden answers.
 
+The engine's Triton kernels are in it, compiled (`variants.py`).
+
     python benchmarks/gpu/bundle.py [--out build/gpu-bundle]
 
 The host brings its own Python 3.12 with torch 2.11 for CUDA 13, triton and transformers. The bundle is put on its
@@ -31,6 +33,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 ARCHIVE = "sgl_kernel.tar.xz"
+COMPILED = "triton_kernels.tar.xz"
 KERNELS = "sglang-kernel==0.4.5"  # the last one for torch 2.11 with CUDA 13
 WHEELS = (
     "pyzmq",
@@ -104,6 +107,7 @@ def main() -> None:
         unpack(wheel, args.out)
     make_golden_answers(args.out / "golden")
     (kernels,) = download((KERNELS,), args.downloads, args.python)
+    compile_kernels(args.out / COMPILED)
     with tempfile.TemporaryDirectory(dir=args.out.parent) as work:
         unpack(kernels, Path(work), only=wanted_file)
         shrink_kernels(Path(work))
@@ -123,6 +127,14 @@ def make_golden_answers(folder: Path) -> None:
         print(
             "no golden answers; the triage will make them on the GPU host, which takes a minute of its time"
         )
+
+
+def compile_kernels(archive: Path) -> None:
+    """The engine's own kernels for the host's GPU. Without Triton here there are none, and the host compiles them."""
+    path = Path(__file__).with_name("path.py")
+    command = [sys.executable, str(path), "benchmarks.gpu.variants", "pack", str(archive)]
+    if subprocess.run(command, check=False).returncode:
+        print("the bundle has no compiled Triton kernels; see the message above", file=sys.stderr)
 
 
 def download(requirements: tuple[str, ...], folder: Path, python: str) -> list[Path]:

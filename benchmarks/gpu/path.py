@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import subprocess
 import sys
 import tarfile
 import time
@@ -20,6 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 LINKS = ROOT / "build/gpu-path"
 BUNDLE = ROOT / "build/gpu-bundle"
 ARCHIVE = "sgl_kernel.tar.xz"  # in the bundle
+COMPILED = BUNDLE / "triton_kernels.tar.xz"
+TRITON_CACHE = ROOT / "build/gpu-triton"
 
 
 def main() -> None:
@@ -36,6 +39,8 @@ def main() -> None:
     earlier = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, paths), *([earlier] if earlier else [])])
     os.environ["PYTHONUNBUFFERED"] = "1"  # a run that is cut off has printed its results
+    if BUNDLE in paths:
+        seat_kernels()
     # -P: without the current folder, which would allow `import runtime`.
     os.execv(sys.executable, [sys.executable, "-P", "-m", *sys.argv[1:]])
 
@@ -66,6 +71,20 @@ def unpack_kernels() -> None:
         archive.extractall(BUNDLE, filter="data")
     done.touch()
     print(f"unpacked sgl_kernel in {time.perf_counter() - started_s:.0f} s", flush=True)
+
+
+def seat_kernels() -> None:
+    """Put the bundle's compiled kernels into Triton's cache, once; a process of its own imports Triton for it."""
+    os.environ.setdefault("TRITON_CACHE_DIR", str(TRITON_CACHE))
+    done = BUNDLE / "triton_kernels.seated"
+    if not COMPILED.exists() or done.exists():
+        return
+    command = [sys.executable, "-P", "-m", "benchmarks.gpu.variants", "seat", str(COMPILED)]
+    try:
+        subprocess.run(command, check=True, timeout=120)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        print(f"the bundle's compiled Triton kernels are not used: {error}", flush=True)
+    done.touch()
 
 
 if __name__ == "__main__":

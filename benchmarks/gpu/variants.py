@@ -14,9 +14,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
+import io
 import json
 import os
 import sys
+import tarfile
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -129,11 +131,10 @@ def build(variant: Variant, arch: int) -> Built:
         raise ValueError(f"{variant.function} has other arguments: {', '.join(kernel.arg_names)}")
     target = GPUTarget("cuda", arch, 32)
     backend = make_backend(target)
-    given = {name: _argument(kind) for name, kind in variant.signature.items()} | dict(variant.constants)
     bound, specialization, keywords = create_function_from_signature(
         kernel.signature, kernel.params, backend
     )(
-        **given,
+        **arguments_of(variant),
         **variant.options,
         debug=kernel.debug or knobs.runtime.debug,
         instrumentation_mode=knobs.compilation.instrumentation_mode,
@@ -150,6 +151,11 @@ def build(variant: Variant, arch: int) -> Built:
     whole = get_cache_key(source, backend, options, env_vars=get_cache_invalidating_env_vars())
     key = "-".join((triton.__version__, source.hash(), backend.hash(), options.hash()))
     return Built(source, target, options, _digest(key), _digest(whole))
+
+
+def arguments_of(variant: Variant) -> dict[str, Any]:
+    """Arguments that have the variant's types, alignments and constants."""
+    return {name: _argument(kind) for name, kind in variant.signature.items()} | dict(variant.constants)
 
 
 def _digest(text: str) -> str:
@@ -182,34 +188,48 @@ def _dtypes() -> dict[str, Any]:
 # ---------------------------------------------------------------- in the bundle
 
 
-def pack(variants: Iterable[Variant], arch: int, folder: Path) -> int:
-    """Compile for one architecture into a folder: an index, and two files of Triton's cache for each; their number."""
+def pack(variants: Iterable[Variant], arch: int, archive: Path) -> int:
+    """Compile for one architecture into a tar.xz: an index, and two files of Triton's cache for each; their number."""
     import triton
 
-    folder.mkdir(parents=True)
-    index = []
+    index, files = [], {}
     for variant in variants:
         if arch not in variant.architectures:
             continue
         built = build(variant, arch)
         compiled = built.compile()
-        (folder / f"{built.key}.cubin").write_bytes(compiled.asm["cubin"])
-        metadata = next(
-            Path(path) for name, path in compiled.metadata_group.items() if name.endswith(".json")
-        )
-        (folder / f"{built.key}.json").write_bytes(metadata.read_bytes())
+        metadata = next(path for name, path in compiled.metadata_group.items() if name.endswith(".json"))
+        files[f"{built.key}.cubin"] = compiled.asm["cubin"]
+        files[f"{built.key}.json"] = Path(metadata).read_bytes()
         index.append({"key": built.key, "variant": asdict(variant)})
     contents = {"triton": triton.__version__, "arch": arch, "kernels": index}
-    (folder / INDEX).write_text(json.dumps(contents))
+    write_archive(archive, {INDEX: json.dumps(contents).encode(), **files})
     return len(index)
 
 
-def seat(folder: Path) -> str:
+def write_archive(archive: Path, files: Mapping[str, bytes]) -> None:
+    """Files as tar.xz: kernels are much alike, and take less than a tenth of their size."""
+    with tarfile.open(archive, "w:xz") as tar:
+        for name, data in sorted(files.items()):
+            entry = tarfile.TarInfo(name)
+            entry.size = len(data)
+            tar.addfile(entry, io.BytesIO(data))
+
+
+def read_archive(archive: Path) -> dict[str, bytes]:
+    """The contents of each file."""
+    with tarfile.open(archive) as tar:
+        found = {entry.name: tar.extractfile(entry) for entry in tar}
+        return {name: file.read() for name, file in found.items() if file is not None}
+
+
+def seat(archive: Path) -> str:
     """Put the compiled kernels of a bundle into Triton's cache; returns what was done, in one line."""
     import triton
     from triton.runtime.cache import get_cache_manager
 
-    contents = json.loads((folder / INDEX).read_text())
+    packed = read_archive(archive)
+    contents = json.loads(packed[INDEX])
     if contents["triton"] != triton.__version__:
         return f"compiled kernels are not used: they are of Triton {contents['triton']}, not {triton.__version__}"
     used, other = 0, []
@@ -225,9 +245,9 @@ def seat(folder: Path) -> str:
             continue
         manager = get_cache_manager(built.cache_hash)
         name = built.source.name[:150]  # as in `triton.compile`
-        metadata = json.loads((folder / f"{built.key}.json").read_text()) | {"hash": built.cache_hash}
+        metadata = json.loads(packed[f"{built.key}.json"]) | {"hash": built.cache_hash}
         files = {
-            f"{name}.cubin": (folder / f"{built.key}.cubin").read_bytes(),
+            f"{name}.cubin": packed[f"{built.key}.cubin"],
             f"{name}.json": json.dumps(metadata),
         }
         manager.put_group(f"{name}.json", {file: manager.put(data, file) for file, data in files.items()})
@@ -237,12 +257,12 @@ def seat(folder: Path) -> str:
 
 
 def main() -> None:
-    """`pack FOLDER` or `seat FOLDER`."""
-    command, folder = sys.argv[1], Path(sys.argv[2])
+    """`pack ARCHIVE` or `seat ARCHIVE`."""
+    command, archive = sys.argv[1], Path(sys.argv[2])
     if command == "pack":
-        print(f"{pack(read_variants(), HOPPER, folder)} compiled kernels for sm_{HOPPER}", flush=True)
+        print(f"{pack(read_variants(), HOPPER, archive)} compiled kernels for sm_{HOPPER}", flush=True)
     else:
-        print(seat(folder), flush=True)
+        print(seat(archive), flush=True)
 
 
 if __name__ == "__main__":

@@ -16,15 +16,17 @@ IN_ANOTHER_PROCESS = """
 import json, sys
 from pathlib import Path
 from benchmarks.gpu import variants
+from types import SimpleNamespace
 import triton
 from triton import knobs
-from triton.runtime import cache
+from triton.runtime import cache, driver
 
 folder, told = Path(sys.argv[1]), []
+archive = folder / "kernels.tar.xz"
 variant = next(each for each in variants.read_variants() if each.function == "_rms_norm_kernel")
 seen = lambda **facts: told.append(facts["cache_hit"])
 knobs.compilation.listener = seen
-assert variants.pack([variant], 90, folder) == 1
+assert variants.pack([variant], 90, archive) == 1
 first = variants.build(variant, 90)
 
 # The other machine: its Triton has other bytes, and its cache is empty.
@@ -33,19 +35,29 @@ cache.triton_key = lambda: original() + "other"
 knobs.cache.dir = str(folder / "cache")
 other = variants.build(variant, 90)
 assert other.key == first.key and other.cache_hash != first.cache_hash
-print(variants.seat(folder))
+print(variants.seat(archive))
 told.clear()
 compiled = other.compile()
 assert told == [True], "it was compiled again"
+
+# As a launch looks for it, on a GPU that does not exist.
+driver.set_active(SimpleNamespace(
+    get_current_target=lambda: first.target, get_current_device=lambda: 0, get_current_stream=lambda device: 0
+))
+told.clear()
+arguments = variants.arguments_of(variant)
+launched = other.source.fn.run(grid=None, warmup=True, **arguments, **variant.options)
+assert told == [True] and launched.hash == other.cache_hash
 assert compiled.asm["cubin"] == first.compile().asm["cubin"] and compiled.metadata.num_warps > 0
 
-index = json.loads((folder / variants.INDEX).read_text())
+files = variants.read_archive(archive)
+index = json.loads(files[variants.INDEX])
 index["kernels"][0]["key"] += "x"
-(folder / variants.INDEX).write_text(json.dumps(index))
-print(variants.seat(folder))
+variants.write_archive(archive, files | {variants.INDEX: json.dumps(index).encode()})
+print(variants.seat(archive))
 index["triton"] = "3.5.0"
-(folder / variants.INDEX).write_text(json.dumps(index))
-print(variants.seat(folder))
+variants.write_archive(archive, files | {variants.INDEX: json.dumps(index).encode()})
+print(variants.seat(archive))
 """
 
 
@@ -70,7 +82,7 @@ def test_a_compiled_kernel_is_used_only_with_the_same_key(tmp_path: Path):
     env["TRITON_CACHE_DIR"] = str(tmp_path / "first")
     root = str(Path(__file__).parents[3])
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (env.get("PYTHONPATH"), root)))
-    command = [sys.executable, "-P", "-c", IN_ANOTHER_PROCESS, str(tmp_path / "packed")]
+    command = [sys.executable, "-P", "-c", IN_ANOTHER_PROCESS, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
