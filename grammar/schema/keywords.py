@@ -148,9 +148,12 @@ FORMAT_PATTERNS: Final = {
     "time": f"^{_TIME}$",
     "date-time": f"^{_DATE}[Tt]{_TIME}$",
     "duration": "^P(?:T?[0-9]{1,9}[A-Z])+$",
+    "email": "^[^@]{1,64}@[^.]{1,63}(?:[.][^.]{1,63})*$",
 }
-"""Patterns besides the library's formats: it allows 2021-02-29, :60 at times without a leap second, and digits without
-end in a fraction or a duration, with which a weak model fills its limit of tokens."""
+"""Patterns besides the library's formats: it allows 2021-02-29, :60 at times without a leap second, digits without end
+in a fraction or a duration, with which a weak model fills its limit of tokens, and long parts of an e-mail address."""
+FORMAT_MAX_CHARS: Final = {"email": 254, "hostname": 253}
+"""As RFC 5321 and RFC 1035 have them; the library has no bound."""
 
 FORMAT_SAMPLES: Final = {
     "date-time": "2000-01-01T00:00:00Z",

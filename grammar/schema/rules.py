@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from typing import Any, Final
 
 from ..regex_syntax import RegexError, checked_regex
-from .keywords import ANNOTATION_FORMATS, FORMAT_PATTERNS, FORMATS, KEYWORDS, TYPES, Fate
+from .keywords import ANNOTATION_FORMATS, FORMAT_MAX_CHARS, FORMAT_PATTERNS, FORMATS, KEYWORDS, TYPES, Fate
 from .report import Members, Place, shown
 
 MAX_EXACT: Final = 2**53
@@ -126,6 +126,8 @@ def _put_count(keyword: str, value: Any, place: Place) -> None:
     """`minLength` and its kind."""
     length = count(value, keyword, place)
     place.found(keyword)
+    if keyword == "maxLength":  # a format may have one, too
+        length = min(length, place.out.get(keyword, length))
     if length <= MAX_COUNT:
         place.out[keyword] = length
     elif keyword.startswith("min"):
@@ -213,6 +215,9 @@ def _put_format(keyword: str, value: Any, place: Place) -> None:
         place.out["format"] = value
         if value in FORMAT_PATTERNS:
             _add_pattern(FORMAT_PATTERNS[value], place.out)
+        if value in FORMAT_MAX_CHARS:
+            most = FORMAT_MAX_CHARS[value]
+            place.out["maxLength"] = min(most, place.out.get("maxLength", most))
         place.found(keyword)
     else:
         place.approximate(keyword, f"{shown(value)} is not one of {', '.join(sorted(FORMATS))}")

@@ -403,6 +403,24 @@ def test_branches_that_require_the_same_names_stay_refused():
         assert "oneOf cannot be enforced" in refused({"type": "object", "oneOf": [*branches]}).message
 
 
+@pytest.mark.parametrize("limits", [{}, {"maxLength": 300}, {"maxLength": 250, "pattern": "^[a-z@.]+$"}])
+@pytest.mark.parametrize("first", [True, False])
+def test_addresses_and_names_of_hosts_have_the_lengths_of_the_standards(limits, first):
+    def fits(name: str, text: str) -> bool:
+        node = {"format": name, **limits} if first else {**limits, "format": name}
+        return accepts(check({"type": "string", **node}), text)
+
+    label, most = "b" * 63, limits.get("maxLength", 999)
+    assert fits("email", f"{'a' * 64}@{label}.{label}.co") and not fits("email", f"{'a' * 65}@b.co")
+    assert not fits("email", f"a@{label}b.co")
+    host = ".".join([label] * 4)
+    for size in (250, 254, 255, 257):
+        assert fits("email", f"a@{host}"[:size]) == (size <= min(254, most))
+    for size in (250, 253, 254):
+        assert fits("hostname", host[:size]) == (size <= min(253, most))
+    assert not fits("hostname", f"{label}b.co")
+
+
 def test_the_names_of_a_pattern_or_a_list_are_enforced():
     by_pattern = check(
         {"type": "object", "propertyNames": {"pattern": "^a"}, "additionalProperties": {"type": "integer"}}
