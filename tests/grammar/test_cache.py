@@ -1,4 +1,4 @@
-"""What is compiled once, what is dropped, and what a request without grammars needs."""
+"""The cache of compiled grammars: what is compiled once, what is dropped, and requests without grammars."""
 
 from __future__ import annotations
 

@@ -363,7 +363,7 @@ USES = [
     cuts=st.lists(st.integers(0, 40)),
 )
 def test_the_same_bytes_lead_to_the_same_state_in_any_split(use, text, cuts):
-    """Of texts that are accepted byte by byte. In other splits a token may go beyond the end of the answer."""
+    """The texts are accepted byte by byte. In other splits a token may go beyond the end of the answer."""
     pieces = split(text, cuts)
     vocabulary = ListVocabulary([*SINGLES, *(piece for piece in pieces if len(piece) > 1)])
     ids = {token: token_id for token_id, token in enumerate(vocabulary.tokens)}

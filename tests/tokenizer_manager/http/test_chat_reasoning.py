@@ -137,6 +137,36 @@ def test_reasoning_before_a_call(serve: Serve):
     assert choice["finish_reason"] == "tool_calls"
 
 
+@pytest.mark.parametrize("size", [1, 7, 100])
+def test_a_call_inside_of_open_reasoning(serve: Serve, size):
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    text = f"<think>\n{THOUGHT}\n{call}"
+    served = serve(say_all(*[text[i : i + size] for i in range(0, len(text), size)]))
+    fields: dict[str, Any] = {"tools": [{"type": "function", "function": {"name": "now"}}]}
+    body = body_of(served, **fields)
+    [choice] = body["choices"]
+    assert choice["message"]["reasoning_content"].strip() == THOUGHT
+    assert choice["message"]["content"] is None
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "now", "arguments": "{}"}
+    assert choice["finish_reason"] == "tool_calls"
+    details = body["usage"]["completion_tokens_details"]
+    assert details == {"reasoning_tokens": len(f"\n{THOUGHT}\n")}
+
+    deltas = deltas_of(served, **fields)
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas).strip() == THOUGHT
+    assert not any(delta.get("content") for delta in deltas)
+    assert sum("tool_calls" in delta for delta in deltas) >= 1
+
+
+@pytest.mark.parametrize("cut", ["<tool_call>", '<tool_call>\n{"name": "no'])
+def test_the_beginning_of_a_call_is_no_content(serve: Serve, cut):
+    served = serve(say_all(f"It rains.\n{cut}", finish=LENGTH))
+    fields: dict[str, Any] = {"tools": [{"type": "function", "function": {"name": "now"}}]}
+    [choice] = body_of(served, **fields)["choices"]
+    assert choice["message"]["content"] == "It rains." and choice["finish_reason"] == "length"
+    assert "".join(delta.get("content") or "" for delta in deltas_of(served, **fields)) == "It rains."
+
+
 def test_without_a_reasoning_parser_markers_are_text(serve: Serve):
     body = body_of(serve(say_all(TEXT), answers={"reasoning_parser": "none"}))
 
