@@ -78,6 +78,24 @@ _FP8_BLOCKS: Final = {
     "fmt": "e4m3",
     "weight_block_size": [128, 128],
 }
+_GEMMA2: Final = {
+    "model_type": "gemma2",
+    "architectures": ["Gemma2ForCausalLM"],
+    "vocab_size": 256_000,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-6,
+}
 _QWEN3_NEXT: Final = {
     "model_type": "qwen3_next",
     "architectures": ["Qwen3NextForCausalLM"],
@@ -112,6 +130,7 @@ SERVERS: Final = {
     "Qwen3-8B FP8": Server(
         _shape("gpu", "Qwen3-8B", quantization_config=_FP8_BLOCKS), architectures=_WITH_FP8
     ),
+    "Gemma-2-2B": Server(_GEMMA2),
     "Gemma-3-1B": Server(_shape("cpu", "gemma-3-1b", num_hidden_layers=6)),
     "LFM2-1.2B": Server(_shape("cpu", "lfm2-1.2b", num_hidden_layers=3)),
     "Qwen3-30B-A3B": Server(_shape("cpu", "qwen3-30b-a3b", vocab_size=151_936)),

@@ -14,8 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .kernel_variant import KernelVariant
-
 # Few rows are cut into small blocks, so that every multiprocessor gets one; many rows take fewer, larger blocks.
 _SMALL_BLOCK: Final = 256
 _LARGE_BLOCK: Final = 1024
@@ -56,18 +54,3 @@ def _gate_and_mul(gate_up: Tensor, *, gelu: bool) -> Tensor:
             x, out, x.stride(0), width, GELU=gelu, BLOCK=block, num_warps=4 if large else 1
         )
     return out
-
-
-def variants() -> list[KernelVariant]:
-    signature = {"x_ptr": "*bf16", "out_ptr": "*bf16", "x_stride": "i32:16", "width": "i32:16"}
-    return [
-        KernelVariant(
-            f"{'gelu' if gelu else 'silu'}_and_mul bf16, block {block}",
-            _gate_and_mul_kernel,
-            signature,
-            {"GELU": gelu, "BLOCK": block},
-            num_warps,
-        )
-        for gelu in (False, True)
-        for block, num_warps in ((_SMALL_BLOCK, 1), (_LARGE_BLOCK, 4))
-    ]

@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .kernel_variant import KernelVariant
 from .runs import first_run, next_slot, num_programs, run_at
 from .state_conv import convolve
 
@@ -161,34 +160,3 @@ def gated_delta(
             num_warps=1,
         )
     return out
-
-
-def variants() -> list[KernelVariant]:
-    return [
-        KernelVariant(
-            "delta_net correction bf16 128x128",
-            _correct_kernel,
-            {
-                "mixed_ptr": "*fp32",
-                "ba_ptr": "*bf16",
-                **dict.fromkeys(("decay_ptr", "dt_bias_ptr", "states_ptr"), "*fp32"),
-                "plan_ptr": "*i64",
-                **dict.fromkeys(("num_heads", "size", "key_size", "key_dim", "value_dim"), "i32:16"),
-                "heads_per_key": "i32",
-                "scale": "fp32",
-            },
-            {"KEYS": 128, "COLUMNS": _COLUMNS},
-        ),
-        KernelVariant(
-            "delta_net norm bf16 128",
-            _finish_kernel,
-            {
-                **dict.fromkeys(("mixed_ptr", "norm_ptr"), "*fp32"),
-                **dict.fromkeys(("qkvz_ptr", "out_ptr"), "*bf16"),
-                **dict.fromkeys(("num_heads", "size", "row_size", "before_values", "value_dim"), "i32:16"),
-                "eps": "fp32",
-            },
-            {"COLUMNS": 128},
-            1,
-        ),
-    ]

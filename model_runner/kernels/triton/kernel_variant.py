@@ -1,8 +1,9 @@
 """`KernelVariant`: a Triton kernel as serving launches it, to be compiled ahead of time without a GPU.
 
 A module of this folder takes part if it has a function `variants() -> list[KernelVariant]`: its kernels with the types
-and constants that serving launches them with. `benchmarks/triton_report.py` prints the registers, spills and shared
-memory of all variants; the tests check them against the limits of each architecture.
+and constants that serving launches them with. It needs none where servers of real models launch all forms of its
+kernels: those are recorded (`tests/mirror/harvest.py`). `benchmarks/triton_report.py` prints the registers, spills and
+shared memory of all variants; the tests check them against the limits of each architecture.
 """
 
 from __future__ import annotations

@@ -23,7 +23,6 @@ from typing import Final
 import triton
 import triton.language as tl
 
-from .kernel_variant import KernelVariant
 from .sampler_rows import (
     BAD,
     BEST,
@@ -51,7 +50,6 @@ from .sampler_rows import (
     gumbel,
     integer_of,
     number_of,
-    row_variant,
     scaled_logits,
     sum_of_exp,
 )
@@ -266,15 +264,3 @@ def shortlist_kernel(
     keep = keep & (places < capacity)
     tl.store(list_values_ptr + row * capacity + places, x, mask=keep)
     tl.store(list_ids_ptr + row * capacity + places, token_ids, mask=keep)
-
-
-def variants() -> list[KernelVariant]:
-    surveys = [
-        row_variant(survey_kernel, kind, SURVEY_WARPS, logits)
-        for kind in ("greedy", "draw", "edited")
-        for logits in ("bf16", "fp32")
-    ]
-    return [
-        *surveys,
-        *(row_variant(shortlist_kernel, "filtered", SURVEY_WARPS, kind) for kind in ("bf16", "fp32")),
-    ]

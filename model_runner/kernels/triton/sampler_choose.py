@@ -14,7 +14,6 @@ from typing import Final
 import triton
 import triton.language as tl
 
-from .kernel_variant import KernelVariant
 from .sampler_rows import (
     BAD,
     BEST,
@@ -33,7 +32,6 @@ from .sampler_rows import (
     integer_of,
     number_of,
     order_key,
-    row_variant,
     scaled_logits,
     sum_of_exp,
 )
@@ -256,11 +254,3 @@ def _filtered_draw(source, table_ptr, row, vocab_size, bound, largest, total, BL
         start += BLOCK
         x, token_ids = _candidates(source, table_ptr, row, vocab_size, start, BLOCK)
     return best_id
-
-
-def variants() -> list[KernelVariant]:
-    return [
-        row_variant(choose_kernel, kind, CHOOSE_WARPS, logits)
-        for kind in ("greedy", "filtered", "edited")
-        for logits in ("bf16", "fp32")
-    ]

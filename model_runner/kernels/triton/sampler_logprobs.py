@@ -12,7 +12,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .kernel_variant import KernelVariant
 from .sampler_rows import from_order_key, order_key, sum_of_exp
 
 LAST_ID: tl.constexpr = tl.constexpr(2**31 - 1)
@@ -101,30 +100,3 @@ def collect_logprobs_kernel(
         tl.store(top_logprobs_ptr + line * top_k + rank, logit - normalizer)
         ranked = tl.where(ranked == best, NONE, ranked)
         rank += 1
-
-
-def variants() -> list[KernelVariant]:
-    """For `kernel_variant`: as launched for a vocabulary of 152k and 20 likeliest tokens."""
-    common = {
-        "logits_ptr": "*bf16",
-        "logits_stride": "i64:16",
-        "indices_ptr": "*i64",
-        "stats_ptr": "*fp32",
-        "top_ptr": "*i64",
-        "top_k": "i32",
-    }
-    written = {"chosen_ptr": "*i64", "token_ptr": "*fp32", "top_ids_ptr": "*i32", "top_logprobs_ptr": "*fp32"}
-    return [
-        KernelVariant(
-            name="logprobs survey",
-            kernel=survey_logprobs_kernel,
-            signature={**common, "vocab_size": "i32:16"},
-            constexprs={"CHUNK": 2048},
-        ),
-        KernelVariant(
-            name="logprobs collect",
-            kernel=collect_logprobs_kernel,
-            signature={**common, **written, "num_chunks": "i32"},
-            constexprs={"CHUNKS": 128, "CANDIDATES": 2048},
-        ),
-    ]

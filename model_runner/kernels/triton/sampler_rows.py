@@ -10,13 +10,8 @@ modes. Beside it are statistics per chunk, processed logits, and the noise.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final
-
 import triton
 import triton.language as tl
-
-from .kernel_variant import KernelVariant
 
 UNIT: tl.constexpr = tl.constexpr(2.0**-31 * (1 - 2.0**-23))  # as in `noise`
 
@@ -119,46 +114,3 @@ def scaled_logits(logits_ptr, logits_stride, edited_ptr, table_ptr, row, token_i
     address = edited_ptr + tl.maximum(edited_row, 0).to(tl.int64) * vocab_size + token_ids
     x = tl.where(edited_row < 0, x, tl.load(address, mask=other, other=-infinity))
     return tl.div_rn(x, number_of(table_ptr, row, TEMPERATURE))
-
-
-def row_variant(kernel: Any, kind: str, num_warps: int, logits: str = "bf16") -> KernelVariant:
-    """For `kernel_variant`: the launch for a vocabulary of 152k, for one kind of batch and dtype of logits."""
-    pointers = {
-        "logits_ptr": f"*{logits}",
-        "logits_stride": "i64",
-        "table_ptr": "*i32",
-        "edited_ptr": "*fp32",
-        "in_prompt_ptr": "*u8",
-        "in_output_ptr": "*i32",
-        "edit_ids_ptr": "*i32",
-        "edit_values_ptr": "*fp32",
-        "grammar_ptr": "*i32",
-        "grammar_stride": "i32",
-        "stats_ptr": "*fp32",
-        "group_max_ptr": "*fp32",
-        "list_len_ptr": "*i32",
-        "list_values_ptr": "*fp32",
-        "list_ids_ptr": "*i32",
-        "bounds_ptr": "*fp32",
-        "token_ids_ptr": "*i64",
-        "finite_ptr": "*i1",
-        "capacity": "i32:16",
-        "vocab_size": "i32:16",
-        "num_chunks": "i32",
-    }
-    constants = {"CHUNK": 2048, "GROUP": 128, "CHUNKS": 128, "BLOCK": 4096, **_KINDS[kind]}
-    return KernelVariant(
-        name=f"sampler {kernel.__name__} {kind} {logits}",
-        kernel=kernel,
-        signature={arg: pointers[arg] for arg in kernel.arg_names if arg in pointers},
-        constexprs={arg: constants[arg] for arg in kernel.arg_names if arg in constants},
-        num_warps=num_warps,
-    )
-
-
-_KINDS: Final[Mapping[str, Mapping[str, bool]]] = {
-    "greedy": {"HAS_TABLE": False, "HAS_EDITED": False, "HAS_FILTERS": False},
-    "draw": {"HAS_TABLE": True, "HAS_EDITED": False, "HAS_FILTERS": False},
-    "filtered": {"HAS_TABLE": True, "HAS_EDITED": False, "HAS_FILTERS": True},
-    "edited": {"HAS_TABLE": True, "HAS_EDITED": True, "HAS_FILTERS": True},
-}
