@@ -32,7 +32,8 @@ VALIDATOR := kubernetes-validate==1.37.0
 PYTEST := $(RUN) -m pytest -n auto --maxprocesses 8 --dist loadgroup --no-loadscope-reorder
 
 .PHONY: help venv test-env dev-env serve test test-slow routers transfer-libraries agents ray validator chaos soak check lint \
-  typecheck package-check house docs screenshots format clean gpu-bundle gpu-check gpu-bench
+  typecheck package-check house docs screenshots format clean gpu-bundle gpu-triage gpu-check \
+  gpu-bench
 
 help: ## this list
 	@echo 'Targets:'
@@ -146,6 +147,9 @@ format: dev-env ## format the code and apply ruff's automatic fixes
 # it lacks comes in build/gpu-bundle, made where there is a network and copied along.
 gpu-bundle: ## make build/gpu-bundle: packages for a GPU machine without network (sgl_kernel and some wheels)
 	@"$(PYTHON)" benchmarks/gpu/bundle.py $(ARGS)
+
+gpu-triage: ## find the flags with which this machine's GPU computes what it should, with PYTHON's own torch
+	@"$(PYTHON)" benchmarks/gpu/path.py benchmarks.gpu.triage --out build/gpu-triage $(ARGS)
 
 gpu-check: ## check the engine on this machine's GPU, with PYTHON's own torch; ARGS="--only models"
 	@"$(PYTHON)" benchmarks/gpu/path.py benchmarks.gpu.check --json build/gpu-check.json $(ARGS)
