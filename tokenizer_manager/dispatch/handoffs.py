@@ -178,7 +178,8 @@ class Pair:
         if is_short or needs_all or message.delivered is not None:
             return None
         bootstrap_room = str(secrets.randbits(63))
-        prefill = replace(message, rid=message.rid + _HALF, handoff=KVHandoff(bootstrap_room))
+        half = message.rid + _HALF
+        prefill = replace(message, rid=half, handoff=KVHandoff(bootstrap_room), reports_progress=False)
         return prefill, replace(message, handoff=KVHandoff(bootstrap_room, self._peer))
 
     def mirrored(self, message: SchedulerInput) -> SchedulerInput | None:

@@ -329,6 +329,15 @@ class TestBoth:
         metrics = server.metrics_when(lambda metrics: metrics["transfers_total"] >= 4)
         assert not [name for name in metrics if name.startswith("transfer_failures_total")]
 
+    def test_the_progress_of_a_prompt_ends_with_its_length(self, server: EngineServe) -> None:
+        body = {**GREEDY, "prompt": "progress " * 200, "stream": True, "return_progress": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=DEADLINE_S) as reply:
+            lines = [line[6:] for line in reply.iter_lines() if line.startswith("data: {")]
+        events = [json.loads(line) for line in lines]
+        told = [event["prompt_progress"] for event in events if "prompt_progress" in event]
+        assert [each["processed"] for each in told] == [told[0]["total"]]
+        assert events[-1]["choices"][0]["finish_reason"] == "length"
+
     @pytest.mark.parametrize("lost", ["scheduler_of_replica_0", "scheduler_of_replica_1"])
     def test_one_half_is_killed(self, server: EngineServe, expected: list[Any], lost: str) -> None:
         with ThreadPoolExecutor(1) as pool:

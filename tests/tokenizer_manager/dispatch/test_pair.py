@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from engine.runtime.messages import BatchTextOutput, KVHandoff
 from engine.tokenizer_manager.dispatch.handoffs import MIN_PROMPT_TOKENS, Pair
+from engine.tokenizer_manager.generation import GenerationRequest
 
 from ..fake_engine import CAPACITY, LENGTH, WAIT_S, FakeEngine, row
 from ..test_manager import Setup, texts
@@ -41,6 +42,17 @@ def test_a_long_prompt_is_sent_to_both_in_one_room():
         setup.manager.on_message(BatchTextOutput([row(second, "a", finish=LENGTH)]))
         setup.manager.on_message(BatchTextOutput([row(first, "x", finish=LENGTH)]))
         assert await texts(stream) == ["a"]
+
+    run(test)
+
+
+def test_only_the_half_with_the_stream_reports_progress():
+    """Rows of progress about the other half would belong to no request of the log, which is aborted for them."""
+
+    async def test(setup: Setup, decode: FakeEngine) -> None:
+        await setup.manager.start(GenerationRequest(prompts=[LONG], reports_progress=True))
+        assert not setup.engine.next_request().reports_progress
+        assert decode.next_request().reports_progress
 
     run(test)
 
