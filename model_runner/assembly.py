@@ -220,7 +220,7 @@ def _make_pooler(loaded: LoadedModel, states: RequestStates, buffers: InputBuffe
         loaded.model,
         "last" if pooling is None else pooling.pooling,
         loaded.pooling_head,
-        loaded.device,
+        buffers.put,
         adapters_of,
     )
 

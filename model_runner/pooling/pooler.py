@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -84,14 +85,14 @@ class Pooler:
         model: gives final hidden states, and logits for labels.
         pooling: which hidden states make a vector.
         head: the layers after pooling, [n, K] float32 -> [n, D] float32; None: there are none.
-        device: of the hidden states.
+        put: uploads an array to the device of the hidden states, without waiting for it; see `InputBuffers`.
         adapters_of: the adapters of pool rows, for `CausalLM.logits`.
     """
 
     model: CausalLM
     pooling: PoolingType
     head: Callable[[Tensor], Tensor] | None
-    device: torch.device
+    put: Callable[[npt.NDArray[Any]], Tensor]
     adapters_of: Callable[[Sequence[int]], AdapterRuns | None] = _no_adapters
     _partial: dict[int, Tensor] = field(init=False, default_factory=dict)
 
@@ -148,8 +149,9 @@ class Pooler:
                 0, self._indices(np.arange(num_tokens) + np.repeat(skipped, lengths))
             )
         states = self.model.final_states(hidden).float()
-        counts = torch.tensor(lengths, device=self.device)
-        return torch.segment_reduce(states, "sum", lengths=counts, axis=0)
+        counts = self._indices(lengths)
+        # unsafe: without a check of the lengths, for which the host would wait.
+        return torch.segment_reduce(states, "sum", lengths=counts, axis=0, unsafe=True)
 
     def _labels(self, hidden: Tensor, chunks: Sequence[PooledChunk]) -> list[PooledRows]:
         """Log-probabilities of each request's labels as the next token; one group per number of labels."""
@@ -168,13 +170,13 @@ class Pooler:
             groups.setdefault(len(chunk.params.label_ids), []).append(n)
         results = []
         for members in groups.values():
-            ids = torch.tensor([chunks[n].params.label_ids for n in members], device=self.device)
+            ids = self._indices([chunks[n].params.label_ids for n in members])
             values = logprobs.index_select(0, self._indices(members)).gather(1, ids)
             results.append(PooledRows([chunks[n] for n in members], values))
         return results
 
-    def _indices(self, indices: Sequence[int] | np.ndarray) -> Tensor:
-        return torch.from_numpy(np.asarray(indices, dtype=np.int64)).to(self.device)
+    def _indices(self, indices: npt.ArrayLike) -> Tensor:
+        return self.put(np.array(indices, dtype=np.int64))
 
 
 def _finished(row: np.ndarray, params: PoolingParams) -> bytes | None:

@@ -35,6 +35,8 @@ _ANSWERS: Final = {
     aten._unique2.default,
     aten.unique_dim.default,
     aten.unique_consecutive.default,
+    aten.repeat_interleave.Tensor,
+    aten.bincount.default,
 }
 """The host, or a shape, depends on the result."""
 _INDEXED: Final = {aten.index.Tensor, aten.index_put_.default}
@@ -136,6 +138,8 @@ def dispatch(mirror: Mirror, func: Any, args: Any, kwargs: dict[str, Any]) -> An
     mirror.operators.add(str(func))
     if on_device:
         _refuse_hosts(mirror, func, [each for each in tensors if not isinstance(each, DeviceTensor)])
+    if why := _hidden_wait(mirror, func, args, kwargs):
+        mirror.streams.wait(why)
     if func in _ANSWERS or (func in _INDEXED and _has_mask(args[1])):
         mirror.streams.synchronize(str(func))
         return _run_now(mirror, func, args, kwargs)
@@ -165,6 +169,19 @@ def _refuse_hosts(mirror: Mirror, func: Any, hosts: list[Tensor]) -> None:
     if func not in _INDEXED:
         raise RuntimeError(f"{func}: expected all tensors to be on the same device, but found cuda:0 and cpu")
     mirror.streams.wait(f"{func} uploads its indices")
+
+
+def _hidden_wait(mirror: Mirror, func: Any, args: Any, kwargs: dict[str, Any]) -> str:
+    """Why the operator's CUDA kernel reads something on the host, or ""."""
+    if func is aten.segment_reduce.default and not kwargs.get("unsafe"):
+        return "segment_reduce checks the lengths"
+    if func is aten._grouped_mm.default and not _has_grouped_kernel(mirror, args[0]):
+        return "grouped_mm multiplies group by group"
+    return ""
+
+
+def _has_grouped_kernel(mirror: Mirror, x: Tensor) -> bool:
+    return x.dtype == torch.bfloat16 and mirror.capability >= (9, 0)
 
 
 def _has_mask(indices: Any) -> bool:
@@ -229,6 +246,9 @@ def _make(mirror: Mirror, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _forms(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """The results as meta tensors."""
+    if func is aten._grouped_mm.default:  # its meta kernel knows bfloat16 only
+        x, weights = args[:2]
+        return torch.empty((x.shape[0], weights.shape[-1]), dtype=x.dtype, device="meta")
     meta_args, meta_kwargs = tree_map(_meta, args), tree_map(_meta, kwargs)
     if "device" in meta_kwargs:
         meta_kwargs["device"] = torch.device("meta")
@@ -282,7 +302,8 @@ def _upload(mirror: Mirror, source: Tensor, target: Tensor, without_wait: bool) 
     """The memory that a queued copy to the device reads."""
     facts = f"{tuple(source.shape)} {source.dtype}"
     is_pinned = mirror.host_memory.is_pinned(source)
-    is_staged = source.dtype != target.dtype or not (source.is_contiguous() and target.is_contiguous())
+    # Into strided memory torch copies twice on the device, without the host.
+    is_staged = source.dtype != target.dtype or not source.is_contiguous()
     if is_staged and mirror.faults.serving:
         mirror.faults.add("staged copy", f"{facts} {source.stride()} to {target.dtype} {target.stride()}")
     if without_wait and is_pinned and not is_staged:

@@ -67,9 +67,9 @@ class DeviceMemory:
         self._fail_at: int | None = None
 
     @contextmanager
-    def failing_at(self, number: int) -> Iterator[list[int]]:
-        """Let the n-th allocation from now fail, counted from 0; yields a list that is not empty once it has."""
-        self._fail_at = self.num_allocations + number
+    def failing_at(self, number: int | None) -> Iterator[list[int]]:
+        """Let the n-th allocation from now fail, counted from 0 (None: none); yields a list, not empty once it has."""
+        self._fail_at = None if number is None else self.num_allocations + number
         self._failed: list[int] = []
         try:
             yield self._failed

@@ -25,7 +25,7 @@ from engine.runtime.config.device_config import KernelConfig
 from engine.runtime.config.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.runtime.feasibility import Capacity
 from engine.runtime.sampling_params import SamplingParams
-from engine.runtime.step_plan import StepResult
+from engine.runtime.step_plan import GetMasks, StepResult, no_masks
 from tests.model_runner.conftest import GREEDY, Driver, Request
 
 from .mirror import Mirror
@@ -109,6 +109,7 @@ class Ahead:
     """Drives a runner as a scheduler that overlaps: up to three steps are in flight.
 
     Attributes:
+        masks: of all steps.
         num_ahead: steps that are launched before the oldest one is waited for. With 1, as in a server, and a mirror
             a launch that waits for the step before is a fault.
     """
@@ -117,6 +118,7 @@ class Ahead:
         self.driver = driver
         self.num_ahead = num_ahead
         self._launching = mirror.faults.launching if mirror is not None and num_ahead == 1 else nullcontext
+        self.masks: GetMasks = no_masks
         self.results: list[StepResult] = []
         self._in_flight: list[tuple[Any, list[tuple[Request, int]]]] = []
 
@@ -127,7 +129,7 @@ class Ahead:
         """Launch a step that computes so many more tokens of each request; extends must come first."""
         plan = self.driver.plan(work, **options)
         with self._launching():
-            pending = self.driver.runner.launch(plan)
+            pending = self.driver.runner.launch(plan, masks=self.masks)
         sampling = []
         for req, count in work:
             req.computed += count
