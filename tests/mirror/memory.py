@@ -117,6 +117,7 @@ class DeviceMemory:
         if (before != _NAN).any() or (after != _NAN).any():
             side = "before" if (before != _NAN).any() else "after"
             self._faults.add("red zone", f"written {side} an allocation of {nbytes} bytes")
+            before[:] = after[:] = _NAN  # each write is one fault
 
 
 class HostMemory:
