@@ -73,11 +73,12 @@ class Comparer:
         num_calls: how many calls were compared.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, report: Callable[[Difference], None] = print) -> None:
+        """`folder`: for `current_op` and saved calls; `report` gets each difference at once."""
         folder.mkdir(parents=True, exist_ok=True)
         self.differences: dict[str, Difference] = {}
         self.num_calls = 0
-        self._folder = folder
+        self._folder, self._report = folder, report
         self._saved_bytes = 0
         self._where = "before the first step"
         self._patches = ExitStack()
@@ -134,7 +135,7 @@ class Comparer:
         if kept is not None:
             file = self._save(op, provider, kept)
             self.differences[op] = Difference(op, provider, self._where, inputs, reason, file)
-            print(f"first difference: {self.differences[op]}", flush=True)
+            self._report(self.differences[op])
         for target, source in zip(written(*args), written(*copies), strict=True):
             target.copy_(source)
         return expected

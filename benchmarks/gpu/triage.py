@@ -29,17 +29,21 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from benchmarks.gpu.bisection import bisect
 from benchmarks.gpu.path import BUNDLE, ROOT
 from benchmarks.gpu.sections import MARK, flags_of, run_child
+
+if TYPE_CHECKING:
+    from benchmarks.gpu.first_difference import Difference
 
 BUDGET_S: Final = 240.0
 MODELS: Final = ("llama", "qwen3_moe")
@@ -61,8 +65,8 @@ SWITCHES: Final = {
     ),
 }
 """By device: `overlap`, and names for `--avoid-kernels`; 16 are bisected with four attempts."""
-_LIMITS_S: Final = {"facts": 45.0, "golden": 120.0, "all on": 60.0, "all off": 40.0}
-_LIMIT_S: Final = 30.0  # of other attempts
+_LIMITS_S: Final = {"facts": 45.0, "golden": 120.0, "all on": 100.0, "all off": 40.0}
+_LIMIT_S: Final = 25.0  # of other attempts, whose kernels are compiled already
 _LEAST_S: Final = 8.0  # with less an attempt is not begun
 
 _CURRENT: Final = "current_op"  # where `Comparer` writes each operator before it runs
@@ -183,7 +187,9 @@ class Triage:
     def _compare(self, all_on: Attempt) -> list[dict[str, Any]]:
         """The first difference of each operator that is wrong."""
         compared = self.attempt("compare", [], all_on.failing, {"compare": True})
-        if compared.status in ("crash", "hang"):
+        for each in compared.differences:
+            self._say(f"{each['op']} of {each['provider']} differs, {each['where']}: {each['reason']}")
+        if compared.log and compared.status not in ("pass", "wrong"):
             current = self._options.out / _CURRENT
             where = current.read_text() if current.exists() else "before the first operator"
             self._say(f"the operators compared one by one: {compared.status} in {where}")
@@ -207,11 +213,13 @@ class Triage:
     def _look_at_crash(self, all_on: Attempt, off: list[str]) -> None:
         """Where it crashes or hangs, and whether Triton's cache is to blame."""
         failing = all_on.failing[:1]
-        if all_on.status in ("crash", "hang"):
+        if all_on.status != "wrong":  # an illegal access may be an error, too
             self.attempt("blocking", [], failing, environment={"CUDA_LAUNCH_BLOCKING": "1"})
         if any(name.startswith("triton") for name in off):
-            cache = {"TRITON_CACHE_DIR": str(self._options.out / "new-cache")}
-            if self.attempt("without Triton's cache", [], failing, environment=cache).status == "pass":
+            with tempfile.TemporaryDirectory() as cache:
+                fresh = {"TRITON_CACHE_DIR": cache}
+                attempt = self.attempt("without Triton's cache", [], failing, environment=fresh)
+            if attempt.status == "pass":
                 self._say(f"Triton's cache is to blame: delete {_triton_cache()}, then no flags are needed")
 
     def _copy_triton_cache(self, off: list[str], differences: list[dict[str, Any]]) -> None:
@@ -368,7 +376,7 @@ def _kernels_of(op: str) -> list[str]:
 def _run_child(told: dict[str, Any]) -> None:
     """One attempt; its results are lines for the parent."""
     faulthandler.enable()
-    faulthandler.dump_traceback_later(max(2.0, min(30.0, told["limit_s"] - 5.0)), exit=False)
+    faulthandler.dump_traceback_later(max(2.0, min(30.0, told["limit_s"] - 5.0)), repeat=True)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     logging.getLogger("engine.model_runner").setLevel(logging.DEBUG)
     if told["kind"] == "facts":
@@ -396,7 +404,11 @@ def _run_models(told: dict[str, Any]) -> None:
         home = Path(told["golden"]) / model
         expected = golden.load(Path(told["golden"]), model)
         try:
-            with Comparer(Path(told["out"])) if compares else contextlib.nullcontext() as comparer:
+            with (
+                Comparer(Path(told["out"]), _tell_difference)
+                if compares
+                else contextlib.nullcontext() as comparer
+            ):
                 engine = golden.engine_of(home, told["device"], **settings)
                 verdict = golden.compare(expected, golden.answer(engine, expected))
         except Exception as error:
@@ -405,7 +417,6 @@ def _run_models(told: dict[str, Any]) -> None:
             sys.exit(1)
         print(f"{model}: {verdict}", flush=True)
         if comparer is not None:
-            _tell(differences=[each._asdict() for each in comparer.differences.values()])
             print(f"{comparer.num_calls} calls compared", flush=True)
         _tell(**({"reason": f"{model}: {verdict.reason}"} if verdict.reason else {"passed": model}))
 
@@ -439,6 +450,10 @@ def _planted(name: str, told: dict[str, Any]) -> Iterator[None]:
     module, _, function = name.partition(":")
     with getattr(importlib.import_module(module), function)(told):
         yield
+
+
+def _tell_difference(difference: Difference) -> None:
+    _tell(differences=[difference._asdict()])
 
 
 def _tell(**message: Any) -> None:

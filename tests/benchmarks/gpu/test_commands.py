@@ -16,10 +16,10 @@ BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def run(folder: Path, module: str, only: str) -> dict[str, Any]:
+def run(folder: Path, module: str, only: str, *more: str) -> dict[str, Any]:
     """Sections by name."""
     out = folder / "report.json"
-    arguments = ["--device", "cpu", "--tiny", "--budget", "880", "--json", str(out), "--only", only]
+    arguments = ["--device", "cpu", "--tiny", "--budget", "880", "--json", str(out), "--only", only, *more]
     done = subprocess.run(
         [sys.executable, str(BENCHMARKS / "gpu/path.py"), module, *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -32,8 +32,11 @@ def run(folder: Path, module: str, only: str) -> dict[str, Any]:
     return {section["name"]: section for section in json.loads(out.read_text())["sections"]}
 
 
-def test_the_check_runs(tmp_path: Path) -> None:
-    sections = run(tmp_path, "benchmarks.gpu.check", "sgl_kernel,kernels,models,graphs,overlap,http")
+def test_the_check_runs_with_the_settings_of_a_triage(tmp_path: Path) -> None:
+    triage = tmp_path / "triage.json"
+    triage.write_text(json.dumps({"settings": {"avoid_kernels": ["native:rms_norm", "native:sample"]}}))
+    only = "sgl_kernel,kernels,models,graphs,overlap,http"
+    sections = run(tmp_path, "benchmarks.gpu.check", only, "--triage", str(triage))
 
     status = {name: section["status"] for name, section in sections.items()}
     assert status == {
