@@ -37,6 +37,14 @@ ALWAYS_INLINE Vector add_word_products(Vector sums, Vector unsigned_bytes, Vecto
         : "v"(unsigned_bytes), "v"(signed_bytes));
     return sums;
 }
+
+// Products of 16-bit integers, two by two, added up in 32 bits.
+template <class Vector>
+ALWAYS_INLINE Vector add_pair_products(Vector sums, Vector a, Vector b) {
+    Vector products;
+    asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+v"(sums), "=&v"(products) : "v"(a), "v"(b));
+    return sums;
+}
 #endif
 
 // acc[i] += sum of a[4i + j] * b[4i + j] for j in 0..3; a is 64 unsigned, b 64 signed bytes.
@@ -48,10 +56,9 @@ ALWAYS_INLINE i32x16 dot_bytes(i32x16 acc, u32x16 a, u32x16 b) {
     return (i32x16)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
 #elif HAS_WORD_SUMS && defined(__AVX512F__)
     // As 16-bit integers; the sum of two products fits into 32 bits.
-    __m512i even = _mm512_madd_epi16(_mm512_and_si512((__m512i)a, _mm512_set1_epi16(0xff)),
-                                     _mm512_srai_epi16(_mm512_slli_epi16((__m512i)b, 8), 8));
-    __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16((__m512i)a, 8), _mm512_srai_epi16((__m512i)b, 8));
-    return acc + (i32x16)even + (i32x16)odd;
+    __m512i low = _mm512_srai_epi16(_mm512_slli_epi16((__m512i)b, 8), 8), high = _mm512_srai_epi16((__m512i)b, 8);
+    acc = add_pair_products(acc, (i32x16)_mm512_and_si512((__m512i)a, _mm512_set1_epi16(0xff)), (i32x16)low);
+    return add_pair_products(acc, (i32x16)_mm512_srli_epi16((__m512i)a, 8), (i32x16)high);
 #else
     for (int j = 0; j < 4; ++j) acc += (i32x16)((a >> (8 * j)) & 0xffu) * ((i32x16)(b << (24 - 8 * j)) >> 24);
     return acc;
