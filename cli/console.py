@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -60,7 +61,8 @@ def late_progress() -> Iterator[OnProgress]:
     """A bar on standard error, from the second in which the work is not yet done; none where that is no terminal."""
     from rich.console import Console
 
-    console = Console(stderr=True)
+    # FORCE_COLOR makes rich take any file for a terminal.
+    console = Console(stderr=True, force_terminal=None if sys.stderr.isatty() else False)
     if not console.is_terminal:
         yield no_progress
         return

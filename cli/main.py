@@ -13,6 +13,7 @@ import functools
 import importlib
 import io
 import os
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Final
@@ -32,6 +33,10 @@ from .options import CONTEXT_SETTINGS
 PROG_NAME: Final = "engine"
 _CANNOT_WRITE: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 """Errors of a disk: without space, over a quota or a limit, failing, read-only."""
+_EXTRA: Final = re.compile(r"^Got unexpected extra argument\S* \((.*)\)")
+_NO_NUMBER: Final = re.compile("^Input should be a valid (integer|number)")
+_NUMBERS: Final = {"integer": "whole number", "number": "number"}
+"""The word of a validation -> the word of settings."""
 PANELS: Final = {
     "Core commands": {
         "serve": (".serve", "Serve a model over HTTP, compatible with the OpenAI API."),
@@ -172,8 +177,11 @@ def _run(argv: Sequence[str] | None) -> int:
     except typer.TyperException as error:
         command = getattr(getattr(error, "ctx", None), "command_path", "") or _command_path(arguments)
         message = error.format_message().replace("Value error, ", "").rstrip(".")
+        message = _EXTRA.sub(r"there is no use for the argument \1", message)
         if answer := _answer(error, arguments):
             return _fail(answer, ExitCode.USER)
+        if problem := _no_number(error, arguments):
+            return _fail(problem, ExitCode.USER)
         return _fail(f"{message} (see {command} --help)", ExitCode.USER)
     except EngineError as error:
         return _fail(str(error), exit_code_of(error))
@@ -197,6 +205,20 @@ def _drop_output() -> None:
 def _command_path(arguments: Sequence[str]) -> str:
     """The command that was called, for errors that typer raises before it knows."""
     return f"{PROG_NAME} {arguments[0]}" if arguments and arguments[0] in COMMANDS else PROG_NAME
+
+
+def _no_number(error: typer.TyperException, arguments: Sequence[str]) -> str:
+    """The sentence for an option whose value is no number, as for a setting; "" if the error is another one."""
+    kind = _NO_NUMBER.search(getattr(error, "message", ""))
+    if kind is None:
+        return ""
+    for flag in getattr(getattr(error, "param", None), "opts", ()):
+        for index, word in reversed([*enumerate(arguments)]):  # the last one counts
+            name, equals, value = word.partition("=")
+            if name == flag and (equals or index + 1 < len(arguments)):
+                given = value if equals else arguments[index + 1]
+                return f"{flag} is {given!r}, but it must be a {_NUMBERS[kind[1]]}"
+    return ""
 
 
 def _answer(error: typer.TyperException, arguments: Sequence[str]) -> str:

@@ -137,6 +137,8 @@ def check_address(host: str, port: int, *, option: str = "--port", any_port: str
         ConfigError: the port is taken or not allowed, or the host is not an address of this machine.
     """
     where = f"{host}:{port}"
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"{option} is {port}, but it must lie in [0, 65535]")
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (

@@ -52,6 +52,10 @@ class ClusterSettings(NamedTuple):
         """
         if self.num_replicas < 1:
             raise ConfigError(f"--replicas is {self.num_replicas}, but it must be at least 1")
+        if self.num_prefill and self.num_replicas == 1:
+            raise ConfigError(
+                f"--prefill-replicas is {self.num_prefill}, but the only replica must decode, too; raise --replicas"
+            )
         if self.num_prefill and not 0 < self.num_prefill < self.num_replicas:
             raise ConfigError(
                 f"--prefill-replicas is {self.num_prefill}, but it must lie in [1, {self.num_replicas - 1}]: of "

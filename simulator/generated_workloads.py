@@ -235,6 +235,8 @@ class Arrival:
     def __post_init__(self) -> None:
         if self.num_requests < 1:
             raise ConfigError(f"--num-requests is {self.num_requests}, but it must be at least 1")
+        if self.seed < 0:
+            raise ConfigError(f"--workload-seed is {self.seed}, but it must be 0 or more")
         arrivals(self.rate, self.burstiness, np.random.default_rng(0))
 
 

@@ -13,6 +13,7 @@ import aiohttp
 import typer
 
 from ...runtime.config.server_config import ServerConfig
+from ...runtime.config.setting_declaration import check_finite
 from ...runtime.errors import ConfigError, ServerError
 from ...runtime.text import variable
 from .load import BenchRequest
@@ -121,6 +122,18 @@ class ServerSettings:
         host = (self.host or _DEFAULT.host).removeprefix("http://").rstrip("/")  # vLLM's clients take both
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port or _DEFAULT.port}"
 
+    def check(self) -> None:
+        """Report a wrong value before the data set is read.
+
+        Raises:
+            ConfigError: an address or a time that cannot be.
+        """
+        self.base_url  # noqa: B018
+        if self.port is not None and not 1 <= self.port <= 65535:
+            raise ConfigError(f"--port is {self.port}, but it must lie in [1, 65535]")
+        check_finite("--timeout", self.timeout, 0.0, open_end=True)
+        check_finite("--ready-check-timeout-sec", self.ready_check_timeout_sec, 0.0, open_end=False)
+
     @property
     def api(self) -> Endpoint:
         """The endpoint, by `--endpoint` or `--backend`.
@@ -149,7 +162,7 @@ def run_serve(
     """
     workload.check()
     output.check()
-    server.base_url  # noqa: B018  (a wrong address is reported before the data set is read)
+    server.check()
     endpoint = _endpoint(server, workload)
     if endpoint == "chat" and not workload.has_texts:
         raise ConfigError(

@@ -49,6 +49,14 @@ def test_long_work_shows_its_share(monkeypatch, clock):
     assert stderr.getvalue() == before
 
 
+def test_a_pipe_gets_no_bar_where_colors_are_forced(monkeypatch, clock, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with console.late_progress() as progress:
+        clock[0] = 9.0
+        progress("simulating", 5, 10)
+    assert capsys.readouterr().err == ""
+
+
 def test_a_pipe_gets_no_bar(monkeypatch, clock):
     stderr = written(monkeypatch, is_terminal=False)
     with console.late_progress() as progress:

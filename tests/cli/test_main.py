@@ -107,6 +107,17 @@ def test_help_loads_no_command_and_nothing_heavy():
             ["trace", "x", "--format", "pdf"],
             "engine: Invalid value for '--format': 'pdf' is not one of 'html'",
         ),
+        (["list", "x", "y"], "engine: there is no use for the argument x y (see engine list --help)"),
+        (["top", "--interval", "slow"], "engine: --interval is 'slow', but it must be a number"),
+        (["rerank", "q", "-n", "2.5"], "engine: -n is '2.5', but it must be a whole number"),
+        (["bench", "serve", "--num-prompts=a"], "engine: --num-prompts is 'a', but it must be a whole"),
+        (["bench", "serve", "--seed", "-1"], "engine: --seed is -1, but it must be 0 or more"),
+        (["bench", "serve", "--port", "-1"], "engine: --port is -1, but it must lie in [1, 65535]"),
+        (["bench", "serve", "--timeout", "0"], "engine: --timeout is 0.0, but it must be above 0"),
+        (
+            ["bench", "serve", "--ready-check-timeout-sec", "-1"],
+            "engine: --ready-check-timeout-sec is -1.0, but it must be 0 or more",
+        ),
         (
             ["serve", "--config", "/nowhere.yaml"],
             "engine: cannot read the configuration file /nowhere.yaml: No such",

@@ -162,6 +162,8 @@ class WorkloadSettings:
         """
         if self.num_prompts < 1:
             raise ConfigError(f"--num-prompts is {self.num_prompts}, but it must be at least 1")
+        if self.seed < 0:
+            raise ConfigError(f"--seed is {self.seed}, but it must be 0 or more")
         if self.max_concurrency is not None and self.max_concurrency < 1:
             raise ConfigError(f"--max-concurrency is {self.max_concurrency}, but it must be at least 1")
         if self.warmup_requests < 0:

@@ -131,6 +131,7 @@ def test_a_key_is_passed_on_by_the_environment_and_seen_by_nobody(run):
     ("arguments", "message"),
     [
         (["--replicas", "0"], "--replicas is 0, but it must lie in [1, 512]"),
+        (["--port", "-1"], "--port is -1, but it must lie in [0, 65535]"),
         (["--replicas", "513"], "--replicas is 513, but it must lie in [1, 512]"),
         (["--on", "local"], "servers of a fleet run on Ray; for one machine use `engine serve --dp 2`"),
         (["m", "other"], "the argument 'other' is no option; name one MODEL"),
