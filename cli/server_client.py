@@ -235,7 +235,8 @@ def error_from(error: object, *, status: int) -> EngineError:
     message = message or f"status {status} without a message"
     if 400 <= status < 500:
         return RequestError(message, param=param, code=code, status=status)
-    return ServerError(f"the server failed: {message}")
+    state = "is not ready" if code == "loading_model" else "failed"
+    return ServerError(f"the server {state}: {message}")
 
 
 def why_unreachable(base: str, error: Exception, *, connected: bool, hint: str) -> str:

@@ -156,6 +156,12 @@ def test_a_request_that_is_not_known(server, capsys):
         (404, {"detail": "Not Found"}, "does not explain requests; is it an engine of this version?", 3),
         (401, {"error": {"message": "no"}}, "the server wants an API key; pass --api-key", 2),
         (500, {"error": {"message": "the scheduler is gone"}}, "the server failed: the scheduler is gone", 3),
+        (
+            503,
+            {"error": {"message": "the model is loading, for 3 s so far", "code": "loading_model"}},
+            "the server is not ready: the model is loading, for 3 s so far",
+            3,
+        ),
         (200, ["a list"], "gave an answer that is no explanation; check --url", 3),
     ],
 )
