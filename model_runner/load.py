@@ -28,7 +28,7 @@ from .distributed.join_group import ALONE, Place
 from .distributed.pp_link import NO_LINK, WiredLink
 from .fixed_order import PROVIDERS_IN_FIXED_ORDER, check_fixed_order
 from .hf_backend.transformers_load import load_transformers_model
-from .kernels import quantized
+from .kernels import plain, quantized
 from .kernels.avoided import AvoidedKernels
 from .kernels.blocks.native_blocks import NO_TILES, TILES_FROM
 from .kernels.native_linear import PackReport
@@ -58,11 +58,13 @@ if TYPE_CHECKING:
     from .distributed.tp_group import TPGroup
     from .memory.device_memory import DeviceMemory
     from .model_runner import ModelRunner
+    from .ops.ops import Ops
     from .recording.graphs.graph_sizes import GraphSizes
     from .structures.causal_lm import CausalLM
 
 logger = logging.getLogger(__name__)
 
+_STATE_OPS: Final = ("short_conv", "gated_delta", "mamba2")
 _DTYPES: Final = {
     "bfloat16": torch.bfloat16,
     "float32": torch.float32,
@@ -119,7 +121,7 @@ def load_model_runner(
             spec, max_slots=max_slots, max_rank=max_rank, dtype=dtype, device=device, targets=targets
         )
     with explained("the weights", memory, "lower --max-model-len, quantize the model, or shard it with --tp"):
-        model, pooling_head = _load_model(
+        model, pooling_head, is_recordable = _load_model(
             config, source, whole_spec, capacity, group, dtype, device, layers, stage, avoid
         )
     if device.type == "cpu":
@@ -145,8 +147,9 @@ def load_model_runner(
         stage=stage,
         avoid=avoid,
     )
+    kernels = config.kernels if is_recordable else dataclasses.replace(config.kernels, record_steps=False)
     sizes = sizes_to_record(
-        config.kernels,
+        kernels,
         capacity.max_running_requests,
         device,
         spec=rank_spec(whole_spec, group.size),  # for all pipeline stages the same sizes
@@ -252,8 +255,12 @@ def _load_model(
     layers: AdapterLayers | None,
     stage: Stage,
     avoid: AvoidedKernels,
-) -> tuple[CausalLM, PoolingHead | None]:
-    """The model, and its layers after pooling; None if it has none. `spec`: of the whole model."""
+) -> tuple[CausalLM, PoolingHead | None, bool]:
+    """The model; its layers after pooling, None if it has none; whether recordings can hold its steps.
+
+    Args:
+        spec: of the whole model.
+    """
     if config.model.model_impl != "transformers":
         return _load_own_model(config, source, spec, capacity, group, dtype, device, layers, stage, avoid)
     model = load_transformers_model(
@@ -267,7 +274,7 @@ def _load_model(
         ops=select_ops(Target(spec, device, dtype, avoid=avoid)) if device.type == "cpu" else None,
     )
     weights = WeightReader(_open_store(config.model, source, spec), dtype, device)
-    return model, _load_pooling_head(config, source, spec, weights, device)
+    return model, _load_pooling_head(config, source, spec, weights, device), True
 
 
 def _load_own_model(
@@ -281,7 +288,7 @@ def _load_own_model(
     layers: AdapterLayers | None,
     stage: Stage,
     avoid: AvoidedKernels,
-) -> tuple[CausalLM, PoolingHead | None]:
+) -> tuple[CausalLM, PoolingHead | None, bool]:
     weights = WeightReader(_open_store(config.model, source, spec), dtype, device)
     spec = stage_spec(spec, stage)
     if stage.count > 1:
@@ -307,7 +314,23 @@ def _load_own_model(
     pooling_head = _load_pooling_head(config, source, spec, weights, device)
     weights.finish()
     report.log()
-    return model, pooling_head
+    needs_host = _ops_that_need_host(ops, spec, dtype, device)
+    if needs_host:
+        logger.warning(
+            "decode_graphs=0 prompt_graphs=0: by torch, %s needs the host in each layer", needs_host
+        )
+    return model, pooling_head, not needs_host
+
+
+def _ops_that_need_host(ops: Ops, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> str:
+    """Names of the model's ops that read on the host what only the device knows, which no recording can hold."""
+    if device.type != "cuda":
+        return ""
+    on_host = set(_STATE_OPS) if spec.state is not None else set()
+    if spec.experts is not None and plain.groups_need_host(dtype, device):
+        on_host.add("pack_experts")
+    by_torch = (choice.op for choice in ops.choices if choice.provider == "torch")
+    return ", ".join(sorted(on_host.intersection(by_torch)))
 
 
 def _load_pooling_head(

@@ -315,6 +315,11 @@ class ExpertForm:
         return (sums if self._scales_inputs else sums * shares.unsqueeze(-1)).sum(dim=1).to(x.dtype)
 
 
+def groups_need_host(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether torch's product of groups on a GPU reads their ends on the host; bfloat16 has a kernel on sm_90."""
+    return dtype != torch.bfloat16 or torch.cuda.get_device_capability(device)[0] not in (9, 10)
+
+
 @dataclass(slots=True, eq=False)
 class GroupedExperts:
     """One grouped matmul for all experts; the group ends stay on the device."""
