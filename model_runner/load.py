@@ -121,7 +121,7 @@ def load_model_runner(
             spec, max_slots=max_slots, max_rank=max_rank, dtype=dtype, device=device, targets=targets
         )
     with explained("the weights", memory, "lower --max-model-len, quantize the model, or shard it with --tp"):
-        model, pooling_head, is_recordable = _load_model(
+        model, pooling_head, reason = _load_model(
             config, source, whole_spec, capacity, group, dtype, device, layers, stage, avoid
         )
     if device.type == "cpu":
@@ -147,15 +147,17 @@ def load_model_runner(
         stage=stage,
         avoid=avoid,
     )
-    kernels = config.kernels if is_recordable else dataclasses.replace(config.kernels, record_steps=False)
+    if not group.min_over_ranks(int(not reason)):
+        reason = reason or "steps of another rank cannot be recorded, see its log"
     sizes = sizes_to_record(
-        kernels,
+        config.kernels,
         capacity.max_running_requests,
         device,
         spec=rank_spec(whole_spec, group.size),  # for all pipeline stages the same sizes
         step_tokens=partial(_largest_step, config, capacity),
         max_drafts=0 if spec.state is not None else loaded.max_drafts,
         avoid=avoid,
+        reason_against=reason,
     )
     if memory is not None:
         capacity = _measured_capacity(loaded, config, capacity, sizes, memory)
@@ -255,8 +257,8 @@ def _load_model(
     layers: AdapterLayers | None,
     stage: Stage,
     avoid: AvoidedKernels,
-) -> tuple[CausalLM, PoolingHead | None, bool]:
-    """The model; its layers after pooling, None if it has none; whether recordings can hold its steps.
+) -> tuple[CausalLM, PoolingHead | None, str]:
+    """The model; its layers after pooling, None if it has none; why recordings cannot hold its steps, or "".
 
     Args:
         spec: of the whole model.
@@ -274,7 +276,7 @@ def _load_model(
         ops=select_ops(Target(spec, device, dtype, avoid=avoid)) if device.type == "cpu" else None,
     )
     weights = WeightReader(_open_store(config.model, source, spec), dtype, device)
-    return model, _load_pooling_head(config, source, spec, weights, device), True
+    return model, _load_pooling_head(config, source, spec, weights, device), ""
 
 
 def _load_own_model(
@@ -288,7 +290,7 @@ def _load_own_model(
     layers: AdapterLayers | None,
     stage: Stage,
     avoid: AvoidedKernels,
-) -> tuple[CausalLM, PoolingHead | None, bool]:
+) -> tuple[CausalLM, PoolingHead | None, str]:
     weights = WeightReader(_open_store(config.model, source, spec), dtype, device)
     spec = stage_spec(spec, stage)
     if stage.count > 1:
@@ -314,23 +316,21 @@ def _load_own_model(
     pooling_head = _load_pooling_head(config, source, spec, weights, device)
     weights.finish()
     report.log()
-    needs_host = _ops_that_need_host(ops, spec, dtype, device)
-    if needs_host:
-        logger.warning(
-            "decode_graphs=0 prompt_graphs=0: by torch, %s needs the host in each layer", needs_host
-        )
-    return model, pooling_head, not needs_host
+    return model, pooling_head, reason_against_graphs(ops, spec, dtype, device)
 
 
-def _ops_that_need_host(ops: Ops, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> str:
-    """Names of the model's ops that read on the host what only the device knows, which no recording can hold."""
+def reason_against_graphs(ops: Ops, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> str:
+    """Why no CUDA graph can hold the model's steps: ops that read on the host what only the device knows; or ""."""
     if device.type != "cuda":
         return ""
     on_host = set(_STATE_OPS) if spec.state is not None else set()
     if spec.experts is not None and plain.groups_need_host(dtype, device):
         on_host.add("pack_experts")
-    by_torch = (choice.op for choice in ops.choices if choice.provider == "torch")
-    return ", ".join(sorted(on_host.intersection(by_torch)))
+    found = [choice for choice in ops.choices if choice.op in on_host and choice.provider == "torch"]
+    if not found:
+        return ""
+    names = ", ".join(f"{choice.op} (passed over: {choice.why})" for choice in found)
+    return f"in {str(dtype).removeprefix('torch.')} on this GPU torch needs the host in each layer: {names}"
 
 
 def _load_pooling_head(

@@ -181,7 +181,7 @@ def _hidden_wait(mirror: Mirror, func: Any, args: Any, kwargs: dict[str, Any]) -
 
 
 def _has_grouped_kernel(mirror: Mirror, x: Tensor) -> bool:
-    return x.dtype == torch.bfloat16 and mirror.capability >= (9, 0)
+    return x.dtype == torch.bfloat16 and mirror.capability[0] in (9, 10)
 
 
 def _has_mask(indices: Any) -> bool:

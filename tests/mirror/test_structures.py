@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from engine.model_runner.kernels.probe import Finding, KernelProbe
+from engine.model_runner.recording.eager_executor import EagerExecutor
 from engine.model_runner.structures import causal_lm
 from engine.models.hf.hf_config import read_hf_spec
 from engine.models.spec.model_spec import ModelSpec
@@ -15,7 +17,7 @@ from tests.model_runner.conftest import Driver
 from tests.model_runner.structures.encoder_texts import SETTINGS
 from tests.model_runner.structures.families import FAMILIES, Row
 
-from .mirror import mirror_device
+from .mirror import NO_SGL_KERNEL, mirror_device
 from .runners import PROMPT, Ahead, load_driver
 from .scenarios import DRAWN, Results, assert_same, floats
 
@@ -92,6 +94,34 @@ def test_a_decoder_gives_the_tokens_of_the_cpu(name, mode, tmp_path):
         if grouped:  # torch's product of groups waits in each layer in float32, so nothing is recorded
             details = {fault.detail for fault in mirror.faults.take()}
             assert details == {"grouped_mm multiplies group by group"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("capability", "dtype", "recorded"),
+    [((9, 0), "bfloat16", True), ((9, 0), "float32", False), ((8, 0), "bfloat16", False)],
+)
+def test_torch_s_product_of_experts_is_recorded_where_it_is_one_kernel(
+    capability, dtype, recorded, tmp_path, caplog
+):
+    """Elsewhere nothing is recorded, and the log says why."""
+    spec = spec_of(FAMILIES["qwen3_moe"], tmp_path)
+    expected = life(load_driver(spec, None, dtype=dtype, avoid_kernels=("native,onednn",)))
+    kernels = KernelProbe(NO_SGL_KERNEL, Finding(None, "not usable"), capability)
+    with mirror_device(triton=False, kernels=kernels) as mirror:
+        driver = load_driver(spec, mirror, chunk=16, dtype=dtype)
+        assert isinstance(driver.runner.executor, EagerExecutor) != recorded
+        assert_same(life(driver), expected)
+        waits = {fault.detail for fault in mirror.faults.take()}
+    lines = [line for line in caplog.messages if "prompt_graphs=0" in line]
+    if recorded:
+        assert (waits, lines) == (set(), [])
+    else:
+        (line,) = lines
+        assert waits == {"grouped_mm multiplies group by group"}
+        assert f"in {dtype} on this GPU torch needs the host in each layer: pack_experts (" in line
+        assert "triton: not usable" in line
 
 
 @pytest.mark.slow

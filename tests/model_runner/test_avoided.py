@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -15,7 +16,7 @@ from engine.model_runner.kernels import probe, sgl
 from engine.model_runner.kernels.avoided import AVOIDED, AvoidedKernels
 from engine.model_runner.kernels.probe import Finding, KernelProbe
 from engine.model_runner.kernels.quantized import QuantTarget, choose_provider, reasons_against_blocks
-from engine.model_runner.load import avoidable_components
+from engine.model_runner.load import avoidable_components, reason_against_graphs
 from engine.model_runner.memory.io_buffers import InputBuffers
 from engine.model_runner.op_selection import PROVIDERS, Target, select_ops
 from engine.model_runner.recording.graphs.graph_sizes import GraphSizes, sizes_to_record
@@ -23,6 +24,7 @@ from engine.model_runner.sampling.backend_selection import PROVIDERS as SAMPLERS
 from engine.model_runner.sampling.backend_selection import select_sampler_backend
 from engine.model_runner.sampling.token_counts import TokenCounts
 from engine.model_runner.sampling.torch_backend import TorchSamplerBackend
+from engine.models.spec.experts_spec import ExpertsSpec, Routing
 from engine.runtime.config.config_sources import from_yaml_file, merge
 from engine.runtime.config.device_config import KernelConfig
 from engine.runtime.errors import ConfigError
@@ -217,6 +219,38 @@ def test_recordings_can_be_avoided(caplog):
         assert sizes("prompt_graphs") == ([1, 2, 3, 4], [])
         assert sizes("decode_graphs") == ([], [16, 32, 64, 100])
     assert caplog.messages == [f"prompt_graphs=0: {AVOIDED}", f"decode_graphs=0: {AVOIDED}"]
+
+
+@pytest.mark.parametrize(
+    ("names", "gated", "dtype", "capability", "reason"),
+    [
+        ((), True, torch.float32, (8, 0), ""),
+        (("triton:pack_experts",), True, BF16, (9, 0), ""),
+        (("triton:pack_experts",), True, BF16, (10, 0), ""),
+        (("triton:pack_experts",), True, BF16, (8, 9), AVOIDED),
+        (("triton",), True, BF16, (12, 0), AVOIDED),
+        (("triton",), True, torch.float32, (9, 0), AVOIDED),
+        ((), False, torch.float32, (9, 0), "the model's experts have no gates"),
+        ((), False, BF16, (9, 0), ""),
+    ],
+)
+def test_steps_in_which_torch_s_product_of_experts_waits_are_not_recorded(
+    names, gated, dtype, capability, reason, caplog, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None: capability)
+    routing = Routing(num_active=2)
+    experts = ExpertsSpec(num_experts=8, intermediate_size=64, routing=routing, gated=gated)
+    spec = msgspec.structs.replace(SPEC, experts=experts)
+    ops = select_ops(Target(spec, GPU, dtype, avoid=AvoidedKernels(names)))
+    found = reason_against_graphs(ops, spec, dtype, GPU)
+    assert ("pack_experts (passed over: triton: " in found and reason in found) if reason else found == ""
+    assert reason_against_graphs(ops, SPEC, dtype, GPU) == reason_against_graphs(ops, spec, dtype, CPU) == ""
+    more: Any = {"spec": spec, "step_tokens": lambda: 100, "reason_against": found}
+    for asked in (True, False):
+        sizes = sizes_to_record(KernelConfig(record_steps=asked), 4, GPU, **more)
+        assert bool(sizes.text) == (asked and not reason)
+    lines = [line for line in caplog.messages if "prompt_graphs=0" in line]
+    assert lines == ([f"decode_graphs=0 prompt_graphs=0: {found}"] if reason else [])
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,7 @@ def sizes_to_record(
     step_tokens: Callable[[], int],
     max_drafts: int = 0,
     avoid: AvoidedKernels = NOTHING_AVOIDED,
+    reason_against: str = "",
 ) -> GraphSizes:
     """The steps to record as CUDA graphs by the configuration; none on other devices.
 
@@ -101,11 +102,15 @@ def sizes_to_record(
         step_tokens: gives the tokens of the largest step.
         max_drafts: of one request in a step, whose tokens are rows, too; 0: steps have no drafts, or are not replayed.
         avoid: the components to do without.
+        reason_against: why no step can be recorded; empty: they can.
     """
     if kernels.record_steps is False or device.type != "cuda":
         return GraphSizes()
     if not spec.causal:
         logger.info("prompt_graphs=0: steps of an encoder are launched kernel by kernel")
+        return GraphSizes()
+    if reason_against:  # not an error, because "on" is also what a resolved configuration says by itself
+        logger.warning("decode_graphs=0 prompt_graphs=0: %s", reason_against)
         return GraphSizes()
     asked, most = kernels.max_recorded_bs, min(num_rows, MAX_AUTO_GRAPH_BATCH)
     largest = most if asked == "auto" else min(num_rows, asked)

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from engine.model_runner import load
 from engine.model_runner.adapters.adapter_store import SlotSizes
 from engine.model_runner.attention.triton_paged import TritonAttention
 from engine.model_runner.recording.eager_executor import EagerExecutor
@@ -465,6 +466,25 @@ def test_ranks_replay_the_same_steps(tiny, caplog):
     assert one == other == make(tiny, None).generate(PROMPTS[:3], KINDS[:3], num=3)
     assert "decode_graphs=0: attention by torch_decode needs the host in each step" in caplog.text
     assert "decode_graphs=0: decodes of another rank cannot be recorded" in caplog.text
+
+
+def test_ranks_record_nothing_where_one_cannot(tiny, caplog, monkeypatch):
+    """As if Triton were unusable on the machine of rank 1."""
+    expected = make(tiny, None).generate(PROMPTS[:3], KINDS[:3], num=3)
+    place = threading.local()
+    monkeypatch.setattr(load, "reason_against_graphs", lambda *_args: "as planned" if place.rank else "")
+
+    def tokens(group: ThreadGroup) -> tuple[list[list[int]], Any]:
+        place.rank = group.rank
+        driver = load_driver(tiny, group=group, max_recorded_bs=4)
+        return driver.generate(PROMPTS[:3], KINDS[:3], num=3), driver.runner.executor
+
+    with pretended_gpu(RerunningDevice, prompts=True):
+        results = on_ranks(2, tokens)
+    assert all(isinstance(executor, EagerExecutor) for _, executor in results)
+    assert [found for found, _ in results] == [expected, expected]
+    for reason in ("as planned", "steps of another rank cannot be recorded, see its log"):
+        assert f"decode_graphs=0 prompt_graphs=0: {reason}" in caplog.messages
 
 
 @pytest.mark.gpu
