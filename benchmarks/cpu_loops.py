@@ -11,8 +11,8 @@ how many vector instructions with an operand on the stack, and the quotient of t
 registers moves accumulators to the stack and back, which takes as long as multiplying.
 
 `--peak` runs on one core. The peak is that of the multiplication and the addition that the matmul cannot do without, on
-registers alone, in a loop that is compiled on the spot. Each figure is the best of many short runs,
-in CPU time.
+registers alone, in a loop that is compiled on the spot. Each figure is the best of many short runs, in CPU
+time.
 """
 
 from __future__ import annotations
@@ -59,20 +59,13 @@ class Loops(NamedTuple):
     """The hot loops of a function.
 
     Attributes:
-        instructions: all of the loops.
-        multiplications: vector multiplications among them.
+        multiplications: vector multiplications.
         moves: vector instructions that read or write the stack.
     """
 
     function: str
-    instructions: int
     multiplications: int
     moves: int
-
-    @property
-    def moves_per_multiplication(self) -> float:
-        """0: everything stays in registers."""
-        return self.moves / self.multiplications
 
 
 def main() -> None:
@@ -80,7 +73,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="inner loops of the CPU kernels")
     parser.add_argument("--isa", nargs="+", choices=ISAS[:-1], default=[best_isa()])
     parser.add_argument("--compiler", help="name or path; the first one found by default")
-    parser.add_argument("--functions", default="", help="only those whose names contain this text")
     parser.add_argument("--peak", action="store_true", help="measure rates instead")
     args = parser.parse_args()
     for isa in args.isa:
@@ -88,23 +80,17 @@ def main() -> None:
         if args.peak:
             show_rates(isa, args.compiler)
         else:
-            show_loops(
-                [
-                    loops
-                    for loops in hot_loops(compiled(isa, args.compiler))
-                    if args.functions in loops.function
-                ]
-            )
+            show_loops(hot_loops(compiled(isa, args.compiler)))
 
 
-def compiled(isa: Isa, compiler: str | None = None, folder: Path | None = None) -> Path:
+def compiled(isa: Isa, compiler: str | None) -> Path:
     """The library of an ISA target, by the compiler with this name."""
     if compiler is None:
-        return build_module.build(isa, folder)
+        return build_module.build(isa)
     with patch("engine.model_runner.kernels.cpu.compiler.COMPILERS", (compiler,)):
         chosen = find_compilers.__wrapped__()
     with patch.object(build_module, "find_compilers", lambda: chosen):
-        return build_module.build(isa, folder)
+        return build_module.build(isa)
 
 
 # ---------------------------------------------------------------- loops
@@ -113,14 +99,13 @@ def compiled(isa: Isa, compiler: str | None = None, folder: Path | None = None) 
 def show_loops(all_loops: list[Loops]) -> None:
     """The table of a build, the worst function first."""
     print(f"{'moves':>7} {'products':>8} {'moves/product':>13}  function")
-    for loops in sorted(all_loops, key=lambda loops: -loops.moves):
-        print(
-            f"{loops.moves:7} {loops.multiplications:8} {loops.moves_per_multiplication:13.2f}  {short(loops.function)}"
-        )
-    moves, products = (
-        sum(getattr(loops, name) for loops in all_loops) for name in ("moves", "multiplications")
+    products, moves = (
+        sum(loops.multiplications for loops in all_loops),
+        sum(loops.moves for loops in all_loops),
     )
-    print(f"{moves:7} {products:8} {moves / max(products, 1):13.2f}  all")
+    for loops in [*sorted(all_loops, key=lambda loops: -loops.moves), Loops("all", products, moves)]:
+        quotient = loops.moves / max(loops.multiplications, 1)
+        print(f"{loops.moves:7} {loops.multiplications:8} {quotient:13.2f}  {short(loops.function)}")
 
 
 def short(function: str) -> str:
@@ -173,17 +158,14 @@ def loops_of_function(name: str, instructions: list[Instruction]) -> Loops:
     # A function that keeps a frame pointer has its variables below it; otherwise the register is any pointer.
     has_frame = any(each.code == "mov" and each.operands == "%rsp,%rbp" for each in instructions)
     stack = STACK_OR_FRAME if has_frame else STACK
-    total = Loops(name, 0, 0, 0)
+    multiplications = moves = 0
     for loop in innermost:
         body = [instructions[index] for index in loop]
         products = sum(bool(MULTIPLICATION.match(each.code)) for each in body)
-        if products < MIN_MULTIPLICATIONS:
-            continue
-        moves = sum(each.code.startswith("v") and bool(stack.search(each.operands)) for each in body)
-        total = Loops(
-            name, total.instructions + len(body), total.multiplications + products, total.moves + moves
-        )
-    return total
+        if products >= MIN_MULTIPLICATIONS:
+            multiplications += products
+            moves += sum(each.code.startswith("v") and bool(stack.search(each.operands)) for each in body)
+    return Loops(name, multiplications, moves)
 
 
 # ---------------------------------------------------------------- rates

@@ -51,8 +51,7 @@ FUNCTION = f"""\
 @pytest.mark.parametrize(("begin", "moves"), [("xor    %eax,%eax", 2), ("mov    %rsp,%rbp", 3)])
 def test_moves_to_the_stack_are_counted_in_innermost_loops(begin: str, moves: int) -> None:
     """The frame's register is the stack only where it was set to it."""
-    assert list(loops_of(FUNCTION.format(begin=begin).splitlines())) == [Loops("f(int)", 13, 8, moves)]
-    assert Loops("f(int)", 13, 8, 2).moves_per_multiplication == 0.25
+    assert list(loops_of(FUNCTION.format(begin=begin).splitlines())) == [Loops("f(int)", 8, moves)]
 
 
 @pytest.mark.slow
@@ -62,6 +61,7 @@ def test_moves_to_the_stack_are_counted_in_innermost_loops(begin: str, moves: in
     ("source", "isa", "bound"),
     [
         ("blocks.cpp", "avx2", 0.45),  # measured: GCC 12.2 0.30, Clang 14 0.26; before sums were pinned 2.0
+        ("blocks.cpp", "avx512", 0.2),  # 0.06, 0.02; before 1.3
         ("super_matmul.cpp", "avx2", 0.5),  # 0.25, 0.40; before 1.3
     ],
 )
