@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Final, get_args
 
 import typer
 
@@ -23,8 +23,9 @@ from ..options import (
     GroupedCommand,
     merge_options,
     takes_config_options,
+    takes_settings,
 )
-from .workload import WorkloadOptions
+from .workload import WORKLOAD, WorkloadOptions
 
 if TYPE_CHECKING:
     from ...simulator.cost_model import CostModel
@@ -39,7 +40,7 @@ _MODEL_FIELDS: Final = tuple(
     if field.group == "model" and field.name != "max_model_len"
 )
 _POLICIES: Final = get_args(SchedulePolicyName)
-_WORKLOAD, _MACHINES, _OUTPUT = "Workload", "Machines", "Output"
+_MACHINES, _OUTPUT = "Machines", "Output"
 
 
 def _option(panel: str, help_text: str, *names: str, **more: Any) -> Any:
@@ -47,6 +48,7 @@ def _option(panel: str, help_text: str, *names: str, **more: Any) -> Any:
 
 
 @app.command(cls=GroupedCommand, context_settings=CONTEXT_SETTINGS)
+@takes_settings
 @takes_config_options(("model", "cache", "scheduler"), exclude=_MODEL_FIELDS)
 def simulate(
     model: Annotated[
@@ -59,55 +61,10 @@ def simulate(
     workload: Annotated[
         str | None,
         _option(
-            _WORKLOAD,
+            WORKLOAD,
             "chat (the default), rag, batch, agents (which wait for their answers), or a file: a Mooncake, Qwen, Azure "
             "or BurstGPT trace; ShareGPT conversations, rows of messages, Alpaca rows.",
         ),
-    ] = None,
-    num_requests: Annotated[
-        int | None, _option(_WORKLOAD, "Number of requests (default: 1000); at most this many of a trace.")
-    ] = None,
-    rate: Annotated[
-        float | None,
-        _option(_WORKLOAD, "Mean arrivals per second over all replicas (default: 10); inf: all at once."),
-    ] = None,
-    burstiness: Annotated[
-        float | None,
-        _option(_WORKLOAD, "1 (the default): Poisson arrivals; below 1: burstier; above 1: more even."),
-    ] = None,
-    workload_seed: Annotated[
-        int | None, _option(_WORKLOAD, "Seed of lengths, prompts and arrivals (default: 0).")
-    ] = None,
-    prompt_len: Annotated[
-        int | None,
-        _option(
-            _WORKLOAD,
-            "Median length in tokens of questions (chat), documents (rag), items (batch), or tools' results (agents, "
-            "whose other lengths scale with it).",
-        ),
-    ] = None,
-    num_agents: Annotated[
-        int | None, _option(_WORKLOAD, "Agents at work at a time (default: 16); each waits for its answers.")
-    ] = None,
-    output_len: Annotated[int | None, _option(_WORKLOAD, "Median length of outputs, in tokens.")] = None,
-    prompt_lens: Annotated[
-        str | None, _option(_WORKLOAD, "Exact prompt lengths instead, repeated: 10,50,20.")
-    ] = None,
-    output_lens: Annotated[
-        str | None, _option(_WORKLOAD, "Exact output lengths for --prompt-lens, repeated (default: 100).")
-    ] = None,
-    time_scale: Annotated[
-        float | None, _option(_WORKLOAD, "Divisor of the times of a trace; 2: twice the rate.")
-    ] = None,
-    trace_block_size: Annotated[
-        int | None,
-        _option(
-            _WORKLOAD, "Tokens per hash id of a trace (default: 512, as Mooncake's; 16 for Qwen's traces)."
-        ),
-    ] = None,
-    trace_time_unit: Annotated[
-        Literal["s", "ms", "us"] | None,
-        _option(_WORKLOAD, "Unit of the timestamps of a trace (default: ms for Mooncake's, s for others)."),
     ] = None,
     device: Annotated[
         str, _option(_MACHINES, "Device of the cost model: h200, h100, a100 or cpu-2.")
@@ -166,6 +123,7 @@ def simulate(
     ] = None,
     *,
     settings: FlagValues,
+    asked: WorkloadOptions,
 ) -> None:
     """Simulate the scheduler under a workload: no model, no GPU, a virtual clock.
 
@@ -184,20 +142,6 @@ def simulate(
     for file in (json_file, html_file):
         if file is not None:
             check_writable(file)
-    asked = WorkloadOptions(
-        num_requests=num_requests,
-        rate=rate,
-        burstiness=burstiness,
-        workload_seed=workload_seed,
-        prompt_len=prompt_len,
-        output_len=output_len,
-        prompt_lens=prompt_lens,
-        output_lens=output_lens,
-        time_scale=time_scale,
-        trace_block_size=trace_block_size,
-        trace_time_unit=trace_time_unit,
-        num_agents=num_agents,
-    )
     source = asked.source(workload)
     merged = merge_options(_with_changes(settings, changes or []), config_file=config_file)
     facts, machine = _model_facts(model), _device_facts(device, tp)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+import typer
 
 from ...runtime.errors import ConfigError
 
@@ -12,8 +14,9 @@ if TYPE_CHECKING:
     from ...simulator.agent_workload import Agents
     from ...simulator.generated_workloads import Arrival
     from ...simulator.sim_request import Workload
-    from ...simulator.trace_files import TimeUnit
 
+WORKLOAD: Final = "Workload"
+"""The title of these options in `--help`."""
 GIVEN_LENGTHS: Final = "given lengths"
 _DEFAULT_OUTPUT_LENS: Final = "100"
 _MEDIANS: Final = frozenset({"prompt_len", "output_len"})
@@ -23,22 +26,54 @@ _GENERATED: Final = frozenset({"num_requests", "workload_seed"})
 _AGENTS: Final = "agents"
 
 
+def _workload(help_text: str) -> Any:
+    return typer.Option(help=help_text, rich_help_panel=WORKLOAD)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadOptions:
     """As given; None if not given. An option without an effect on its workload is an error."""
 
-    num_requests: int | None
-    rate: float | None
-    burstiness: float | None
-    workload_seed: int | None
-    prompt_len: int | None
-    output_len: int | None
-    prompt_lens: str | None
-    output_lens: str | None
-    time_scale: float | None
-    trace_block_size: int | None = None
-    trace_time_unit: TimeUnit | None = None
-    num_agents: int | None = None
+    num_requests: Annotated[
+        int | None, _workload("Number of requests (default: 1000); at most this many of a trace.")
+    ] = None
+    rate: Annotated[
+        float | None,
+        _workload("Mean arrivals per second over all replicas (default: 10); inf: all at once."),
+    ] = None
+    burstiness: Annotated[
+        float | None,
+        _workload("1 (the default): Poisson arrivals; below 1: burstier; above 1: more even."),
+    ] = None
+    workload_seed: Annotated[int | None, _workload("Seed of lengths, prompts and arrivals (default: 0).")] = (
+        None
+    )
+    prompt_len: Annotated[
+        int | None,
+        _workload(
+            "Median length in tokens of questions (chat), documents (rag), items (batch), or tools' results (agents, "
+            "whose other lengths scale with it).",
+        ),
+    ] = None
+    num_agents: Annotated[
+        int | None, _workload("Agents at work at a time (default: 16); each waits for its answers.")
+    ] = None
+    output_len: Annotated[int | None, _workload("Median length of outputs, in tokens.")] = None
+    prompt_lens: Annotated[str | None, _workload("Exact prompt lengths instead, repeated: 10,50,20.")] = None
+    output_lens: Annotated[
+        str | None, _workload("Exact output lengths for --prompt-lens, repeated (default: 100).")
+    ] = None
+    time_scale: Annotated[float | None, _workload("Divisor of the times of a trace; 2: twice the rate.")] = (
+        None
+    )
+    trace_block_size: Annotated[
+        int | None,
+        _workload("Tokens per hash id of a trace (default: 512, as Mooncake's; 16 for Qwen's traces)."),
+    ] = None
+    trace_time_unit: Annotated[
+        Literal["s", "ms", "us"] | None,
+        _workload("Unit of the timestamps of a trace (default: ms for Mooncake's, s for others)."),
+    ] = None
 
     def source(self, workload: str | None) -> str:
         """The source of the requests: `GIVEN_LENGTHS`, the name of a generated workload, or a path.
