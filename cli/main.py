@@ -203,7 +203,7 @@ def _drop_output() -> None:
 
 
 def _command_path(arguments: Sequence[str]) -> str:
-    """The command that was called, for errors that typer raises before it knows."""
+    """The command that was called, for errors that typer raises before it has a context."""
     return f"{PROG_NAME} {arguments[0]}" if arguments and arguments[0] in COMMANDS else PROG_NAME
 
 

@@ -8,7 +8,7 @@
 
 Lengths are medians of log-normal distributions; they are chosen, not measured, and the options of `engine simulate`
 change them. Clients limit answers to 512, 1,024 or 2,048 tokens, independent of the answer's length; the scheduler
-knows only this limit in advance. Random values are drawn in blocks, because single draws are slow.
+has only this limit in advance. Random values are drawn in blocks, because single draws are slow.
 """
 
 from __future__ import annotations
@@ -329,7 +329,7 @@ GENERATED: Final[dict[str, Chat | Rag | Batch]] = {"chat": Chat(), "rag": Rag(),
 def given_lengths(prompt_lens: Sequence[int], output_lens: Sequence[int], arrival: Arrival) -> Workload:
     """Requests of exactly these lengths without shared prefixes; the lists repeat as often as needed.
 
-    The client's limits equal the lengths, as in a benchmark, so the scheduler knows the lengths.
+    The client's limits equal the lengths, as in a benchmark, so the scheduler has the lengths in advance.
 
     Raises:
         ConfigError: no lengths, or one below 1.

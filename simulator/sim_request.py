@@ -37,7 +37,7 @@ class SimRequest(NamedTuple):
         arrival_s: on the virtual clock.
         input_ids: int32 bytes.
         output_len: tokens of the answer. The scheduler learns it when the last token is sampled.
-        max_new_tokens: the client's limit, `output_len` or more; the scheduler knows it.
+        max_new_tokens: the client's limit, `output_len` or more; part of the message to the scheduler.
         tenant, priority: as in `GenerateRequest`.
         output_ids: [output_len] int32 bytes, if they are known (a recorded run); b"": filler, then EOS.
         template: the recorded message, sent with this request's limit and arrival; None: a new message is made.

@@ -2,8 +2,8 @@
 
 It does the same as the server's event loop: handle messages, plan, run the step, settle. The tokens of a step are
 synthetic: filler, and the end-of-sequence token when a request has reached its length in the workload. The scheduler
-therefore knows no more about lengths than in a server. Work per request is done in Python, work per token in arrays by
-pool row.
+therefore has no more information about lengths than in a server. Work per request is done in Python, work per token in
+arrays by pool row.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AnswerChunk:
-    """A piece of an answer; usage and finish reason come with the last pieces, if the backend knows them."""
+    """A piece of an answer; usage and finish reason come with the last pieces, if the backend reports them."""
 
     text: str
     usage: Usage | None = None
