@@ -1,8 +1,9 @@
 """`measure`: memory profiling: measures the device memory that serving takes besides weights and KV pool.
 
 It runs the largest steps on a KV pool that is just large enough for them: prompts of which one is long, and as many
-tokens in short extends, one of them after a long context, for which attention may need more. A last step of the
-shortest extends compiles the kernels that only such steps use, which no request has to wait for then.
+tokens in short extends, one of them after a long context, for which attention may need more. The last
+steps, of single tokens and of the shortest extends, compile the kernels that only such steps use, which no request has
+to wait for then.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _EVERYTHING: Final = SamplingParams(
 )
 """All features of the sampler at once, so that no later request takes more memory."""
 
-_FEW: Final = 8  # requests of the last step
+_FEW: Final = 8  # requests of the last steps
 _LITTLE_MS: Final = 1.0  # of the host for a launch, which is nothing beside a step with prompts
 
 _POOLING: Final = PoolingParams(all_tokens=True)
@@ -77,6 +78,7 @@ def measure(
     """
     lengths = prompt_lengths(step_tokens, capacity)
     extends = short_extends(step_tokens, capacity)
+    few = min(_FEW, len(extends))
     num_pages = max(
         sum(pages_for(length, capacity.page_size) for length in each) for each in (lengths, extends)
     )
@@ -93,9 +95,8 @@ def measure(
         steps = [
             largest_step(lengths, small, samples=samples),
             largest_step(extends, small, samples=samples, prefix_len=max(0, prefix_len), after=len(lengths)),
-            largest_step(
-                [min(2, extends[0])] * min(_FEW, len(extends)), small, samples=samples, after=len(extends)
-            ),
+            largest_step([1] * few, small, samples=samples, after=len(extends)),
+            largest_step([min(2, extends[0])] * few, small, samples=samples, after=few),
         ]
         for step_id, plan in enumerate((moves(small), *steps), 1):
             result = runner.launch(replace(plan, step_id=step_id)).wait()

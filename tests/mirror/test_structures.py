@@ -98,6 +98,16 @@ def test_a_decoder_gives_the_tokens_of_the_cpu(name, mode, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+def test_decodes_of_state_layers_compile_nothing_while_serving(tmp_path):
+    """The trial at start compiles what they use, also where nothing is recorded."""
+    spec = spec_of(FAMILIES["lfm2"], tmp_path)
+    expected = life(load_driver(spec, None))
+    with mirror_device() as mirror:
+        assert_same(life(load_driver(spec, mirror, chunk=16, record=False)), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("capability", "dtype", "recorded"),
     [((9, 0), "bfloat16", True), ((9, 0), "float32", False), ((8, 0), "bfloat16", False)],

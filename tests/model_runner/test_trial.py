@@ -179,7 +179,7 @@ def test_the_trial_asks_for_all_that_clients_can_ask_for(make):
     """Else what they ask for later takes memory that the pool has by then."""
     make(pool_is_estimate=True, planned=replace(PLANNED, num_host_pages=3))
 
-    moving, largest, short, shortest, _ = make.plans
+    moving, largest, short, single, shortest, _ = make.plans
     result = make.results[1]
     assert moving.swap_outs and moving.swap_ins and moving.page_copies
     assert largest.total_num_scheduled_tokens == 40 and len(result.logprobs) == 6
@@ -188,9 +188,11 @@ def test_the_trial_asks_for_all_that_clients_can_ask_for(make):
     assert len(make.runners[0].counts.in_prompt) >= 6, "everybody has penalties"
     assert all(not result.errors for result in make.results)
     assert [
-        np.frombuffer(plan.num_scheduled_tokens, dtype=np.int32).tolist() for plan in (short, shortest)
+        np.frombuffer(plan.num_scheduled_tokens, dtype=np.int32).tolist()
+        for plan in (short, single, shortest)
     ] == [
         [7, 7, 7, 7, 6, 6],
+        [1] * 6,
         [2] * 6,
     ]
     assert not short.new_reqs[0].prefix_loc, "what this attention gathers is in the sums of the pool"
@@ -201,12 +203,13 @@ def test_short_extends_come_with_a_long_context_and_fit_into_the_pool(make, monk
     monkeypatch.setattr(TorchNativeAttention, "gathered_token_bytes", 0)
     make(pool_is_estimate=True, planned=replace(PLANNED, max_running_requests=20))
 
-    *_, short, shortest, again = make.plans
+    *_, short, single, shortest, again = make.plans
     assert [len(new.prefix_loc) // 4 for new in short.new_reqs] == [63 - 2] + [0] * 19
     assert short.total_num_scheduled_tokens == 40
     slots = np.frombuffer(short.out_cache_loc, dtype=np.int32)
     assert slots.max() < 4 * (make.runners[0].capacity.num_pages + 1), "20 extends of 2 take 20 pages"
-    assert len(shortest.rows) // 4 == 8 and len(shortest.finished_rows) // 4 == 20
+    assert len(single.rows) // 4 == 8 and len(single.finished_rows) // 4 == 20
+    assert shortest.rows == shortest.finished_rows == single.rows
     assert not any(result.errors for result in make.results)
     assert again.rows == again.finished_rows == shortest.rows
 
