@@ -357,7 +357,11 @@ def _form(args: Any) -> str:
 
 
 def replay(file: Path) -> str:
-    """Compute a saved call again on the CPU: the difference, or empty."""
+    """Compute a saved call again on the CPU: the difference, or empty.
+
+    The file holds objects of the engine (step layouts, batches), so torch.load may run what is in it: only for files
+    that `triage.py` wrote.
+    """
     call = torch.load(file, map_location="cpu", weights_only=False)
     op, name, args = call["op"], call["provider"], call["args"]
     buffers = InputBuffers(torch.device("cpu"))

@@ -99,9 +99,9 @@ class PageWorker:
 
     def _ask(self, job: PageJob) -> bytes:
         """Send a job and wait for its reply; on the thread."""
-        process = self._process
-        if process is None or process.poll() is not None:
-            process = self._process = _start()
+        if self._process is not None and self._process.poll() is not None:
+            self._end()  # closes its streams
+        process = self._process = self._process or _start()
         assert process.stdin is not None and process.stdout is not None
         limit_s = self._limits_s[type(job)]
         try:
