@@ -41,10 +41,10 @@ from .conversation.template_choice import load_chat_template, turn_without_end
 from .conversation.template_renderer import TemplateRenderer, share_the_gil
 from .dispatch.handoffs import Handoffs, Pair
 from .http.app import App
+from .http.connection import HttpServer
 from .http.guards.auth import Authorizer, read_keys
 from .http.openai.tools import ToolSchemas
 from .http.port import BACKLOG, bind, is_loopback, tls_context
-from .http.server import HttpServer
 from .http.services import Services
 from .manager import TokenizerManager
 from .overload.overload_control import OverloadLimits

@@ -27,9 +27,9 @@ from ...supervisor.fleet.driver import DriverSocket, run_driver
 from ...supervisor.fleet.fleet import END_GRACE_S, Fleet, FleetOutcome, FleetSettings, WorkerList
 from ...supervisor.fleet.server import Server, ServerOptions
 from ...supervisor.ray.cluster import RayUse, ray_cluster
+from ...tokenizer_manager.http.connection import HttpServer
 from ...tokenizer_manager.http.guards.auth import Keys, read_keys
 from ...tokenizer_manager.http.port import BACKLOG, bind, is_loopback
-from ...tokenizer_manager.http.server import HttpServer
 from .control_api import ControlApi
 from .serve_arguments import ServeArguments
 

@@ -77,9 +77,9 @@ from engine.tokenizer_manager.conversation.planner import Planner
 from engine.tokenizer_manager.conversation.template_renderer import TemplateRenderer
 from engine.tokenizer_manager.dispatch.handoffs import Pair
 from engine.tokenizer_manager.http.app import App
+from engine.tokenizer_manager.http.connection import HttpServer
 from engine.tokenizer_manager.http.guards.auth import Authorizer, read_keys
 from engine.tokenizer_manager.http.openai.tools import ToolSchemas
-from engine.tokenizer_manager.http.server import HttpServer
 from engine.tokenizer_manager.http.services import Services
 from engine.tokenizer_manager.manager import TokenizerManager
 from engine.tokenizer_manager.process import overload_limits

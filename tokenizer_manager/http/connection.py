@@ -1,4 +1,4 @@
-"""`Connection`: one client's TCP connection; uvicorn's protocol with bounds on times and sizes.
+"""`Connection`: one client's TCP connection: uvicorn's protocol with bounds on times and sizes; and their `HttpServer`.
 
     head     from the first byte (of a new connection: from its opening) to the empty line   --header-timeout, 408
     body     from there to its end                                                           --body-timeout, 408
@@ -16,16 +16,22 @@ connection is closed after the answers before it, which HTTP allows at any time.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
+import functools
 import logging
+from collections.abc import Iterator
 from typing import Any, Final
 
 import httptools
 import msgspec
+import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from ...runtime.config.server_config import ServerConfig
 from ...runtime.errors import RequestError
+from .exchange import AsgiApp
+from .port import BACKLOG
 from .schema.errors import reply_to
 
 logger = logging.getLogger(__name__)
@@ -291,3 +297,35 @@ class Connection(HttpToolsProtocol):
         logger.info("connection closed status=%d code=%s", error.status, error.code)
         self.transport.close()
         self._clock = self.loop.call_later(_MAX_CLOSING_S, self.transport.abort)
+
+
+_LAST_WORDS_S: Final = 2  # for clients to read their error events at shutdown
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn without signal handlers: the supervisor decides when to stop, and in what order."""
+
+    def __init__(self, app: AsgiApp, config: ServerConfig) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=functools.partial(Connection, config),  # type: ignore[arg-type]  # only ever called
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                backlog=BACKLOG,
+                timeout_keep_alive=config.keep_alive_timeout,  # type: ignore[arg-type]  # for loop.call_later
+                timeout_graceful_shutdown=_LAST_WORDS_S,
+                ssl_certfile=config.ssl_certfile,
+                ssl_keyfile=config.ssl_keyfile,
+            )
+        )
+        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture no signals."""
+        yield
