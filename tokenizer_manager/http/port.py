@@ -26,7 +26,9 @@ from .schema.errors import reply_to, shape_of
 BACKLOG: Final = 2048
 RETRY_AFTER_S: Final = 5
 _LIMIT_S: Final = 5.0
-"""Of one connection to a server that loads."""
+"""Longest life of a connection to a server that loads."""
+_MAX_OPEN: Final = 256
+"""Connections at a time to a server that loads; further ones are closed: this process needs files for the model."""
 _READ_BYTES: Final = 65536
 
 # A half-open connection is detected after 60 + 3 * 10 s, even if nothing is sent on it.
@@ -113,8 +115,8 @@ class LoadingPort:
         """
         tls = tls_context(config)
         self.listener = bind(config.host, config.port)
-        self.listener.listen(BACKLOG)
         self._started_s = time.monotonic()
+        self._room = asyncio.Semaphore(_MAX_OPEN)
         self._loop = asyncio.new_event_loop()
         started = asyncio.start_server(
             self._answer,
@@ -123,6 +125,7 @@ class LoadingPort:
             ssl_handshake_timeout=None if tls is None else _LIMIT_S,
         )
         self._server = self._loop.run_until_complete(started)
+        self.listener.listen(BACKLOG)  # asyncio has listened with a backlog of 100
         threading.Thread(target=self._run, name="loading-port", daemon=True).start()
 
     def close(self) -> None:
@@ -152,8 +155,11 @@ class LoadingPort:
         Whatever it sends meanwhile, such as a long body, is dropped: the kernel would reset a connection that is closed
         with unread data, and the client would not see the answer.
         """
+        if self._room.locked():
+            writer.transport.abort()
+            return
         with contextlib.suppress(OSError, EOFError, asyncio.LimitOverrunError, TimeoutError):
-            async with asyncio.timeout(_LIMIT_S):
+            async with self._room, asyncio.timeout(_LIMIT_S):
                 writer.write(self._response(await reader.readuntil(b"\r\n\r\n")))
                 await writer.drain()
                 while await reader.read(_READ_BYTES):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import httpx
 import pytest
@@ -64,6 +65,28 @@ def test_what_is_no_request_disturbs_nobody(port: LoadingPort, sent: bytes):
     with socket.create_connection(port.listener.getsockname(), timeout=WAIT_S) as connection:
         connection.sendall(sent)
         assert httpx.get(f"http://{address_of(port)}/health", timeout=WAIT_S).status_code == 503
+
+
+def test_connections_beyond_the_limit_are_closed_and_take_no_files_of_the_model(
+    port: LoadingPort, monkeypatch
+):
+    monkeypatch.setattr("engine.tokenizer_manager.http.port._LIMIT_S", 10 * WAIT_S)  # none ends by itself
+    address = port.listener.getsockname()
+    num_files = len(os.listdir("/proc/self/fd"))
+    with ExitStack() as stack:
+        connections = [
+            stack.enter_context(socket.create_connection(address, timeout=WAIT_S)) for _ in range(300)
+        ]
+        assert connections[-1].recv(1) == b""
+        assert len(os.listdir("/proc/self/fd")) - num_files < 2 * len(connections) - 40
+    assert httpx.get(f"http://{address_of(port)}/health", timeout=WAIT_S).status_code == 503
+
+
+def test_more_connections_than_asyncios_default_wait(port: LoadingPort):
+    with port.listener.dup() as inherited, ExitStack() as stack:
+        port.close()
+        for _ in range(120):
+            stack.enter_context(socket.create_connection(inherited.getsockname(), timeout=WAIT_S))
 
 
 def test_connections_wait_for_the_process_that_takes_over(port: LoadingPort):
