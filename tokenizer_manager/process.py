@@ -85,7 +85,11 @@ def main(child: Child) -> None:
 
 def _listener(config: ServerConfig, inherited_fd: int | None) -> socket.socket:
     """The socket that the supervisor has opened, or for a new tokenizer manager another one."""
-    return bind(config.host, config.port) if inherited_fd is None else socket.socket(fileno=inherited_fd)
+    if inherited_fd is None:
+        return bind(config.host, config.port)
+    listener = socket.socket(fileno=inherited_fd)
+    listener.set_inheritable(False)  # a grandchild that held it would keep the port from the next one
+    return listener
 
 
 def _pair_of(config: EngineConfig) -> Pair | None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 
 import msgspec
@@ -8,11 +9,12 @@ import pytest
 
 from engine.launch.child.control import Order, PeerDied, PeersLost, PeersReady, Stop
 from engine.runtime.config.engine_config import EngineConfig, ModelConfig
+from engine.runtime.config.server_config import ServerConfig
 from engine.runtime.errors import ConfigError
 from engine.runtime.sampling_params import SamplingParams
 from engine.tokenizer_manager.generation import GenerationRequest
 from engine.tokenizer_manager.http.port import bind
-from engine.tokenizer_manager.process import obey, seed_source, warn_of_unknown_tokens
+from engine.tokenizer_manager.process import _listener, obey, seed_source, warn_of_unknown_tokens
 
 from .fake_engine import CAPACITY, TOKENIZER, WAIT_S, FakeEngine, make_services
 
@@ -32,6 +34,15 @@ def test_a_host_that_is_not_ours_is_refused():
 def test_binding_does_not_listen_yet():
     with bind("127.0.0.1", 0) as listener, pytest.raises(ConnectionRefusedError):
         socket.create_connection(listener.getsockname(), timeout=WAIT_S)
+
+
+def test_an_inherited_port_is_not_inherited_any_further():
+    with bind("127.0.0.1", 0) as ours:
+        inherited_fd = os.dup(ours.fileno())
+        os.set_inheritable(inherited_fd, True)
+        with _listener(ServerConfig(), inherited_fd) as listener:
+            assert listener.getsockname() == ours.getsockname()
+            assert not listener.get_inheritable()
 
 
 def test_a_configured_seed_is_everyones_and_others_differ():
