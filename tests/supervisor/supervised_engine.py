@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 import sys
 import time
 from pathlib import Path
@@ -59,7 +60,21 @@ def fake_supervisor(behaviors: str, server: ServerConfig, tp: int) -> Supervisor
     )
     # Children import from where this process does: this folder, where `fake_room` is, is on its path.
     modules = dict.fromkeys(Role, "fake_room")
-    return Supervisor(config, ModelSource("hf", "/nowhere", "fake"), FAKE_SPEC, on_ready, modules)
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def before_serving() -> None:
+        assert not (Path(os.environ["TMPDIR"]) / "life-0").exists(), "the tokenizer manager serves already"
+        listener.close()
+
+    return Supervisor(
+        config,
+        ModelSource("hf", "/nowhere", "fake"),
+        FAKE_SPEC,
+        on_ready,
+        modules,
+        listener_fd=listener.fileno(),
+        before_serving=before_serving,
+    )
 
 
 def real_supervisor(folder: str, server: ServerConfig) -> Supervisor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -31,6 +32,25 @@ def test_starts_under_telling_titles_hands_on_the_capacity_and_stops_after_a_dra
     assert engine.end() == (0, "stopped")
     assert (engine.tmp / "drained").exists()
     assert list(engine.tmp.glob("*-stopped-before-the-drain")) == []
+
+
+def test_the_listening_socket_is_the_tokenizer_managers_alone(start_engine):
+    """Another process that held it would keep the port from the tokenizer manager that replaces a lost one."""
+    engine = start_engine()
+    engine.read()
+
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    listening = {f"socket:[{row[9]}]" for row in rows if row[3] == "0A"}
+    pids = {**engine.pids, "supervisor": engine.process.pid}
+    assert {name for name, pid in pids.items() if listening & open_files(pid)} == {"tokenizer_manager"}
+
+
+def open_files(pid: int) -> set[str]:
+    found = set()
+    for each in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            found.add(os.readlink(each))
+    return found
 
 
 @pytest.mark.slow
