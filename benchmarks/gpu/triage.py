@@ -355,16 +355,9 @@ def _triton_cache() -> Path:
 
 def _kernels_of(op: str) -> list[str]:
     """The names of the Triton kernels in the module of an operator."""
-    modules = {
-        "attention": "attention",
-        "sample": "sampl",
-        "rotate_and_store": "rotary_store",
-        "pack_experts": "experts",
-    }
-    modules |= {"rms_norm": "norm", "add_rms_norm": "norm", "silu_and_mul": "activation", "route": "route"}
-    if op not in modules:
+    if op not in _MODULES:
         return []
-    sources = (ROOT / "model_runner/kernels/triton").glob(f"*{modules[op]}*.py")
+    sources = (ROOT / "model_runner/kernels/triton").glob(f"*{_MODULES[op]}*.py")
     return [
         name for path in sources for name in re.findall(r"@triton\.jit[^\n]*\ndef (\w+)", path.read_text())
     ]

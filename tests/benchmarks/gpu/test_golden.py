@@ -12,7 +12,7 @@ import torch
 from benchmarks.gpu.golden import MOST_ERROR, TIE, Answer, compare
 from benchmarks.gpu.sections import flags_of
 from benchmarks.gpu.tensor_difference import cloned, difference_of
-from benchmarks.gpu.triage import SWITCHES, settings_of
+from benchmarks.gpu.triage import SWITCHES, _kernels_of, settings_of
 from engine.model_runner.load import avoidable_components
 
 GOLDEN = Answer([5, 6], {"temperature": 0.0}, [1, 2, 3], [-0.1, -0.2, -0.3], [2.0, TIE / 2, 2.0])
@@ -47,6 +47,12 @@ def test_log_probabilities_that_are_off_are_wrong(logprob: float) -> None:
 def test_every_switch_is_a_name_of_the_product(device: str) -> None:
     known = {name for names in avoidable_components().values() for name in names}
     assert set(SWITCHES[device]) - known == {"overlap"}
+
+
+def test_the_kernels_of_every_triton_switch_are_sent_home() -> None:
+    ops = [name.partition(":")[2] for name in SWITCHES["cuda"] if name.startswith("triton:")]
+    assert all(any(name.endswith("_kernel") for name in _kernels_of(op)) for op in ops)
+    assert "_add_rms_norm_kernel" in _kernels_of("add_rms_norm") and _kernels_of("decode_graphs") == []
 
 
 def test_switches_become_settings_and_flags() -> None:
