@@ -68,6 +68,22 @@ def test_memory_runs_out(mirror):
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(before + 1, dtype=torch.uint8, device=CUDA)
     assert torch.cuda.mem_get_info()[0] == before
+    tensor = torch.empty(before, dtype=torch.uint8, device=CUDA)
+    assert torch.cuda.mem_get_info()[0] == 0
+    del tensor
+    assert torch.cuda.mem_get_info()[0] == before
+
+
+def test_a_result_of_another_form_than_promised_is_noticed(mirror):
+    with torch.library._scoped_library("mirror_rules", "DEF") as library:
+        library.define("halves(Tensor x) -> Tensor")
+        library.impl("halves", lambda x: (x / 2).double(), "CPU")
+        library.impl("halves", torch.empty_like, "Meta")
+        halves = torch.ops.mirror_rules.halves(torch.ones(2, device=CUDA))
+        mirror.streams.run_all()
+    (fault,) = mirror.faults.take()
+    assert fault.kind == "form" and "float32, not torch.Size([2]) torch.float64" in fault.detail
+    assert host_of(halves).tolist() == [0.5, 0.5]
 
 
 def test_a_replay_computes_again_from_poison(mirror):
@@ -110,6 +126,11 @@ def test_copies_that_wait(mirror):
     for wait in (device.cpu, device.tolist, device.sum().item, lambda: bool(device.any()), device.nonzero):
         wait()
         assert kinds(mirror) == ["wait"]
+    lengths, mask = torch.full((2,), 2, device=CUDA), torch.isnan(device)
+    assert device[mask].shape == (4,) and kinds(mirror) == ["wait"]
+    for unsafe in (False, True):
+        torch.segment_reduce(device, "sum", lengths=lengths, unsafe=unsafe)
+        assert kinds(mirror) == ([] if unsafe else ["wait"])
     with pytest.raises(TypeError, match="numpy"):
         device.numpy()
 
@@ -150,6 +171,9 @@ def test_what_triton_forbids():
         fill[(1,)](x, 17, 1, BLOCK=32)  # 1 is compiled in
         fill[(1,)](x[1:], 17, 2, BLOCK=32)  # not divisible by 16
         assert kinds(mirror) == ["compiled while serving"] * 2
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            fill[(1,)](x, 17, 2, BLOCK=8)
+        assert kinds(mirror) == ["compiled in a capture", "compiled while serving"]
         fill[(1, 70_000)](x, 0, 2, BLOCK=32)
         mirror.streams.drop_all()
         assert kinds(mirror) == ["grid"]
