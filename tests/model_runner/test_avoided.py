@@ -25,6 +25,7 @@ from engine.model_runner.sampling.backend_selection import select_sampler_backen
 from engine.model_runner.sampling.token_counts import TokenCounts
 from engine.model_runner.sampling.torch_backend import TorchSamplerBackend
 from engine.models.spec.experts_spec import ExpertsSpec, Routing
+from engine.models.spec.model_spec import with_quantization
 from engine.runtime.config.config_sources import from_yaml_file, merge
 from engine.runtime.config.device_config import KernelConfig
 from engine.runtime.errors import ConfigError
@@ -277,6 +278,26 @@ def test_products_of_quantized_weights_can_be_avoided(names, fp8, int4):
 def test_products_of_blocks_can_be_avoided(name):
     target = QuantTarget(device=CPU, dtype=BF16, capability=(0, 0), triton_reason="-", sgl_reason="-")
     assert reasons_against_blocks(replace(target, avoid=AvoidedKernels([name]))) == [f"is {AVOIDED}"]
+
+
+def test_a_loaded_model_avoids_them(make_driver, make_tiny_llama, caplog):
+    """Weights in blocks have no other product; transformers' code takes its ops from the same tables."""
+    tiny: TinyModel = make_tiny_llama()
+    with pytest.raises(
+        ConfigError, match=r"quantization is int8, but the product is avoided \(--avoid-kernels"
+    ):
+        make_driver(
+            with_quantization(tiny.spec, "int8"),
+            tiny.folder,
+            dtype="bfloat16",
+            avoid_kernels=("native:linear_blocks",),
+        )
+    with caplog.at_level("INFO"):
+        make_driver(
+            tiny.spec, tiny.folder, model_impl="transformers", avoid_kernels=("native", "onednn:pack_linear")
+        )
+    (line,) = [line for line in caplog.messages if line.startswith("ops: ")]
+    assert "native" not in line and "by torch" in line
 
 
 # ------------------------------------------------------------ the ladder down
