@@ -1,6 +1,6 @@
 """The variants of Triton kernels that servers of real models launch, seen on a mirror of an H200 while they start.
 
-    python -m tests.mirror.harvest [SERVER ...]       # writes benchmarks/gpu/variants.json
+    python -m tests.mirror.harvest       # writes benchmarks/gpu/variants.json
 
 A server compiles everything before it serves, so its start is enough. Each starts in a process of its own, in the
 shapes of a real model with few layers. Nothing is computed, and memory is not touched: only types, strides and sizes
@@ -9,6 +9,7 @@ count.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -165,7 +166,7 @@ def harvest(server: Server) -> list[Variant]:
 
 
 def _compute_nothing(patch: pytest.MonkeyPatch) -> None:
-    """Drop what is queued, except the marks that somebody waits for; leave memory as the system gives it."""
+    """Drop queued calls, except the marks that are waited for; leave memory as the system gives it."""
 
     def allocate(_memory: Any, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype)
@@ -211,15 +212,17 @@ def merged(found: dict[str, list[Variant]]) -> list[Variant]:
 
 
 def main() -> None:
-    """One server in this process if a file is given, else all in processes of their own."""
-    if len(sys.argv) == 3 and sys.argv[2].endswith(".json"):
-        write_variants(harvest(SERVERS[sys.argv[1]]), Path(sys.argv[2]))
+    """All servers, in processes of their own, or one in this process."""
+    parser = argparse.ArgumentParser(description="The Triton variants that servers launch while they start")
+    parser.add_argument("--one", nargs=2, metavar=("SERVER", "FILE"), help="of one server, into another file")
+    if one := parser.parse_args().one:
+        write_variants(harvest(SERVERS[one[0]]), Path(one[1]))
         return
     found = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name in sys.argv[1:] or SERVERS:
+        for name in SERVERS:
             file = Path(folder) / "variants.json"
-            command = [sys.executable, "-m", "tests.mirror.harvest", name, str(file)]
+            command = [sys.executable, "-m", "tests.mirror.harvest", "--one", name, str(file)]
             subprocess.run(command, check=True, timeout=_TIME_LIMIT_S)
             found[name] = read_variants(file)
     write_variants(merged(found))
