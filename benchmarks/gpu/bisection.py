@@ -10,7 +10,7 @@ class Found(NamedTuple):
     """The result of a bisection.
 
     Attributes:
-        guilty: the switches that must be off, as far as they were found.
+        guilty: the switches found so far that must be off.
         safe: switches that are off in an attempt that passed: `guilty` and nothing else, if it is complete.
         complete: False: there was no time for further attempts.
     """

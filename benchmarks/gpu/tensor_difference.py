@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 _TOLERANCES: Final = {torch.float32: 5e-3, torch.bfloat16: 0.1, torch.float16: 2e-2}
-"""Of a value, and of the root mean square of all: Triton may multiply in TF32, torch rounds scores of attention."""
+"""Shares of a value and of the root mean square of all: Triton may multiply in TF32, torch rounds attention scores."""
 
 
 class Slots:

@@ -59,7 +59,7 @@ class Variant:
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """What Triton compiles, whoever launches it."""
+        """The facts by which Triton compiles it, without those of its servers."""
         return self.module, self.function, self.signature, self.constants, self.options
 
     @property
@@ -97,7 +97,7 @@ class Pointer:
 
 
 class Built(NamedTuple):
-    """What Triton compiles a variant from on one architecture; `key`: see the module."""
+    """The inputs of Triton's compiler for a variant on one architecture; `key`: see the module."""
 
     source: Any
     target: Any

@@ -22,7 +22,7 @@ from .faults import Faults
 Bytes = npt.NDArray[np.uint8]
 
 ALIGNMENT = 512
-"""Of torch's allocator on CUDA: Triton compiles other kernels for pointers that are not multiples of 16."""
+"""Torch's allocator on CUDA has it; Triton compiles other kernels for pointers that are not multiples of 16."""
 RED_ZONE = 256  # bytes on each side
 _NAN = 0xFF  # each byte of a NaN, in all floats
 _NO_INDEX = 0x5A  # each byte of an integer that is no index, token or slot

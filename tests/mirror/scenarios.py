@@ -1,4 +1,4 @@
-"""What is done on the mirror and on the CPU, to compare the results: one function for each ability of the runner.
+"""Steps on the mirror and on the CPU, to compare the results: one function for each ability of the runner.
 
 Each gets a driver that has no requests, leaves none, and returns what must be equal: token ids, and arrays of floats
 that may differ by rounding.
@@ -82,7 +82,7 @@ def all_kinds(driver: Driver) -> Results:
 
 
 def prompt_logprobs(driver: Driver) -> Results:
-    """Of a prompt in two chunks, beside a decode."""
+    """Log-probabilities of a prompt in two chunks, beside a decode."""
     ahead = Ahead(driver)
     other = ahead.start(PROMPT[5:9])
     req = ahead.start(PROMPT[:9], replace(GREEDY, prompt_logprobs=2))

@@ -23,7 +23,7 @@ MODELS = {
     "lfm2": ("triton:short_conv",),
     "mamba2 dense, no rotary": ("triton:mamba2",),
 }
-"""What is avoided, by the row of `families.py` that uses it."""
+"""The avoided components, by the row of `families.py` that uses it."""
 ELSEWHERE = {"triton", "triton:linear_fp8", "triton:linear_int4", "pdl", "torch._scaled_mm"}
 """All of Triton: `test_structures.py`. Quantized weights, and what only sgl-kernel has: not on the mirror."""
 

@@ -34,7 +34,7 @@ _SPACES: Final = ("aten.",)  # others, such as sgl_kernel, are CUDA kernels them
 
 
 def without_cuda_kernel(operators: set[str]) -> dict[str, str]:
-    """Those of `operators` ("aten.mm.default") that CUDA cannot run, and why."""
+    """The members of `operators` ("aten.mm.default") that CUDA cannot run, and why."""
     generator: Any = importlib.import_module("torchgen.gen")
     folder = Path(generator.__file__).parent / "packaged/ATen/native"
     table = generator.parse_native_yaml(str(folder / "native_functions.yaml"), str(folder / "tags.yaml"))

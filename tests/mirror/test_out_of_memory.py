@@ -42,7 +42,7 @@ def life(driver: Driver, launch: Callable[[str, StepPlan], StepResult]) -> list[
 
 
 def restart(driver: Driver, req: Request) -> Request:
-    """What the scheduler does with a request of a dropped step."""
+    """Start a request of a dropped step again, as the scheduler does."""
     if req.announced:
         driver.finish(req)
     else:
