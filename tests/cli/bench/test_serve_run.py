@@ -12,6 +12,8 @@ from engine import ConfigError
 from engine.cli import main as cli
 from engine.cli.bench.result_file import read_results, write_results
 from engine.cli.bench.serve_run import BACKENDS, ENDPOINTS, ServerSettings
+from engine.cli.exit_codes import ExitCode
+from engine.runtime.errors import ServerError
 
 
 @pytest.mark.parametrize(
@@ -109,6 +111,30 @@ def test_a_sweep_is_a_run_for_each_rate_with_other_prompts(capsys, measured, tmp
         and "<script" not in text
         and "http://" not in text.replace("http://127.0.0.1:30000", "")
     )
+
+
+@pytest.mark.parametrize(("admin_key", "sent"), [("admin", "admin"), (None, "own")])
+def test_the_cache_is_flushed_with_the_admin_key_if_there_is_one(monkeypatch, admin_key, sent):
+    """The requests bear the other key, so that limits of a tenant hold for them."""
+    keys = []
+
+    async def note(url, api_key, *rest):
+        keys.append(api_key)
+        return "tiny"
+
+    async def flush_and_end(*args, before_run, **options):
+        await before_run()
+        raise ServerError("enough")
+
+    monkeypatch.delenv("ENGINE_ADMIN_API_KEY", raising=False)
+    if admin_key is not None:
+        monkeypatch.setenv("ENGINE_ADMIN_API_KEY", admin_key)
+    monkeypatch.setattr("engine.cli.bench.serve_run.check_ready", note)
+    monkeypatch.setattr("engine.cli.bench.serve_run.flush_cache", note)
+    monkeypatch.setattr("engine.cli.bench.serve_run.measure", flush_and_end)
+    arguments = ["--flush-cache", "--api-key", "own", "--url", "http://127.0.0.1:9", "--num-prompts", "1"]
+    assert cli.run(["bench", "serve", *arguments]) == ExitCode.SERVER
+    assert keys == ["own", sent]
 
 
 @pytest.mark.parametrize("sweep", ["", "1,", "0,1", "fast", "-1", "nan"])

@@ -131,6 +131,7 @@ def test_one_process_from_the_first_text_on(started):
     first.wait()
     assert b'"x"' in asyncio.run(own.run(RenderText("x", True)))
     assert len(started) == 2
+    assert first.stdin.closed and first.stdout.closed
     own.close()
     assert started[1].poll() is not None
 
