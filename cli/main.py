@@ -208,7 +208,7 @@ def _command_path(arguments: Sequence[str]) -> str:
 
 
 def _no_number(error: typer.TyperException, arguments: Sequence[str]) -> str:
-    """The sentence for an option whose value is no number, as for a setting; "" if the error is another one."""
+    """The sentence for an option with a value that is no number; "" if the error is another one."""
     kind = _NO_NUMBER.search(getattr(error, "message", ""))
     if kind is None:
         return ""

@@ -1,4 +1,4 @@
-"""The open port of a server whose model loads: what clients of each API see, and that the port is handed over whole."""
+"""The open port of a server that loads: what clients of each API see, and that the port is handed over whole."""
 
 from __future__ import annotations
 

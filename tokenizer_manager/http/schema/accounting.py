@@ -53,7 +53,7 @@ class Timings(msgspec.Struct):
 
 
 class PromptProgress(msgspec.Struct):
-    """How much of a prompt is read, under llama.cpp's names.
+    """The part of a prompt that is read, under llama.cpp's names.
 
     `processed` tokens of `total` have KV, with the `cache` tokens of the prefix cache; `time_ms` since its start.
     """
