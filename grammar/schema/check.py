@@ -46,10 +46,13 @@ def check_schema(
     walk = SchemaWalk(schema, notes, closed=closed)
     root = walk.written()
     comparer = Comparer(walk.definitions)
-    for out in walk.one_ofs:
-        if not _has_disjoint_branches(out, comparer) and not _separate(out, comparer, walk.pointers):
+    for out in tuple(walk.one_ofs):
+        if not _has_disjoint_branches(out, comparer) and not _separate(out, comparer, walk):
             reason = "a value may fit two branches, so that it is treated as anyOf"
             notes.approximate(walk.pointers[id(out)], "oneOf", reason)
+    for (
+        out
+    ) in walk.one_ofs:  # after all were compared: `_separate` copies branches that have a `oneOf` themselves
         _make_any_of(out)
     check_cycles(root, walk.definitions, walk.pointers, notes)
     found = Sampler(walk.definitions, walk.pointers).sample(root)
@@ -84,12 +87,13 @@ def _has_disjoint_branches(out: Members, comparer: Comparer) -> bool:
     )
 
 
-def _separate(out: Members, comparer: Comparer, pointers: dict[int, str]) -> bool:
+def _separate(out: Members, comparer: Comparer, walk: SchemaWalk) -> bool:
     """Forbid names in the branches of a `oneOf` of objects, so that no value fits two; whether that can be done."""
     branches = out["oneOf"]
     if len(branches) > MAX_BRANCHES:
         return False
-    names = comparer.forbidden_names(branches, are_objects=out.get("type") == "object")
+    required = frozenset(out.get("required", ()))
+    names = comparer.forbidden_names(branches, required, are_objects=out.get("type") == "object")
     if names is None:
         return False
     for index, (branch, forbidden) in enumerate(zip(branches, names, strict=True)):
@@ -100,14 +104,19 @@ def _separate(out: Members, comparer: Comparer, pointers: dict[int, str]) -> boo
                 **target.get("properties", {}),
                 **dict.fromkeys(sorted(forbidden), False),
             }
-            pointers[id(changed)] = pointers[id(target)]
+            walk.pointers[id(changed)] = walk.pointers[id(target)]
+            if "oneOf" in changed:
+                walk.one_ofs.append(changed)
     return True
 
 
 def _make_any_of(out: Members) -> None:
     """Make a `oneOf` an `anyOf`, at its place among the keywords."""
     if "anyOf" in out:
-        out.setdefault("allOf", []).append({"anyOf": out.pop("oneOf")})
+        out["allOf"] = [
+            *out.get("allOf", ()),
+            {"anyOf": out.pop("oneOf")},
+        ]  # a new list: a copy may have the old one
         return
     members = [("anyOf" if key == "oneOf" else key, value) for key, value in out.items()]
     out.clear()

@@ -19,11 +19,13 @@ class _Facts(NamedTuple):
     """Facts about a schema that comparisons need.
 
     Attributes:
+        schema: itself; while it is here, no other object gets its id.
         values: of `const`, or of a short `enum`, comparable; None without.
         kinds: types of its values.
         required: names.
     """
 
+    schema: Members
     values: frozenset[Any] | None
     kinds: frozenset[str]
     required: frozenset[str]
@@ -64,7 +66,9 @@ class Comparer:
                 return True
         return False
 
-    def forbidden_names(self, branches: Sequence[Schema], *, are_objects: bool) -> list[set[str]] | None:
+    def forbidden_names(
+        self, branches: Sequence[Schema], required: frozenset[str], *, are_objects: bool
+    ) -> list[set[str]] | None:
         """The names that each branch of a `oneOf` must forbid, so that no value fits two; None if that is not enough.
 
         A branch forbids one name that the other one requires. Values that have this name are lost, also those that do
@@ -72,6 +76,7 @@ class Comparer:
 
         Args:
             branches: the written schemas.
+            required: names that all values must have; a branch that forbade one would be lost.
             are_objects: values that are no objects fit none of them.
         """
         names: list[set[str]] = [set() for _ in branches]
@@ -86,7 +91,7 @@ class Comparer:
                 if not are_objects and one.kinds & other.kinds != {"object"}:
                     return None
                 for index, needs, excluded in ((i, one, other), (j, other, one)):
-                    missing = excluded.required - needs.required
+                    missing = excluded.required - needs.required - required
                     if not missing:
                         return None
                     if not missing & names[index]:
@@ -134,6 +139,7 @@ class Comparer:
         if known is None:
             values = _values(schema)
             known = self._facts[id(schema)] = _Facts(
+                schema,
                 None if values is None else frozenset(map(_comparable, values)),
                 frozenset(_kinds(schema, values)),
                 frozenset(schema.get("required", ())),

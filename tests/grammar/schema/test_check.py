@@ -398,6 +398,33 @@ def test_branches_of_objects_that_require_different_names_forbid_those_of_the_ot
     assert {"a": 1} in found and len(found) > 1
 
 
+SAME: Any = [{"required": ["a"]}, {"required": ["a", "b"]}]
+
+
+@pytest.mark.parametrize("inner", [{"oneOf": SAME}, {"anyOf": [{"required": ["a"]}], "oneOf": SAME}])
+@pytest.mark.parametrize("named", [False, True])
+def test_a_branch_that_forbids_names_may_have_branches_itself(inner, named):
+    branch = {"type": "object", "required": ["p"], **inner}
+    definitions = {"$defs": {"X": branch}} if named else {}
+    branches = [{"$ref": "#/$defs/X"} if named else branch, {"required": ["q"]}]
+    report = check({"type": "object", "oneOf": branches, **definitions}, strict=False)
+
+    documents = [{"p": 1, "a": 1}, {"p": 1, "a": 1, "b": 1}, {"q": 1}]
+    assert all(accepts(report, document) for document in documents)
+    assert not accepts(report, {"p": 1}) and not accepts(report, {"q": 1, "p": 1})
+    assert len(report.warnings) == 1
+
+
+def test_a_branch_does_not_forbid_what_all_values_must_have():
+    """The first branch would be lost."""
+    first = {"properties": {"type": {"const": "a"}, "x": {"type": "integer"}}, "required": ["x"]}
+    second = {"properties": {"type": {"const": "b"}}, "required": ["type"]}
+    schema = {"type": "object", "required": ["type"], "oneOf": [first, second]}
+    report = check(schema, strict=False)
+    assert accepts(report, {"type": "a", "x": 1}) and accepts(report, {"type": "b"})
+    assert "oneOf cannot be enforced" in refused(schema).message
+
+
 def test_branches_that_require_the_same_names_stay_refused():
     for branches in (A_OR_B[0], A_OR_B[0]), (A_OR_B[0], {"required": ["a", "b"]}), (OPEN_B, True):
         assert "oneOf cannot be enforced" in refused({"type": "object", "oneOf": [*branches]}).message
