@@ -88,10 +88,9 @@ class GuidedMatcher:
         )
         self._num_left: int | None = None  # of the limit, if there is one; up to the beginning of the grammar
         self._shortest: Sequence[int] | None = None  # a short answer of the grammar, if there is a limit
-        self._tail = b""  # in FREE and BLOCK: the last bytes, which may be the beginning of a trigger
+        self._tail = b""  # the last bytes: those that may begin a trigger, or in BLOCK all that `_call` took
         self._calls = TriggerSearch(() if use.reasoning is None else use.reasoning.calls)
         self._call: Matcher | None = None  # in BLOCK: has taken the text since a call's marker
-        self._num_call_bytes = 0
         self._num_forced_before = 0  # in triggered grammars that have ended
         self.ended = False
         self.error = ""
@@ -354,20 +353,21 @@ class GuidedMatcher:
 
     def _follow_call(self, token_id: int, data: bytes) -> None:
         """Follow a call inside the open block. Text that only mentions its marker is soon refused by the grammar."""
+        text = self._tail + data
         if self._call is not None:
             self._call.accept((token_id,))
-            self._num_call_bytes += len(data)
             if not self._call.error:
-                if self._call.ended or self._num_call_bytes >= _SURE_BYTES:
+                self._tail = text
+                if self._call.ended or len(text) >= _SURE_BYTES:
                     self._end_block_by_call(self._call)
                 return
             self._call = None
-        text = self._tail + data
         found = self._calls.find(text)
-        self._tail = self._calls.tail(text) if found is None else b""
-        if found is not None and self._use.reasoning is not None:
-            self._call = self._matcher_after(self._use.reasoning.calls[found[0]], text[found[1] :])
-            self._num_call_bytes = 0
+        if found is None:
+            self._tail = self._calls.tail(text)
+        elif self._use.reasoning is not None:
+            self._tail = text[found[1] :]
+            self._call = self._matcher_after(self._use.reasoning.calls[found[0]], self._tail)
 
     def _matcher_after(self, marker: bytes, rest: bytes) -> Matcher | None:
         """The matcher of a call that begins with a marker and some more text; None if it is refused."""

@@ -320,14 +320,26 @@ def test_a_call_inside_of_open_reasoning_ends_the_block(marker):
     else:
         feed_text(matcher, marker)
     feed_text(matcher, b"get_wea")
-    twin = matcher.copy()
+    twin, other = matcher.copy(), matcher.copy()
     feed_text(matcher, b"t")
     assert phase(matcher) is Phase.TRIGGERED and phase(twin) is Phase.BLOCK
+    feed_text(other, b"t")
+    assert phase(other) is Phase.TRIGGERED and allowed(other) == {b"h"}
     assert allowed(matcher) == {b"h"}
     feed_text(matcher, b"her()</think>")
     assert phase(matcher) is Phase.FREE
     feed_text(twin, b"</think>")
     assert phase(twin) is Phase.FREE
+
+
+def test_a_marker_that_begins_in_the_text_of_a_refused_call_is_found():
+    call = Triggered(b"<call>", GrammarSpec(GrammarKind.REGEX, "<get_weather>"))
+    matcher = make(GrammarUse(triggered=(call,), reasoning=IN_BLOCK))
+
+    feed_text(matcher, b"I try <call><call><get_we")
+    assert phase(matcher) is Phase.BLOCK
+    feed_text(matcher, b"a")
+    assert phase(matcher) is Phase.TRIGGERED and allowed(matcher) == {b"t"}
 
 
 def test_a_call_that_is_demanded_is_found_in_open_reasoning():
