@@ -34,6 +34,7 @@ from engine.scheduler.batch import ScheduleBatch
 from engine.scheduler.grammar.mask_filler import Clock, MaskFiller, MaskMeter, StepMasks, no_clock
 from engine.scheduler.memory.pages import PageAllocator
 from engine.scheduler.prefix_cache.base import PrefixCache
+from engine.scheduler.prefix_cache.radix_cache import RadixCache
 from engine.scheduler.records.decision_log import DecisionLog, PassRecord, RefusedToken
 from engine.scheduler.records.verdict import AddReqResult, Verdict
 from engine.scheduler.scheduler import Scheduler
@@ -265,6 +266,7 @@ class Harness:
         if batch is not None and passes:
             self.check_record(passes[-1], batch)
         self.scheduler.audit()
+        self.check_wants()
         if batch is not None:
             may_continue = partial(self.may_continue, batch)
             masks: GetMasks = no_masks
@@ -394,6 +396,12 @@ class Harness:
                 admitted = sum(verdict.result is AddReqResult.CONTINUE for verdict in record.verdicts)
                 queued += came_back - admitted
         assert queued in (None, self.scheduler.report(self.now_s).num_queue_reqs)
+
+    def check_wants(self) -> None:
+        """Only requests that wait want a prefix of the cache."""
+        if isinstance(self.prefix_cache, RadixCache):
+            waiting = {req.seq for req in self.scheduler._parts.requests.waiting}
+            assert self.prefix_cache._wants._by_seq.keys() <= waiting
 
     def check_record(self, record: PassRecord, batch: ScheduleBatch) -> None:
         """What the decision log says of a pass is what the runner was told."""

@@ -107,8 +107,10 @@ def test_a_new_match_replaces_the_old_one():
     want(pool, 1, [5, 6, 7, 8])
     pool.cache.evict(4)
     assert (pool.cached([1, 2, 3, 4]), pool.cached([5, 6, 7, 8])) == (0, 4)
+    pool.serve([1, 2, 3, 4])
     want(pool, 1, [50, 60])  # nothing of it is cached
     pool.cache.evict(4)
+    assert (pool.cached([1, 2, 3, 4]), pool.cached([5, 6, 7, 8])) == (4, 0)
     assert sound(pool)
 
 

@@ -46,3 +46,32 @@ def test_a_request_put_back_gets_its_old_place(back):
 
     assert seqs(queue) == list(range(1, 13))
     assert queue.num_tokens == 12
+
+
+class Noting(NoMemory):
+    """The requests that are in the queue, as it says."""
+
+    def __init__(self) -> None:
+        self.seqs: set[int] = set()
+
+    def enqueued(self, req: Req) -> None:
+        self.seqs.add(req.seq)
+
+    def dequeued(self, req: Req) -> None:
+        self.seqs.remove(req.seq)
+
+
+@given(st.lists(st.integers(1, 12), unique=True))
+def test_the_memory_is_notified_of_all_requests_in_the_queue(back):
+    memory = Noting()
+    queue = WaitingQueue(Fcfs(), memory)
+    reqs = [make_req(seq) for seq in range(1, 13)]
+    for req in reqs:
+        queue.append(req)
+    assert memory.seqs == set(seqs(queue))
+    for seq in back:
+        queue.remove(reqs[seq - 1])
+    assert memory.seqs == set(seqs(queue))
+    for seq in back:
+        queue.requeue(reqs[seq - 1])
+    assert memory.seqs == set(seqs(queue)) == set(range(1, 13))
