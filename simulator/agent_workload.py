@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Final
 
 import numpy as np
@@ -88,7 +87,7 @@ class _Agent:
             self._conversation = self._begin()
         rid = f"a{self._number}-{self._num_left}"
         request = self._conversation.ask(rid, answered_s + next(self._pauses_s), self._segment_id())
-        return request._replace(next_turn=partial(_Agent.next_turn, self))
+        return request._replace(next_turn=self.next_turn)
 
     def _segment_id(self) -> int:
         self._num_segments += 1

@@ -9,6 +9,7 @@ from engine.scheduler.prefix_cache import wants
 from engine.simulator.agent_workload import Agents
 from engine.simulator.cluster import ClusterSettings, simulate
 from engine.simulator.generated_workloads import Arrival
+from engine.simulator.sim_request import SimRequest
 from tests.simulator.linear_cost import LinearCost
 
 COST = LinearCost(step_s=0.02, prefill_token_s=5e-4, decode_row_s=1e-3, kv_token_s=1e-8)
@@ -45,7 +46,8 @@ def test_the_requests_of_an_agent_do_not_depend_on_how_long_answers_take():
     assert [[each.input_ids for each in turns] for turns in quick] == [
         [each.input_ids for each in turns] for turns in slow
     ]
-    assert quick != walk(SMALL, 60, seed=1, answer_s=0.1)
+    other = walk(SMALL, 60, seed=1, answer_s=0.1)
+    assert quick[0][0].input_ids != other[0][0].input_ids
 
 
 def test_prompts_stay_below_the_longest_context():
@@ -62,6 +64,16 @@ def test_every_turn_is_answered_once(make_replica, cluster):
     assert not report.failures
     assert report.output_tokens == sum(request.output_len for request in asked)
     assert report.prompt_tokens == sum(request.prompt_len for request in asked)
+
+
+def test_a_turn_is_sent_before_a_request_that_arrives_later(make_replica):
+    first = SimRequest(
+        "first", 0.0, bytes(40), 5, 5, next_turn=lambda end_s: turn._replace(arrival_s=end_s + 1)
+    )
+    turn, later = SimRequest("turn", 0.0, bytes(40), 5, 5), SimRequest("later", 1000.0, bytes(40), 5, 5)
+    report = simulate(iter([first, later]), make_replica(num_pages=400, max_running=4), COST)
+    assert report.num_requests == 3
+    assert report.ttft_ms.p99 < 1000
 
 
 def test_what_waiting_requests_find_in_the_cache_is_kept_for_them(make_replica, monkeypatch):
