@@ -430,6 +430,12 @@ def test_branches_that_require_the_same_names_stay_refused():
         assert "oneOf cannot be enforced" in refused({"type": "object", "oneOf": [*branches]}).message
 
 
+def test_branches_that_another_value_than_an_object_fits_stay_refused():
+    branches = [{"type": ["object", "null"], "required": [name]} for name in "ab"]
+    schema = {"type": "object", "properties": {"p": {"oneOf": branches}}, "required": ["p"]}
+    assert "oneOf cannot be enforced" in refused(schema).message
+
+
 @pytest.mark.parametrize("limits", [{}, {"maxLength": 300}, {"maxLength": 250, "pattern": "^[a-z@.]+$"}])
 @pytest.mark.parametrize("first", [True, False])
 def test_addresses_and_names_of_hosts_have_the_lengths_of_the_standards(limits, first):

@@ -312,6 +312,8 @@ def test_ids_have_the_names_of_tools_where_the_template_shows_ids_only():
     template = found(chat_templates.KIMI_K2_IDS)
     assert template.shape.missing == ["call_names"]
     messages = chat("uctctu")
+    prompt = template.render(messages, add_generation_prompt=False)
+    assert "## Return of functions.f:0\ntext 2." in prompt and "## Return of functions.f:1\ntext 4." in prompt
     messages[3]["tool_calls"][0]["id"] = messages[4]["tool_call_id"] = "functions.f:7"
     prompt = template.render(messages, add_generation_prompt=False)
     assert "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>" in prompt
