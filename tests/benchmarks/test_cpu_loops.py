@@ -17,7 +17,8 @@ from engine.model_runner.kernels.cpu.compiler import Isa, compiler_options
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "model_runner/kernels/cpu"
 
-# 8 products in the inner loop; the outer one has a further product, a move to the stack and one from it.
+# 8 products in the inner loop; the outer one has a further product, a move to the stack and one from it. The loop of
+# `g` has too few products.
 INNER = """\
     100c:	vmovdqa 0x40(%rsp),%ymm1
     1010:	vpmaddubsw %ymm5,%ymm0,%ymm1
@@ -44,7 +45,8 @@ FUNCTION = f"""\
 
 0000000000001050 <g>:
     1050:	vmovaps %ymm1,0x20(%rsp)
-    1054:	jmp    1050 <g>
+    1054:	vfmadd231ps 0x20(%rsp),%ymm14,%ymm1
+    1058:	jmp    1050 <g>
 """
 
 

@@ -12,7 +12,7 @@ import torch
 from benchmarks.gpu.golden import MOST_ERROR, TIE, Answer, compare
 from benchmarks.gpu.sections import flags_of
 from benchmarks.gpu.tensor_difference import cloned, difference_of
-from benchmarks.gpu.triage import SWITCHES, _kernels_of, settings_of
+from benchmarks.gpu.triage import SWITCHES, _kernels_of, _last_place, settings_of
 from engine.model_runner.load import avoidable_components
 
 GOLDEN = Answer([5, 6], {"temperature": 0.0}, [1, 2, 3], [-0.1, -0.2, -0.3], [2.0, TIE / 2, 2.0])
@@ -53,6 +53,17 @@ def test_the_kernels_of_every_triton_switch_are_sent_home() -> None:
     ops = [name.partition(":")[2] for name in SWITCHES["cuda"] if name.startswith("triton:")]
     assert all(any(name.endswith("_kernel") for name in _kernels_of(op)) for op in ops)
     assert "_add_rms_norm_kernel" in _kernels_of("add_rms_norm") and _kernels_of("decode_graphs") == []
+
+
+def test_the_place_of_a_crash_is_the_innermost_frame_of_the_engine() -> None:
+    log = (
+        'Thread 0x7f01 (most recent call first):\n  File "/x/engine/scheduler/other.py", line 3 in wait\n\n'
+        'Current thread 0x7f00 (most recent call first):\n  File "/x/torch/_ops.py", line 8 in __call__\n'
+        '  File "/x/engine/model_runner/layers/mlp.py", line 12 in forward\n'
+        '  File "/x/engine/model_runner/load.py", line 40 in load\n'
+    )
+    assert _last_place(log) == "model_runner/layers/mlp.py:12 in forward"
+    assert _last_place("CUDA error\n\n") == "CUDA error" and _last_place("") == "no output"
 
 
 def test_switches_become_settings_and_flags() -> None:
