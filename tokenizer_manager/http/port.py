@@ -142,7 +142,12 @@ class LoadingPort:
             self._loop.call_later(3 * _LIMIT_S, self._loop.stop)
             closed.set()
 
-        self._loop.call_soon_threadsafe(close)
+        def accept_no_more() -> None:
+            self._loop.remove_reader(self.listener)
+            # asyncio drops a connection that is accepted, and has no transport before the next pass of the loop.
+            self._loop.call_soon(close)
+
+        self._loop.call_soon_threadsafe(accept_no_more)
         closed.wait()
 
     def _run(self) -> None:

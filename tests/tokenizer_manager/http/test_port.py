@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 
@@ -87,6 +88,31 @@ def test_more_connections_than_asyncios_default_wait(port: LoadingPort):
         port.close()
         for _ in range(120):
             stack.enter_context(socket.create_connection(inherited.getsockname(), timeout=WAIT_S))
+
+
+def test_a_connection_that_is_accepted_while_the_port_closes_is_answered(port: LoadingPort):
+    """The loop has polled the listener, and runs a callback before it accepts; then `close` is called."""
+    polls, is_polled, accepts = threading.Event(), threading.Event(), threading.Event()
+    closer = threading.Thread(target=port.close)
+    pending = vars(port._loop)["_ready"]
+
+    def before_accept() -> None:
+        is_polled.set()
+        accepts.wait(WAIT_S)
+
+    port._loop.call_soon_threadsafe(polls.wait, WAIT_S)
+    with socket.create_connection(port.listener.getsockname(), timeout=WAIT_S) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\n\r\n")
+        port._loop.call_soon_threadsafe(before_accept)
+        polls.set()
+        assert is_polled.wait(WAIT_S)
+        num_pending = len(pending)
+        closer.start()
+        while closer.is_alive() and len(pending) == num_pending:
+            pass
+        accepts.set()
+        assert client.recv(100).startswith(b"HTTP/1.1 503 ")
+    closer.join(WAIT_S)
 
 
 def test_connections_wait_for_the_process_that_takes_over(port: LoadingPort):
