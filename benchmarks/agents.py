@@ -1,4 +1,4 @@
-"""What eviction and the queue's order do for coding agents that are more than the pool holds, in simulation.
+"""Eviction and the queue's order, for coding agents that are more than the pool holds, in simulation.
 
     python benchmarks/agents.py [--seeds 2] [--num-requests 600]
 

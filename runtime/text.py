@@ -17,7 +17,7 @@ from .errors import ConfigError
 
 
 class LoopRule(NamedTuple):
-    """What counts as a text that repeats itself without end; `engine chat` and the page stop such an answer.
+    """The rule for texts that repeat themselves without end; `engine chat` and the page stop such an answer.
 
     Attributes:
         min_chars, min_times: a loop is so many characters of so many equal units.

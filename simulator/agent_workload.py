@@ -35,7 +35,7 @@ class Agents:
         scale: factor of all lengths, for small models and pools.
         num_kinds, tools_len: kinds of agents, and the length of their system prompts.
         tool_s, tool_sigma: median and sigma of the log-normal seconds between an answer and the next turn.
-        max_context: a session whose prompt would be longer begins anew.
+        max_context: the longest prompt; in place of a longer one a new session begins.
     """
 
     num_agents: int = 16

@@ -146,7 +146,7 @@ class Conversation:
         self.next_turn = 0
 
     def ask(self, rid: str, now_s: float, segment_id: int) -> SimRequest:
-        """The request of the next turn, whose question has this id."""
+        """The request of the next turn; its question gets this id."""
         script = self.script
         turn = script.turns[self.next_turn]
         self.next_turn += 1

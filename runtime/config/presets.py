@@ -40,7 +40,7 @@ PRESETS: Final[Mapping[str, Mapping[str, PresetValue]]] = {
     },
     # Coding agents: long prompts that grow by a tool's result each, and more agents than the pool holds.
     "agents": {
-        "schedule_policy": PresetValue("lpm", "a turn whose history is cached runs before it is evicted"),
+        "schedule_policy": PresetValue("lpm", "a turn runs before its cached history is evicted"),
         "phases": PresetValue("mixed", "running requests decode while other prompts are prefilled"),
         "max_num_partial_prefills": PresetValue(4, "short turns are prefilled beside long ones"),
     },

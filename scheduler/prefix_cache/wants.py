@@ -4,8 +4,9 @@ Otherwise the prefix of a request that waits long is the least recently used one
 with more agents at work than the pool holds, first come first served and `lru` evict exactly what comes next.
 
 A request wants the node at which its match ended when it was last looked up. Among wanted leaves the one goes first
-whose request has the most tokens to compute anyway; a leaf that several requests want counts for the one with the
-fewest. Nodes above a leaf need no count: they become leaves only when it is gone, and then its wants end at them.
+that belongs to the request with the most tokens to compute anyway; a leaf that several requests want counts for the one
+with the fewest. Nodes above a leaf need no count: they become leaves only when it is gone, and then its wants end at
+them.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from typing import Final, NamedTuple
 from .radix_node import RadixNode
 
 MAX_WANTS: Final = 256
-"""Waiting requests that count. Among more, one that waits at the end would displace what is used before its turn."""
+"""The most waiting requests that count. A further one counts once it is looked up while there is room."""
 
 
 class Want(NamedTuple):
-    """What one waiting request wants.
+    """The cached prefix that one waiting request wants.
 
     Attributes:
         node: the node at which its match ends.

@@ -79,14 +79,14 @@ def test_who_left_its_row_is_no_longer_here():
     assert scheduler.rows_still_here(batch).tolist() == [False, True]
 
 
-def test_a_request_that_asks_is_told_of_each_chunk_of_its_prompt_but_the_last():
+def test_a_request_that_asks_is_notified_of_each_chunk_of_its_prompt_but_the_last():
     asked, silent = make(streams=True, chunk=4, progress=True), make(streams=True, chunk=4)
     for number in range(8):
         batch, rows = step(asked, float(number))
         other, silent_rows = step(silent, float(number))
         assert batch.plan == other.plan
-        told = [row for row in rows if row.usage.processed_tokens is not None]
-        assert silent_rows == [row for row in rows if row not in told]
+        progress = [row for row in rows if row.usage.processed_tokens is not None]
+        assert silent_rows == [row for row in rows if row not in progress]
         expected = [("r0", 4 * (number + 1))] if number < 2 else []
-        assert [(row.rid, row.usage.processed_tokens) for row in told] == expected
-        assert all(not row.token_ids and row.options is None and row.finish is None for row in told)
+        assert [(row.rid, row.usage.processed_tokens) for row in progress] == expected
+        assert all(not row.token_ids and row.options is None and row.finish is None for row in progress)
