@@ -1,9 +1,12 @@
 """Tests of `scheduler/prefix_cache/wants.py`, through `RadixCache` and through the scheduler."""
 
+import random
+
 import pytest
 
 from engine.scheduler.prefix_cache import wants
-from tests.scheduler.prefix_cache.cached_pool import CachedPool, ids
+from engine.scheduler.prefix_cache.radix_cache import RadixCache
+from tests.scheduler.prefix_cache.cached_pool import CachedPool, ids, pages
 
 FOREVER = 1e9
 
@@ -40,7 +43,7 @@ def test_wanted_pages_are_evictable_and_go_before_pinned_ones():
     pool.serve([5, 6, 7, 8])
     pool.serve([9, 10, 11, 12])
     pool.cache.pin("", ids(1, 2, 3, 4), FOREVER)
-    want(pool, 1, [1, 2, 3, 4])
+    want(pool, 1, [1, 2, 3, 4], num_missing=9)
     want(pool, 2, [5, 6, 7, 8])
     assert pool.cache.evictable_pages == 12
 
@@ -144,3 +147,40 @@ def test_a_request_wants_nothing_after_it_has_left_the_queue(make_scheduler, end
         assert not by_seq
     harness.run_until_idle()
     assert not by_seq
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_eviction_finds_all_that_is_evictable_whatever_is_wanted_pinned_or_locked(seed):
+    rng = random.Random(seed)
+    cache = RadixCache(1, max_pinned_pages=8)
+    leases, num_pages = [], 0
+    for _ in range(150):
+        tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 9))]
+        found = cache.match("", ids(*tokens), len(tokens))
+        match rng.choice(["serve", "serve", "leave", "want", "want", "unwant", "pin", "unpin", "evict"]):
+            case "serve":
+                lease = cache.lock("", found)
+                new = tokens[lease.num_pages :]
+                cache.extend(lease, ids(*new), pages(*range(num_pages, num_pages + len(new))))
+                leases.append(lease)
+                num_pages += len(new)
+            case "leave" if leases:
+                lease = leases.pop(rng.randrange(len(leases)))
+                rng.choice([cache.release, cache.forget])(lease)
+            case "want":
+                cache.want(rng.randrange(6), found, rng.randrange(100))
+            case "unwant":
+                cache.unwant(rng.randrange(6))
+            case "pin":
+                cache.pin("", ids(*tokens), FOREVER)
+            case "unpin":
+                cache.unpin("", ids(*tokens))
+            case "evict":
+                wanted = rng.randrange(1, 6)
+                expected = min(wanted, cache.evictable_pages)
+                assert len(cache.evict(wanted)) == expected
+        assert cache.verify(leases) == []
+    for lease in leases:
+        cache.release(lease)
+    assert len(cache.flush()) > 0 == cache.evictable_pages
+    assert not cache._wants._by_seq
