@@ -96,7 +96,7 @@ class Comparer:
                         return None
                     if not missing & names[index]:
                         own = cast("Members", targets[index]).get("properties", {})
-                        names[index].add(min(missing, key=lambda name: (name in own, name)))
+                        names[index].add(min(missing.difference(own) or missing))
         return names
 
     def target(self, schema: Schema) -> Schema:
