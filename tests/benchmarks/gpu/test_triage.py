@@ -37,12 +37,16 @@ def smaller_golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(
-    golden: Path, out: Path, plant: str = "", patience: float = 40.0, device: str = "cpu"
+    golden: Path,
+    out: Path,
+    plant: str = "",
+    device: str = "cpu",
+    program: str = "benchmarks.gpu.triage",
 ) -> dict[str, Any]:
     """The report, with the exit code and the printed text."""
-    command = [sys.executable, str(BENCHMARKS / "gpu/path.py"), "benchmarks.gpu.triage", "--device", device]
+    command = [sys.executable, str(BENCHMARKS / "gpu/path.py"), program, "--device", device]
     command += ["--out", str(out), "--golden", str(golden), "--models", "llama", "--budget", "2000"]
-    command += ["--patience", str(patience), *(["--plant", f"tests.benchmarks.gpu.{plant}"] if plant else [])]
+    command += ["--patience", "40", *(["--plant", f"tests.benchmarks.gpu.{plant}"] if plant else [])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     report: dict[str, Any] = json.loads((out / "triage.json").read_text())
@@ -87,7 +91,8 @@ def test_several_wrong_operators_are_found(golden: Path, tmp_path: Path) -> None
 def test_a_crash_or_a_hang_ends_only_its_attempt(
     golden: Path, tmp_path: Path, plant: str, status: str
 ) -> None:
-    report = run(golden, tmp_path / "out", f"planted_faults:{plant}", 1.5 if plant == "hang" else 40.0)
+    program = "tests.benchmarks.gpu.ended_hangs" if plant == "hang" else "benchmarks.gpu.triage"
+    report = run(golden, tmp_path / "out", f"planted_faults:{plant}", program=program)
     by_name = {each["name"]: each for each in report["attempts"]}
     assert by_name["all on"]["status"] == status and by_name["blocking"]["status"] == status
     assert "planted_faults.py" in (tmp_path / "out/logs" / by_name["all on"]["log"]).read_text()
