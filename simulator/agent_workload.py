@@ -36,6 +36,7 @@ class Agents:
         num_kinds, tools_len: kinds of agents, and the length of their system prompts.
         tool_s, tool_sigma: median and sigma of the log-normal seconds between an answer and the next turn.
         max_context: the longest prompt; in place of a longer one a new session begins.
+        max_model_len: tokens of a prompt and its answer that the engine holds, not scaled; bounds prompts, too.
     """
 
     num_agents: int = 16
@@ -45,6 +46,7 @@ class Agents:
     tool_s: float = 5.2
     tool_sigma: float = 1.18
     max_context: int = 80_000
+    max_model_len: int = 1 << 30
 
     def requests(self, arrival: Arrival) -> Workload:
         """The first turns; the others follow the answers. Agents begin within the time of a tool.
@@ -100,9 +102,10 @@ class _Agent:
         system = Segment(self._number % workload.num_kinds, scaled(workload.tools_len))
         turns = [Turn(scaled(next(tasks)), scaled(next(calls)))]
         context = system.length + sum(turns[0])
+        longest = min(scaled(workload.max_context), workload.max_model_len - scaled(_MAX_NEW_TOKENS))
         for _ in range(next(num_turns) - 1):
             turn = Turn(scaled(next(results)), scaled(next(calls)))
-            if context + turn.question_len > scaled(workload.max_context):
+            if context + turn.question_len > longest:
                 break
             turns.append(turn)
             context += sum(turn)

@@ -165,8 +165,8 @@ def simulate(
     num_expected = asked.num_expected(source)
     with late_progress() as progress:
         for policy, config in _policies(compare, merged):
-            requests = asked.requests(source)
             settled = replica_settings(config, facts, machine, pp)
+            requests = asked.requests(source, settled.capacity.max_model_len)
             if not cut:
                 cut = context_note(config, facts)
 

@@ -52,7 +52,7 @@ class WorkloadOptions:
         int | None,
         _workload(
             "Median length in tokens of questions (chat), documents (rag), items (batch), or tools' results (agents, "
-            "whose other lengths scale with it).",
+            "with which all their lengths scale).",
         ),
     ] = None
     num_agents: Annotated[
@@ -108,8 +108,12 @@ class WorkloadOptions:
             return self._only(_OF_TRACES | {"num_requests"}, name, "a trace has its own times and lengths")
         return self._only(_GENERATED | _MOMENTS, name, "conversations have their own lengths, and no times")
 
-    def requests(self, source: str) -> Workload:
+    def requests(self, source: str, max_model_len: int) -> Workload:
         """The requests; each call starts from the first one.
+
+        Args:
+            source: see `source`.
+            max_model_len: of the engine; agents begin a new session before a prompt is too long for it.
 
         Raises:
             ConfigError: an invalid value, or a file that cannot be read.
@@ -125,7 +129,7 @@ class WorkloadOptions:
                 _lens("--prompt-lens", self.prompt_lens), _lens("--output-lens", output_lens), arrival
             )
         if source == _AGENTS:
-            return self._agents().requests(arrival)
+            return replace(self._agents(), max_model_len=max_model_len).requests(arrival)
         if source in GENERATED:
             return with_medians(GENERATED[source], self.prompt_len, self.output_len).requests(arrival)
         options = TraceOptions(self.trace_block_size, self.trace_time_unit, self.time_scale)

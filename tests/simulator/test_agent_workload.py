@@ -93,6 +93,13 @@ def test_what_waiting_requests_find_in_the_cache_is_kept_for_them(make_replica, 
     assert with_wants > without + 0.1
 
 
+def test_a_session_begins_anew_before_a_prompt_is_too_long_for_the_engine():
+    agents = Agents(num_agents=3, max_model_len=24_000)
+    requests = [request for turns in walk(agents, 300) for request in turns]
+    assert max(request.prompt_len + request.max_new_tokens for request in requests) <= 24_000
+    assert max(request.prompt_len for request in requests) > 18_000
+
+
 def test_no_agents_are_an_error():
     with pytest.raises(ConfigError, match="--num-agents is 0, but it must be at least 1"):
         Agents(num_agents=0).requests(Arrival())
