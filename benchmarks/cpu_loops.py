@@ -224,7 +224,7 @@ TOKENS, INPUTS, OUTPUTS = (
 
 
 class Matmul(NamedTuple):
-    """A matmul whose rate is measured.
+    """A matmul that is measured.
 
     Attributes:
         bits: of the weight; 16: bfloat16.

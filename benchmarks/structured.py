@@ -81,7 +81,7 @@ NEAR: Final[dict[str, tuple[dict[str, Any], int]]] = {
     ),
     "with a pattern": (COMPLETE, 90),
 }
-"""Schemas whose required values are long, and limits of tokens."""
+"""Schemas with long required values, and limits of tokens."""
 
 
 STORM: Final = 64  # streams, and bombs

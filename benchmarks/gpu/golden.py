@@ -109,7 +109,7 @@ def compare(golden: Sequence[Answer], found: Sequence[Answer]) -> Verdict:
 
 
 def engine_of(home: Path, device: str, **settings: Any) -> Engine:
-    """An engine with the model in a folder, whose recordings are few."""
+    """An engine with the model in a folder, and with few recordings."""
     few = {"max_model_len": 512, "max_total_tokens": 4096, "max_running_requests": 16, "max_recorded_bs": 8}
     return Engine(home, device, **{"load_format": "auto", **few, "chunked_prefill_size": 64, **settings})
 

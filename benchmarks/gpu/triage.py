@@ -66,7 +66,7 @@ SWITCHES: Final = {
 }
 """By device: `overlap`, and names for `--avoid-kernels`; 16 are bisected with four attempts."""
 _LIMITS_S: Final = {"facts": 45.0, "golden": 120.0, "all on": 100.0, "all off": 40.0}
-_LIMIT_S: Final = 25.0  # of other attempts, whose kernels are compiled already
+_LIMIT_S: Final = 25.0  # of other attempts; their kernels are compiled already
 _LEAST_S: Final = 8.0  # with less an attempt is not begun
 
 _CURRENT: Final = "current_op"  # where `Comparer` writes each operator before it runs

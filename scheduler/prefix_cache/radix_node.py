@@ -26,7 +26,7 @@ class RadixNode:
         namespace: set for a root only.
         lock_ref: leases that end here or below; > 0 means locked.
         pin_ref: pins that end here or below.
-        num_wants: waiting requests whose match ends here.
+        num_wants: waiting requests with a match that ends here.
         created: logical time at which its pages were inserted.
         last_access: logical time of the last release; not used while the node is locked.
         num_uses: requests that have leased it, including the one that inserted it.

@@ -172,5 +172,5 @@ class Ahead:
 
 
 def on_cpu() -> Any:
-    """A block whose operators are those of the CPU, within the block of a mirror."""
+    """A block with the operators of the CPU, within the block of a mirror."""
     return _disable_current_modes()

@@ -68,7 +68,7 @@ def install(mirror: Mirror, patch: pytest.MonkeyPatch) -> None:
     make_tensor = torch.tensor
 
     def tensor(data: Any, *, device: Any = None, **options: Any) -> torch.Tensor:
-        """As `torch.tensor`, whose copy to the device no dispatch mode sees."""
+        """As `torch.tensor`; no dispatch mode sees its copy to the device."""
         made = make_tensor(data, **options)
         return made if device is None else made.to(device)
 
