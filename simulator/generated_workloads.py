@@ -133,9 +133,7 @@ class Conversation:
     """An open conversation; its history is stored as segments, since thousands are open at a time.
 
     Attributes:
-        script: its course.
         history: the turns so far: the question, and the length of its answer.
-        next_turn: index of the turn that is asked next.
     """
 
     __slots__ = ("history", "next_turn", "script")

@@ -214,13 +214,12 @@ def _policies(compare: str | None, merged: MergedConfig) -> Iterator[tuple[str, 
     if compare is None:
         yield config.scheduler.schedule_policy, config
         return
-    known = _POLICIES
     names = [name.strip() for name in compare.split(",") if name.strip()]
     for name in names:
-        if name not in known:
-            raise ConfigError(f"--compare has {name!r}, but it must be policies of {', '.join(known)}")
+        if name not in _POLICIES:
+            raise ConfigError(f"--compare has {name!r}, but it must be policies of {', '.join(_POLICIES)}")
     if not names:
-        raise ConfigError(f"--compare is {compare!r}, but it must be policies of {', '.join(known)}")
+        raise ConfigError(f"--compare is {compare!r}, but it must be policies of {', '.join(_POLICIES)}")
     for name in names:
         policy: Any = name  # one of the Literal's values, checked above
         yield name, replace(config, scheduler=replace(config.scheduler, schedule_policy=policy))

@@ -109,11 +109,7 @@ class WorkloadOptions:
         return self._only(_GENERATED | _MOMENTS, name, "conversations have their own lengths, and no times")
 
     def requests(self, source: str, max_model_len: int) -> Workload:
-        """The requests; each call starts from the first one.
-
-        Args:
-            source: see `source`.
-            max_model_len: of the engine; agents begin a new session before a prompt is too long for it.
+        """The requests; each call starts from the first one. `max_model_len`: of the engine; bounds agents' sessions.
 
         Raises:
             ConfigError: an invalid value, or a file that cannot be read.
