@@ -21,6 +21,7 @@ from .grammar_use import GrammarUse
 from .pooling import PoolingParams
 from .sampling_params import SamplingParams
 from .scheduler_report import SchedulerReport
+from .transport.kv_tiers import Found, Loaded, Stored
 from .transport.kv_transfer import FromPeer, PagesWritten, PeerLost
 from .transport.message_base import Logprobs, Message, Record
 
@@ -416,6 +417,9 @@ SchedulerInput = (
     | FromPeer
     | PagesWritten
     | PeerLost
+    | Found
+    | Loaded
+    | Stored
 )
 
 

@@ -49,6 +49,7 @@ from ..runtime.messages import (
 )
 from ..runtime.scheduler_report import SchedulerReport
 from ..runtime.step_plan import ForwardMode, StepResult
+from ..runtime.transport.kv_tiers import Found, Loaded, Stored
 from ..runtime.transport.kv_transfer import (
     FromPeer,
     PagesWritten,
@@ -171,6 +172,8 @@ class Scheduler:
                 self._parts.calls.adapter_read(store_id, error, now_s, self._end_users_of)
             case FromPeer() | PagesWritten() | PeerLost():
                 self._change(self._transfer.handle(message, now_s), now_s)
+            case Found() | Loaded() | Stored():
+                logger.error("dropped news of a disk tier: this scheduler has none job=%d", message.job)
             case _:
                 assert_never(message)
 

@@ -1,0 +1,125 @@
+"""Commands and news between a scheduler and the I/O thread of the disk tier of its prefix cache.
+
+    scheduler                                  I/O thread
+    LookUp (tokens of a prompt)           ──►
+                                          ◄──  Found: how many of its first pages the disk has
+    LoadPages (the same, target pages)    ──►
+                                          ◄──  Loaded: nothing will be written to the pages any more
+    StorePages (tokens, source pages)     ──►
+                                          ◄──  Stored: the pages are not read any more
+
+A job is a number that the scheduler never uses twice; a `LookUp` and the `LoadPages` that follows it are one job. Each
+`LookUp`, `LoadPages` and `StorePages` has exactly one answer, in any order. Commands name pages by the tokens before
+and in them; the I/O thread makes the keys. News are inputs of the scheduler, recorded and replayed as all others.
+"""
+
+from __future__ import annotations
+
+from .message_base import Message, Record
+
+# ---------------------------------------------------------------- scheduler -> I/O thread
+
+
+class LookUp(Record, frozen=True):
+    """Look for the pages at the beginning of a prompt; answered by `Found`.
+
+    Attributes:
+        job: see the module.
+        namespace: of the prefix cache, see `namespace_of`.
+        token_ids: [n * page_size] int32, the prompt from its first token, whole pages only.
+    """
+
+    job: int
+    namespace: str
+    token_ids: bytes
+
+
+class LoadPages(Record, frozen=True):
+    """Read pages of a prompt into pages of the KV pool, in order; answered by `Loaded`.
+
+    Attributes:
+        job, namespace: as in the `LookUp`.
+        token_ids: [(first_page + n) * page_size] int32, the prompt from its first token to the end of the last page.
+        first_page: index in the prompt of the first of `pages`.
+        pages: [n] int32, of the KV pool.
+    """
+
+    job: int
+    namespace: str
+    token_ids: bytes
+    first_page: int
+    pages: bytes
+
+
+class StorePages(Record, frozen=True):
+    """Write pages of the KV pool to the disk; the fields are those of `LoadPages`; answered by `Stored`."""
+
+    job: int
+    namespace: str
+    token_ids: bytes
+    first_page: int
+    pages: bytes
+
+
+class CancelLoad(Record, frozen=True):
+    """The pages of a `LoadPages` are not needed any more: stop soon, and answer with `Loaded` all the same."""
+
+    job: int
+
+
+class Forget(Record, frozen=True):
+    """Drop all pages of this model that the disk has; pages that are being stored may be among them."""
+
+
+TierCommand = LookUp | LoadPages | StorePages | CancelLoad | Forget
+
+
+# ---------------------------------------------------------------- I/O thread -> scheduler
+
+
+class Found(Message, frozen=True):
+    """The answer to a `LookUp`.
+
+    Attributes:
+        num_pages: pages of the prompt that can be loaded, from its first page on; 0: none, or not known yet.
+        num_bytes: of these pages.
+        seconds_estimate: for reading them, from the rates so far; 0.0: not known.
+    """
+
+    job: int
+    num_pages: int
+    num_bytes: int = 0
+    seconds_estimate: float = 0.0
+
+
+class Loaded(Message, frozen=True):
+    """A `LoadPages` has ended; nothing will be written to its pages any more.
+
+    Attributes:
+        num_pages: how many of them, from the first on, have their KV.
+        error: why not all; "": the disk lost them, or the load was cancelled, or all were read.
+        seconds: that it took.
+    """
+
+    job: int
+    num_pages: int
+    error: str = ""
+    seconds: float = 0.0
+
+
+class Stored(Message, frozen=True):
+    """A `StorePages` has ended; its pages are not read any more.
+
+    Attributes:
+        num_pages: how many of them, from the first on, the disk has now.
+        error: why not all.
+        seconds: that it took.
+    """
+
+    job: int
+    num_pages: int
+    error: str = ""
+    seconds: float = 0.0
+
+
+TierNews = Found | Loaded | Stored
