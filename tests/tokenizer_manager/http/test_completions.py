@@ -190,7 +190,8 @@ def test_the_tenant_is_the_user_or_the_api_key_without_showing_it(serve: Serve):
         served.client.post(PATH, json={"prompt": "hi"} | fields, headers={"Authorization": f"Bearer {key}"})
         return served.engine.next_request().tenant
 
-    assert tenant(user="u") == "u"
+    assert tenant(user="u") == tenant(user="u", safety_identifier="s") == "u"
+    assert tenant(user="", safety_identifier="s") == tenant(safety_identifier="s") == "s"
     assert tenant() == tenant(user="") == tenant_of(None, b"sk-secret")
     assert "secret" not in tenant()
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, Final
 
+import msgspec
 from msgspec.structs import replace
 
 from ....runtime.config.engine_config import EngineConfig
@@ -21,7 +23,7 @@ from ...conversation.conversation import (
 from ...generation import Constraint, GenerationRequest
 from ..schema.constraints import json_schema
 from ..schema.errors import renamed_fields
-from ..schema.field_policy import PART_POLICY, RESULT_POLICY, Notes, policy_of
+from ..schema.field_policy import NOTHING, PART_POLICY, RESULT_POLICY, Notes, policy_of
 from ..schema.generation_fields import SamplingFields, at_least_one
 from ..schema.parts import (
     MEDIA_PARTS,
@@ -75,6 +77,7 @@ _TOOL: Final = policy_of(
     ("name", "description", "input_schema", "strict"),
     ("allowed_callers", "cache_control", "defer_loading", "eager_input_streaming"),
 )
+_SESSION_SUFFIX: Final = re.compile(r"_session_[0-9a-fA-F-]{36}\Z")
 _BILLING_HEADER: Final = "x-anthropic-billing-header:"
 """Begins a system block that a coding agent adds for Anthropic's accounting. It differs between requests, so that no
 prompt would share a prefix with the one before it."""
@@ -116,12 +119,24 @@ def read_messages(
 
 
 def user_of(request: MessagesRequest) -> str | None:
-    """`metadata.user_id`.
+    """`metadata.user_id` without the id of a session, which coding agents put there: a user has many sessions.
+
+    They send a JSON object with `session_id`, or a text that ends with `_session_` and a UUID.
 
     Raises:
         RequestError: it is no text.
     """
-    return convert(request.metadata or {}, Metadata, "metadata").user_id
+    user_id = convert(request.metadata or {}, Metadata, "metadata").user_id
+    if not user_id:
+        return None
+    try:
+        parts = msgspec.json.decode(user_id)
+    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
+        parts = None
+    if not isinstance(parts, dict) or "session_id" not in parts:
+        return _SESSION_SUFFIX.sub("", user_id) or None
+    rest = {name: value for name, value in parts.items() if name != "session_id" and value not in NOTHING}
+    return msgspec.json.encode(rest, order="sorted").decode() if rest else None
 
 
 def read_count(body: Body, config: EngineConfig) -> tuple[CountTokensRequest, GenerationRequest]:

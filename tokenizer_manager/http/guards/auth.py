@@ -149,7 +149,7 @@ class Caller(NamedTuple):
             )
         return Scheduling(
             priority=checked_priority(field("priority")),
-            tenant=self.tenant(user or field("user")),
+            tenant=self.tenant(user or field("user") or field("safety_identifier")),
             extra_key=self.namespace(checked_salt(field("cache_salt"))),
             queue_timeout_s=checked_timeout(field("queue_timeout"), "queue_timeout"),
             timeout_s=checked_timeout(field("timeout"), "timeout"),

@@ -57,6 +57,7 @@ class NativeRequest(msgspec.Struct, kw_only=True):
     priority: Priority | None = None
     cache_salt: Salt | None = None
     user: str | None = None
+    safety_identifier: str | None = None
     queue_timeout: Seconds | None = None
     timeout: Seconds | None = None
     data_parallel_rank: ReplicaNumber | None = None

@@ -62,6 +62,7 @@ class PoolingFields(msgspec.Struct, kw_only=True):
     truncate_prompt_tokens: TruncateLen | None = None
     truncate: bool | None = None  # Text Embeddings Inference: as truncate_prompt_tokens -1
     user: str | None = None
+    safety_identifier: str | None = None
     priority: Priority | None = None
     cache_salt: Salt | None = None
     queue_timeout: Seconds | None = None

@@ -144,6 +144,7 @@ NOTES: Final[Mapping[str, str]] = {
     "priority": "Larger is scheduled earlier by some policies; or high, normal, low.",
     "cache_salt": "Only requests with the same salt share cached prefixes.",
     "user": "The tenant that the request is accounted to.",
+    "safety_identifier": "The tenant, where `user` is absent.",
     "queue_timeout": "Seconds until it must have started.",
     "timeout": "Seconds until it must have ended.",
     "bootstrap_host": "Of the prefill engine that computes the prompt, for a decode engine; routers add it.",

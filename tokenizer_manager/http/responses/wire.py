@@ -63,6 +63,7 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     metadata: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     user: str | None = None
+    safety_identifier: str | None = None
     priority: Priority | None = None
     cache_salt: Salt | None = None
     queue_timeout: Seconds | None = None

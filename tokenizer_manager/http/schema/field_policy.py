@@ -27,7 +27,6 @@ NO_EFFECT: Final = frozenset(
         "prompt_cache_key",
         "prompt_cache_options",
         "prompt_cache_retention",
-        "safety_identifier",
         "service_tier",
         "store",
         # Other engines' options for the place of a result, for features that are refused or always on here.

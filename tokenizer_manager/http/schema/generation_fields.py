@@ -136,8 +136,9 @@ _SAME: Final = tuple(
 class GenerationFields(SamplingFields, kw_only=True):
     """The common fields of chat completions and completions: OpenAI's, and those of other open engines.
 
-    `queue_timeout` and `timeout` count from arrival, to the start and to the end of the generation. `user` names the
-    tenant that the request is accounted to; without it, the requests of one API key are one tenant.
+    `queue_timeout` and `timeout` count from arrival, to the start and to the end of the generation. `user`, else
+    `safety_identifier`, names the tenant that the request is accounted to; without them, the requests of one API key
+    are one tenant.
     """
 
     model: str | None = None
@@ -151,6 +152,7 @@ class GenerationFields(SamplingFields, kw_only=True):
     priority: Priority | None = None
     cache_salt: Salt | None = None
     user: str | None = None
+    safety_identifier: str | None = None
     queue_timeout: Seconds | None = None
     timeout: Seconds | None = None
     data_parallel_rank: ReplicaNumber | None = None

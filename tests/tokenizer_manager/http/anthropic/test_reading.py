@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -71,6 +72,7 @@ CODING_AGENT: dict[str, Any] = {  # a request of a coding agent, by the document
 }
 
 
+SESSION = "6fa459ea-ee8a-3ca4-894e-db77e160355e"
 STRICT = EngineConfig(server=ServerConfig(strict=True))
 
 
@@ -220,9 +222,29 @@ def test_unknown_fields_of_blocks_are_not_silent():
 
 
 @pytest.mark.parametrize(
-    ("metadata", "user"), [({}, None), ({"metadata": {}}, None), ({"metadata": {"user_id": "ada"}}, "ada")]
+    ("metadata", "user"),
+    [
+        ({}, None),
+        ({"metadata": {}}, None),
+        ({"metadata": {"user_id": ""}}, None),
+        ({"metadata": {"user_id": "ada"}}, "ada"),
+        ({"metadata": {"user_id": f"user_1_account_2_session_{SESSION}"}}, "user_1_account_2"),
+        ({"metadata": {"user_id": f"user_1_account__session_{SESSION}"}}, "user_1_account_"),
+        ({"metadata": {"user_id": f"_session_{SESSION}"}}, None),
+        ({"metadata": {"user_id": "a_session_of_ada"}}, "a_session_of_ada"),
+        ({"metadata": {"user_id": json.dumps({"session_id": SESSION, "account_uuid": ""})}}, None),
+        (
+            {"metadata": {"user_id": json.dumps({"session_id": SESSION, "device_id": "d", "a": ""})}},
+            '{"device_id":"d"}',
+        ),
+        ({"metadata": {"user_id": '{"b":2,"session_id":7,"a":1}'}}, '{"a":1,"b":2}'),
+        ({"metadata": {"user_id": '{"device_id":"d"}'}}, '{"device_id":"d"}'),
+        ({"metadata": {"user_id": '["session_id"]'}}, '["session_id"]'),
+        ({"metadata": {"user_id": "[" * 100_000}}, "[" * 100_000),
+        ({"metadata": {"user_id": '{"session_id":1,"n":' + "9" * 40 + "}"}}, '{"n":' + "9" * 40 + "}"),
+    ],
 )
-def test_the_user_is_that_of_the_metadata(metadata, user):
+def test_the_user_is_that_of_the_metadata_without_the_session(metadata, user):
     body = {"messages": [HI], "max_tokens": 9} | metadata
     request, _ = read_messages(body, EngineConfig(), OPENAI_DEFAULTS)
     assert user_of(request) == user
