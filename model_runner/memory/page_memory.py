@@ -1,4 +1,4 @@
-"""`PageMemory`: whole pages of a `KVPool` as bytes, and where they lie; for transfers to other engines."""
+"""`PageMemory`: whole pages of a `KVPool` as bytes, and where they lie; for transfers to other engines and disks."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ class PageMemory:
         device = self._pages[0].device
         self.device_id = device.index if device.type == "cuda" else None
         self._device = device
+        self._host = [pages.numpy() for pages in self._pages] if device.type == "cpu" else []
 
     @property
     def page_bytes(self) -> int:
@@ -70,3 +71,28 @@ class PageMemory:
             pages.index_copy_(0, index, data.to(self._device))
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+    def read_rows(self, page_ids: npt.NDArray[np.int32], rows: npt.NDArray[np.uint8]) -> None:
+        """Copy some pages ([n] ids) into rows, [n, page_bytes]: in each the tensors follow one another.
+
+        On the CPU it starts no threads: a team of torch's own for this thread would compete with that of the steps.
+        """
+        frames = self._host or [
+            np.frombuffer(frame, np.uint8).reshape(len(page_ids), -1) for frame in self.read(page_ids)
+        ]
+        index = page_ids if self._host else slice(None)
+        begin = 0
+        for pages in frames:
+            end = begin + pages.shape[1]
+            rows[:, begin:end] = pages[index]
+            begin = end
+
+    def write_rows(self, page_ids: npt.NDArray[np.int32], rows: npt.NDArray[np.uint8]) -> None:
+        """Write what `read_rows` returned into other pages ([n] ids); returns when it is there."""
+        ends = np.cumsum([region.page_bytes for region in self.regions])
+        parts = np.split(rows, ends[:-1], axis=1)
+        if self._host:
+            for pages, part in zip(self._host, parts, strict=True):
+                pages[page_ids] = part
+        else:
+            self.write(page_ids, [np.ascontiguousarray(part).data.cast("B") for part in parts])

@@ -1,0 +1,320 @@
+"""`KvDisk`: the thread that looks pages up on the disk, and moves them between there and the KV pool.
+
+    scheduler's loop      submit(TierCommand)                              poll() -> TierNews
+    thread                LookUp at once; loads before stores, in order, some MiB at a time
+    second thread         SHA-256 of the weights, at low priority; until then nothing is found, and stores wait
+
+No request fails because of the disk: what cannot be read is a miss. A bug in the thread turns the disk off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, Final, NamedTuple, Protocol, TypeVar, assert_never
+
+import numpy as np
+import numpy.typing as npt
+
+from ...runtime.transport.kv_tiers import (
+    CancelLoad,
+    Forget,
+    Found,
+    Loaded,
+    LoadPages,
+    LookUp,
+    Stored,
+    StorePages,
+    TierCommand,
+    TierNews,
+)
+from .identity import identity_of, is_salted, page_keys, root_key
+from .segment_file import RecordBuffer, record_bytes
+from .segment_store import SegmentStore, check_folder
+
+logger = logging.getLogger(__name__)
+
+_PIECE_BYTES: Final = 4 << 20
+"""A job moves so much, then the thread takes commands. A read of this size is as fast as a larger one."""
+_NEWEST_SHARE: Final = 0.3
+"""Weight of the newest load in the rate of reading."""
+_HASHING_NICENESS: Final = 19
+
+_NOT_OPEN: Final = "the disk is not in use"
+_SALTED: Final = "prompts with a salt are not stored"
+
+T = TypeVar("T")
+
+Pages = npt.NDArray[np.int32]
+
+
+class PageRows(Protocol):
+    """The KV pool; `PageMemory` is one."""
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page, over all tensors."""
+        ...
+
+    def read_rows(self, page_ids: Pages, rows: npt.NDArray[np.uint8]) -> None:
+        """Copy pages into rows, [n, page_bytes] uint8."""
+        ...
+
+    def write_rows(self, page_ids: Pages, rows: npt.NDArray[np.uint8]) -> None:
+        """Copy rows into pages."""
+        ...
+
+
+class _Weights(NamedTuple):
+    """The weights are read; None: they cannot be."""
+
+    content: str | None
+
+
+class KvDisk:
+    """See the module. `submit`, `poll` and `close` are called by one thread."""
+
+    def __init__(
+        self,
+        root: Path,
+        limit_bytes: int,
+        facts: Mapping[str, Any],
+        weights: Callable[[], str],
+        memory: PageRows,
+        *,
+        page_size: int,
+        wake: Callable[[], None],
+        persist_salted: bool = False,
+    ) -> None:
+        """Start the threads.
+
+        Args:
+            root: folder of `--kv-disk`.
+            limit_bytes: for all of it; at most half of the disk's free space is used.
+            facts: `kv_facts`.
+            weights: computes `weights_content`; called once, in a thread of its own.
+            memory: of rank 0. Until a load or a store ends, nothing else uses or writes to its pages.
+            wake: called by the thread when `poll` has news.
+            persist_salted: store pages of salted namespaces, too.
+
+        Raises:
+            ConfigError: the folder cannot be used, see `check_folder`.
+        """
+        check_folder(root, limit_bytes)
+        self._root = root
+        self._limit_bytes = limit_bytes
+        self._facts = facts
+        self._weights = weights
+        self._memory = memory
+        self._page_size = page_size
+        self._wake = wake
+        self._persist_salted = persist_salted
+        rows = max(1, _PIECE_BYTES // record_bytes(memory.page_bytes))
+        self._buffer = RecordBuffer(rows, memory.page_bytes)
+        self._commands: SimpleQueue[TierCommand | _Weights | None] = SimpleQueue()
+        self._news: SimpleQueue[TierNews] = SimpleQueue()
+        self._identity = b""
+        self._store: SegmentStore | None = None
+        self._is_off = False
+        self._loads: deque[_Job] = deque()
+        self._stores: deque[_Job] = deque()
+        self._cancelled: set[int] = set()
+        self._num_forgets = 0
+        self._rate = 0.0  # bytes a second of loads; 0: not known
+        self._closes = False
+        self._ends_s = 0.0  # set by `close`
+        threading.Thread(target=self._read_weights, name="kv-disk-weights", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="kv-disk", daemon=True)
+        self._thread.start()
+
+    def submit(self, command: TierCommand) -> None:
+        """Hand a command to the thread; never blocks."""
+        self._commands.put(command)
+
+    def poll(self) -> list[TierNews]:
+        """Take the news; never blocks."""
+        return list(_taken(self._news))
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """End the thread, after the jobs that it can do in this time."""
+        self._ends_s = time.monotonic() + timeout_s
+        self._commands.put(None)
+        self._thread.join(timeout_s + 1.0)
+
+    # ------------------------------------------------------------ the threads
+
+    def _read_weights(self) -> None:
+        content = None
+        try:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _HASHING_NICENESS)
+            content = self._weights()
+        except Exception as error:
+            logger.warning("%s: not used, because the weights cannot be read: %s", self._root, error)
+        self._commands.put(_Weights(content))
+
+    def _run(self) -> None:
+        while not self._closes or (self._jobs() and time.monotonic() < self._ends_s):
+            try:
+                if not self._jobs():
+                    self._handle(self._commands.get())
+                for command in _taken(self._commands):
+                    self._handle(command)
+                if self._jobs():
+                    self._advance(self._jobs())
+            except Exception:
+                logger.exception("%s: not used any more", self._root)
+                self._turn_off()
+        if self._store is not None:
+            self._store.close()
+
+    def _jobs(self) -> deque[_Job]:
+        """The jobs whose turn it is: loads first; stores wait for the weights."""
+        return self._stores if self._store is not None and not self._loads else self._loads
+
+    def _handle(self, command: TierCommand | _Weights | None) -> None:
+        match command:
+            case LookUp():
+                self._answer(self._found(command))
+            case LoadPages() if self._store is None:
+                self._answer(Loaded(command.job, 0, _NOT_OPEN))
+            case LoadPages():
+                self._loads.append(_Job(command, self._load(command)))
+            case StorePages() if self._is_off or not self._keeps(command.namespace):
+                self._answer(Stored(command.job, 0, _NOT_OPEN if self._is_off else _SALTED))
+            case StorePages():
+                self._stores.append(_Job(command, self._save(command)))
+            case CancelLoad():
+                self._cancelled |= {command.job} & {job.command.job for job in self._loads}
+            case Forget():
+                self._num_forgets += 1
+                if self._store is not None:
+                    self._store.forget()
+            case _Weights():
+                self._open(command.content)
+            case None:
+                self._closes = True
+            case _:
+                assert_never(command)
+
+    def _open(self, weights: str | None) -> None:
+        if weights is None:
+            self._turn_off()
+            return
+        self._identity = identity_of(self._facts, weights)
+        facts = {**self._facts, "weights": weights}
+        self._store = SegmentStore(self._root, self._identity, facts, self._limit_bytes)
+        if self._num_forgets:
+            self._store.forget()
+        logger.info(
+            "kv_disk=%s pages=%d identity=%s", self._root, len(self._store), self._identity.hex()[:16]
+        )
+
+    def _turn_off(self) -> None:
+        """Answer all jobs, and from now on each with nothing."""
+        self._is_off = True
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+        for job in self._loads:
+            self._answer(Loaded(job.command.job, 0, _NOT_OPEN))
+        for job in self._stores:
+            self._answer(Stored(job.command.job, 0, _NOT_OPEN))
+        self._loads.clear()
+        self._stores.clear()
+
+    def _answer(self, news: TierNews) -> None:
+        self._news.put(news)
+        self._wake()
+
+    # ------------------------------------------------------------ jobs
+
+    def _advance(self, jobs: deque[_Job]) -> None:
+        """Do a piece of the first job."""
+        answer = next(jobs[0].work)
+        if answer is not None:
+            jobs.popleft()
+            self._answer(answer)
+
+    def _keeps(self, namespace: str) -> bool:
+        return self._persist_salted or not is_salted(namespace)
+
+    def _keys(self, command: LookUp | LoadPages | StorePages) -> Iterator[bytes]:
+        return page_keys(root_key(self._identity, command.namespace), command.token_ids, self._page_size)
+
+    def _found(self, command: LookUp) -> Found:
+        if self._store is None or not self._keeps(command.namespace):
+            return Found(command.job, 0)
+        num_pages = self._store.find(self._keys(command))
+        num_bytes = num_pages * self._memory.page_bytes
+        ahead = sum(len(_page_ids(job.command)) for job in self._loads) * self._memory.page_bytes
+        return Found(
+            command.job, num_pages, num_bytes, (num_bytes + ahead) / self._rate if self._rate else 0.0
+        )
+
+    def _load(self, command: LoadPages) -> Iterator[Loaded | None]:
+        """Load in pieces; the last value is the answer."""
+        assert self._store is not None
+        pages = _page_ids(command)
+        keys = list(islice(self._keys(command), command.first_page, command.first_page + len(pages)))
+        started_s = time.monotonic()
+        done = 0
+        while done < len(keys) and command.job not in self._cancelled:
+            piece = keys[done : done + len(self._buffer.rows)]
+            count = self._store.read(piece, self._buffer)
+            self._memory.write_rows(pages[done : done + count], self._buffer.payloads[:count])
+            done += count
+            if count < len(piece):
+                break
+            yield None
+        self._cancelled.discard(command.job)
+        seconds = time.monotonic() - started_s
+        if done:
+            rate = done * self._memory.page_bytes / max(seconds, 1e-6)
+            self._rate += (rate - self._rate) * (_NEWEST_SHARE if self._rate else 1.0)
+        yield Loaded(command.job, done, "", seconds)
+
+    def _save(self, command: StorePages) -> Iterator[Stored | None]:
+        """Store in pieces; the last value is the answer."""
+        assert self._store is not None
+        pages, num_forgets = _page_ids(command), self._num_forgets
+        keys = list(islice(self._keys(command), command.first_page, command.first_page + len(pages)))
+        started_s = time.monotonic()
+        done = 0
+        while done < len(keys) and self._store.writes and num_forgets == self._num_forgets:
+            end = min(len(keys), done + len(self._buffer.rows))
+            new = [index for index in range(done, end) if keys[index] not in self._store]
+            if new:
+                self._memory.read_rows(pages[new], self._buffer.payloads[: len(new)])
+                written = self._store.write([keys[index] for index in new], self._buffer)
+                end = new[written] if written < len(new) else end
+            done = end
+            yield None
+        error = (
+            "" if done == len(keys) else "forgotten" if self._store.writes else "the disk is full, or failed"
+        )
+        yield Stored(command.job, done, error, time.monotonic() - started_s)
+
+
+class _Job(NamedTuple):
+    """A load or a store; `work` does a piece of it at each step, and yields None until it yields the answer."""
+
+    command: LoadPages | StorePages
+    work: Iterator[TierNews | None]
+
+
+def _page_ids(command: LoadPages | StorePages) -> Pages:
+    return np.frombuffer(command.pages, dtype=np.int32)
+
+
+def _taken(items: SimpleQueue[T]) -> Iterator[T]:
+    with contextlib.suppress(Empty):
+        while True:
+            yield items.get_nowait()

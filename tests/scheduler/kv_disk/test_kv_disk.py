@@ -1,0 +1,388 @@
+"""The thread of the KV disk: what it answers, what it moves, and that each command has its answer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.model_runner.memory.kv_pool import KVPool
+from engine.model_runner.memory.page_memory import PageMemory
+from engine.runtime.errors import ConfigError
+from engine.runtime.transport.kv_tiers import (
+    CancelLoad,
+    Forget,
+    Found,
+    Loaded,
+    LoadPages,
+    LookUp,
+    Stored,
+    StorePages,
+    TierCommand,
+    TierNews,
+)
+from engine.scheduler.kv_disk import kv_disk as module
+from engine.scheduler.kv_disk import segment_store
+from engine.scheduler.kv_disk.kv_disk import KvDisk
+from engine.scheduler.prefix_cache.base import namespace_of
+
+PAGE_SIZE = 4
+NUM_PAGES = 40
+LIMIT = 8 << 20
+PATIENCE_S = 60.0
+
+
+def make_pool(seed: int, dtype: torch.dtype = torch.bfloat16) -> KVPool:
+    """A pool with random contents."""
+    pool = KVPool(
+        num_layers=3,
+        num_pages=NUM_PAGES,
+        page_size=PAGE_SIZE,
+        num_kv_heads=2,
+        head_dim=8,
+        dtype=dtype,
+        device=torch.device("cpu"),
+    )
+    generator = torch.Generator().manual_seed(seed)
+    for view in (*pool.page_views, *pool.scale_views):
+        view.copy_(torch.randint(0, 100, view.shape, generator=generator).to(view.dtype))
+    return pool
+
+
+class Engine:
+    """A pool and its disk."""
+
+    def __init__(
+        self, root: Path, seed: int = 1, *, weights: Callable[[], str] = lambda: "w", **more: Any
+    ) -> None:
+        self.pool = make_pool(seed, more.pop("dtype", torch.bfloat16))
+        self.memory = PageMemory(self.pool)
+        self._news: list[TierNews] = []
+        self._woken = threading.Semaphore(0)
+        self.disk = KvDisk(
+            root,
+            LIMIT,
+            {"format": 1},
+            weights,
+            more.pop("memory", self.memory),
+            page_size=PAGE_SIZE,
+            wake=self._woken.release,
+            **more,
+        )
+        self._job = 0
+
+    def ask(self, make: Callable[..., TierCommand], *arguments: Any) -> TierNews:
+        """Submit a command with the next job number, and wait for its answer."""
+        return self.answer(self.submit(make, *arguments))
+
+    def submit(self, make: Callable[..., TierCommand], *arguments: Any) -> int:
+        self._job += 1
+        self.disk.submit(make(self._job, *arguments))
+        return self._job
+
+    def answer(self, job: int) -> TierNews:
+        while True:
+            for news in self._news:
+                if news.job == job:
+                    self._news.remove(news)
+                    return news
+            assert self._woken.acquire(timeout=PATIENCE_S), "no answer"
+            self._news += self.disk.poll()
+
+    def found(self, tokens: bytes, namespace: str = "") -> int:
+        found = self.ask(LookUp, namespace, tokens)
+        assert isinstance(found, Found)
+        return found.num_pages
+
+    def wait_until_open(self) -> None:
+        """A store waits until the disk is in use; this one stores nothing."""
+        self.ask(StorePages, "", b"", 0, b"")
+
+    def page(self, page: int) -> bytes:
+        return b"".join(bytes(frame) for frame in self.memory.read(np.array([page], np.int32)))
+
+
+@pytest.fixture
+def engine_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
+    """Makes engines, which are closed at the end."""
+    monkeypatch.setattr(segment_store, "_allowed_bytes", lambda _root, limit_bytes, _used_bytes: limit_bytes)
+    engines: list[Engine] = []
+
+    def make(*arguments: Any, **more: Any) -> Engine:
+        engines.append(Engine(*arguments, **more))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.disk.close(PATIENCE_S)
+
+
+def prompt(num_pages: int, seed: int = 0) -> bytes:
+    return np.random.default_rng(seed).integers(0, 1000, num_pages * PAGE_SIZE, dtype=np.int32).tobytes()
+
+
+def ids(*pages: int) -> bytes:
+    return np.array(pages, np.int32).tobytes()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.float8_e4m3fn])
+def test_stored_pages_come_back_bit_for_bit_in_another_process(tmp_path, engine_at, dtype):
+    tokens, sources, targets = prompt(5), [7, 3, 9, 1, 2], [30, 5, 12, 11, 40]
+    old = engine_at(tmp_path, 1, dtype=dtype)
+    stored = old.ask(StorePages, "", tokens, 0, ids(*sources))
+    assert isinstance(stored, Stored) and (stored.num_pages, stored.error) == (5, "")
+    old.disk.close(PATIENCE_S)
+
+    new = engine_at(tmp_path, 2, dtype=dtype)
+    new.wait_until_open()
+    others = [new.page(page) for page in range(NUM_PAGES + 1) if page not in targets]
+    found = new.ask(LookUp, "", tokens + prompt(3, seed=9))
+    assert found == Found(1 + 1, 5, 5 * new.memory.page_bytes)
+    loaded = new.ask(LoadPages, "", tokens, 0, ids(*targets))
+
+    assert isinstance(loaded, Loaded) and (loaded.num_pages, loaded.error) == (5, "")
+    assert [new.page(page) for page in targets] == [old.page(page) for page in sources]
+    assert others == [new.page(page) for page in range(NUM_PAGES + 1) if page not in targets]
+
+
+def test_a_load_may_begin_inside_of_the_prompt(tmp_path, engine_at):
+    tokens = prompt(6)
+    engine = engine_at(tmp_path)
+    engine.ask(StorePages, "", tokens[: 2 * PAGE_SIZE * 4], 0, ids(1, 2))
+    engine.ask(StorePages, "", tokens, 2, ids(3, 4, 5, 6))
+    kept = [engine.page(page) for page in (4, 5)]
+
+    loaded = engine.ask(LoadPages, "", tokens[: 5 * PAGE_SIZE * 4], 3, ids(20, 21))
+
+    assert isinstance(loaded, Loaded) and loaded.num_pages == 2
+    assert [engine.page(page) for page in (20, 21)] == kept
+
+
+def test_other_tokens_namespaces_and_weights_find_nothing(tmp_path, engine_at):
+    tokens, lora = prompt(4), namespace_of("", "adapter")
+    engine = engine_at(tmp_path)
+    engine.ask(StorePages, "", tokens, 0, ids(1, 2, 3, 4))
+    engine.ask(StorePages, lora, tokens[: 4 * PAGE_SIZE], 0, ids(5))
+
+    assert engine.found(tokens) == 4
+    assert engine.found(tokens, lora) == 1
+    assert engine.found(tokens, namespace_of("", "another")) == 0
+    assert engine.found(prompt(4, seed=1)) == 0
+    assert engine.found(b"\1" + tokens[1:]) == 0
+    other = engine_at(tmp_path, weights=lambda: "other weights")
+    other.wait_until_open()
+    assert other.found(tokens) == 0
+
+
+def test_salted_prompts_are_stored_only_on_request(tmp_path, engine_at):
+    tokens, salted = prompt(2), namespace_of("salt", "adapter")
+    engine = engine_at(tmp_path / "a")
+    refused = engine.ask(StorePages, salted, tokens, 0, ids(1, 2))
+    assert isinstance(refused, Stored) and refused.num_pages == 0 and "salt" in refused.error
+    assert engine.found(tokens, salted) == 0
+
+    engine = engine_at(tmp_path / "b", persist_salted=True)
+    engine.ask(StorePages, salted, tokens, 0, ids(1, 2))
+
+    assert (engine.found(tokens, salted), engine.found(tokens, namespace_of("other", "adapter"))) == (2, 0)
+
+
+def test_until_the_weights_are_read_nothing_is_found_and_stores_wait(tmp_path, engine_at):
+    is_read = threading.Event()
+
+    def weights() -> str:
+        assert is_read.wait(PATIENCE_S)
+        return "w"
+
+    engine = engine_at(tmp_path, weights=weights)
+    store = engine.submit(StorePages, "", prompt(1), 0, ids(1))
+    assert engine.found(prompt(1)) == 0
+    early = engine.ask(LoadPages, "", prompt(1), 0, ids(2))
+    assert isinstance(early, Loaded) and early.num_pages == 0 and early.error
+    is_read.set()
+
+    stored = engine.answer(store)
+    assert isinstance(stored, Stored) and (stored.num_pages, stored.error) == (1, "")
+    assert engine.found(prompt(1)) == 1
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(5, "Input/output error"), ConfigError("no file"), KeyError("a bug")]
+)
+def test_weights_that_cannot_be_read_turn_the_disk_off(tmp_path, engine_at, caplog, error):
+    def weights() -> str:
+        raise error
+
+    engine = engine_at(tmp_path, weights=weights)
+
+    stored = engine.ask(StorePages, "", prompt(1), 0, ids(1))
+    loaded = engine.ask(LoadPages, "", prompt(1), 0, ids(1))
+
+    assert isinstance(stored, Stored) and stored.num_pages == 0 and stored.error
+    assert isinstance(loaded, Loaded) and loaded.num_pages == 0 and loaded.error
+    assert engine.found(prompt(1)) == 0
+    assert "the weights cannot be read" in caplog.text
+
+
+def test_a_damaged_record_ends_the_load_before_it(tmp_path, engine_at):
+    tokens = prompt(4)
+    engine = engine_at(tmp_path)
+    engine.ask(StorePages, "", tokens, 0, ids(1, 2, 3, 4))
+    (path,) = tmp_path.glob("*/*.open")
+    size = path.stat().st_size // 4
+    with path.open("r+b") as file:
+        file.seek(2 * size + 100)
+        file.write(b"\xff\xff")
+    kept = engine.page(22)
+
+    loaded = engine.ask(LoadPages, "", tokens, 0, ids(20, 21, 22, 23))
+
+    assert isinstance(loaded, Loaded) and loaded.num_pages == 2
+    assert [engine.page(page) for page in (20, 21)] == [engine.page(page) for page in (1, 2)]
+    assert engine.page(22) == kept
+    assert engine.found(tokens) == 2
+    engine.ask(StorePages, "", tokens, 0, ids(1, 2, 3, 4))
+    assert engine.found(tokens) == 4
+
+
+class SlowMemory:
+    """A pool whose copies wait for a permission."""
+
+    def __init__(self, memory: PageMemory) -> None:
+        self._memory = memory
+        self.page_bytes = memory.page_bytes
+        self.permits = threading.Semaphore(0)
+        self.began = threading.Semaphore(0)
+        self.fails = False
+
+    def read_rows(self, page_ids: Any, rows: Any) -> None:
+        self._wait()
+        self._memory.read_rows(page_ids, rows)
+
+    def write_rows(self, page_ids: Any, rows: Any) -> None:
+        self._wait()
+        self._memory.write_rows(page_ids, rows)
+
+    def _wait(self) -> None:
+        self.began.release()
+        assert self.permits.acquire(timeout=PATIENCE_S)
+        if self.fails:
+            raise ZeroDivisionError
+
+
+@pytest.fixture
+def slow(tmp_path: Path, engine_at: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Engine, SlowMemory]:
+    """An engine that moves a page at a time when it may; the pages 1 to 4 of `prompt(4)` are stored."""
+    monkeypatch.setattr(module, "_PIECE_BYTES", 1)
+    memory = SlowMemory(PageMemory(make_pool(1)))
+    engine = engine_at(tmp_path, memory=memory)
+    for _ in range(4):
+        memory.permits.release()
+    engine.ask(StorePages, "", prompt(4), 0, ids(1, 2, 3, 4))
+    for _ in range(4):
+        memory.began.acquire()
+    return engine, memory
+
+
+def test_loads_and_questions_do_not_wait_for_a_store(slow):
+    engine, memory = slow
+    store = engine.submit(StorePages, "", prompt(3, seed=1), 0, ids(5, 6, 7))
+    memory.began.acquire()
+    load = engine.submit(LoadPages, "", prompt(4), 0, ids(10, 11, 12, 13))
+    question = engine.submit(LookUp, "", prompt(4))
+    memory.permits.release()
+
+    assert engine.answer(question).job == question
+    for _ in range(4):
+        memory.permits.release()
+    loaded = engine.answer(load)
+    assert isinstance(loaded, Loaded) and loaded.num_pages == 4
+    for _ in range(2):
+        memory.permits.release()
+    stored = engine.answer(store)
+    assert isinstance(stored, Stored) and stored.num_pages == 3
+
+
+def test_a_cancelled_load_ends_after_its_piece(slow):
+    engine, memory = slow
+    first = engine.submit(LoadPages, "", prompt(4), 0, ids(10, 11, 12, 13))
+    second = engine.submit(LoadPages, "", prompt(4), 0, ids(20, 21, 22, 23))
+    memory.began.acquire()
+    for job in (first, second, 99):
+        engine.disk.submit(CancelLoad(job))
+    memory.permits.release()
+
+    ends = [engine.answer(first), engine.answer(second)]
+
+    assert [end.num_pages for end in ends if isinstance(end, Loaded)] == [1, 0]
+
+
+def test_forgetting_ends_stores_and_leaves_nothing(slow):
+    engine, memory = slow
+    store = engine.submit(StorePages, "", prompt(3, seed=1), 0, ids(5, 6, 7))
+    memory.began.acquire()
+    engine.disk.submit(Forget())
+    memory.permits.release()
+
+    stored = engine.answer(store)
+
+    assert isinstance(stored, Stored) and (stored.num_pages, stored.error) == (1, "forgotten")
+    assert engine.found(prompt(4)) == engine.found(prompt(3, seed=1)) == 0
+
+
+def test_a_bug_in_the_thread_turns_the_disk_off_and_answers_all(slow, caplog):
+    engine, memory = slow
+    memory.fails = True
+    jobs = [
+        engine.submit(LoadPages, "", prompt(4), 0, ids(10, 11, 12, 13)),
+        engine.submit(LoadPages, "", prompt(4), 0, ids(20, 21, 22, 23)),
+        engine.submit(StorePages, "", prompt(1, seed=2), 0, ids(5)),
+    ]
+    memory.permits.release()
+
+    assert [engine.answer(job).num_pages for job in jobs] == [0, 0, 0]
+    assert engine.found(prompt(4)) == 0
+    assert caplog.text.count("not used any more") == 1
+
+
+def test_the_rate_of_loads_gives_an_estimate(slow):
+    engine, memory = slow
+    for _ in range(8):
+        memory.permits.release()
+    loaded = engine.ask(LoadPages, "", prompt(4), 0, ids(10, 11, 12, 13))
+    assert isinstance(loaded, Loaded)
+
+    found = engine.ask(LookUp, "", prompt(4))
+
+    assert isinstance(found, Found)
+    assert found.seconds_estimate == pytest.approx(loaded.seconds)
+    assert found.num_bytes == 4 * memory.page_bytes
+
+
+def test_closing_ends_what_is_queued_but_waits_no_longer_than_it_may(tmp_path, engine_at):
+    engine = engine_at(tmp_path)
+    engine.wait_until_open()
+    for seed in range(20):
+        engine.submit(StorePages, "", prompt(3, seed=seed), 0, ids(1, 2, 3))
+    engine.disk.close(PATIENCE_S)
+    assert len([news for news in engine.disk.poll() if isinstance(news, Stored)]) >= 20
+
+    never = threading.Event()
+    engine = engine_at(tmp_path, weights=lambda: str(never.wait(PATIENCE_S)))
+    engine.submit(StorePages, "", prompt(3), 0, ids(1, 2, 3))
+    started_s = time.monotonic()
+    engine.disk.close(PATIENCE_S)
+    assert time.monotonic() - started_s < PATIENCE_S / 2
+    never.set()
+
+
+def test_a_folder_that_cannot_be_used_is_an_error_at_start(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(ConfigError, match="name a folder with --kv-disk"):
+        Engine(tmp_path / "file")
