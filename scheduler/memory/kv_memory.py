@@ -337,7 +337,7 @@ class KVMemory:
         begin, end = req.lease.num_pages, int(self._pool.num_pages[row])
         self._supply.give_back(self._pool.pages[row, begin:end])
         if keep:
-            self._cache.release(req.lease)
+            self._cache.release(req.lease, once=req.pooling is not None)
         else:
             self._supply.give_back(self._cache.forget(req.lease))
         req.lease = None

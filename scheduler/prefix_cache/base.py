@@ -174,8 +174,8 @@ class PrefixCache:
         """Their slots; for checks."""
         return []
 
-    def release(self, lease: Lease) -> None:
-        """End a lease."""
+    def release(self, lease: Lease, *, once: bool = False) -> None:
+        """End a lease; `once`: it is unlikely to be repeated, so pages that no other lease used are evicted first."""
 
     def forget(self, lease: Lease) -> IntArray:
         """End a lease and drop the end of its prefix: the nodes that no other lease covers and no node follows.

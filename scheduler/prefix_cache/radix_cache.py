@@ -199,11 +199,12 @@ class RadixCache(PrefixCache):
         lease.num_pages += len(pages)
         return np.concatenate(kept) if kept else EMPTY
 
-    def release(self, lease: Lease) -> None:
+    def release(self, lease: Lease, *, once: bool = False) -> None:
         self._clock += 1
         for node in path_to_root(lease.node):
             node.lock_ref -= 1
-            node.last_access = self._clock
+            # The rank of a node that only this lease used has no entry yet, so it may be the lowest.
+            node.last_access = 0 if once and node.num_uses == 1 else self._clock
             if not node.lock_ref:
                 self._locked_pages -= len(node.pages)
                 self._evictable_pages += len(node.pages)

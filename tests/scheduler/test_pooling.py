@@ -42,6 +42,19 @@ def test_the_last_token_takes_the_rest_of_its_prompt_from_the_cache_and_a_mean_d
     assert cached == [0, 16, 0, 16]
 
 
+def test_texts_to_embed_do_not_evict_a_conversation(make_scheduler):
+    harness = make_scheduler(page_size=4, num_pages=20)
+    harness.submit(prompt=PROMPT, max_new_tokens=1)
+    harness.run_until_idle()
+    for number in range(50):
+        harness.submit(prompt=[100 + number] * 20, pooling=LAST)
+        harness.run_until_idle()
+    turn = harness.submit(prompt=[*PROMPT, 9], max_new_tokens=1)
+    harness.run_until_idle()
+
+    assert harness.answers[turn].rows[-1].usage.cached_tokens == 20
+
+
 def test_requests_with_the_same_beginning_wait_for_it_only_if_they_can_use_it(make_scheduler):
     harness = make_scheduler(page_size=4, chunked_prefill_size=256)
     prompts = [[*range(1, 41), 50 + n] for n in range(3)]

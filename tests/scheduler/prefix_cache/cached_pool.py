@@ -53,10 +53,10 @@ class CachedPool:
         assert kept.tolist() == own.tolist()
         return match.num_pages, lease
 
-    def serve(self, prompt: list[int], extra_key: str = "", priority: int = 0) -> int:
+    def serve(self, prompt: list[int], extra_key: str = "", priority: int = 0, *, once: bool = False) -> int:
         """A whole request; returns the pages it found in the cache."""
         num_found, lease = self.begin(prompt, extra_key, priority)
-        self.cache.release(lease)
+        self.cache.release(lease, once=once)
         return num_found
 
     def cached(self, prompt: list[int], extra_key: str = "") -> int:

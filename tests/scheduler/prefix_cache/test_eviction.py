@@ -57,6 +57,29 @@ def test_a_scan_passes_a_hot_prompt(policy, pages_kept):
     assert pool.serve(SYSTEM) == pages_kept
 
 
+@pytest.mark.parametrize(
+    ("policy", "kept"), [("lru", 4), ("lfu", 4), ("slru", 4), ("priority", 4), ("fifo", 0)]
+)
+def test_prompts_that_come_once_go_before_older_ones_except_by_age(policy, kept):
+    pool = CachedPool(16, policy)
+    pool.serve(SYSTEM)
+    for number in range(20):
+        pool.serve([100 + number] * 4, once=True)
+
+    assert pool.cached(SYSTEM) == kept
+    assert pool.cache.verify([]) == []
+
+
+def test_a_prefix_of_prompts_that_come_once_is_kept_and_only_their_ends_go():
+    pool = CachedPool(16)
+    pool.serve([7] * 4)
+    for number in range(20):
+        assert pool.serve([*SYSTEM, *[100 + number] * 4], once=True) == (4 if number else 0)
+
+    assert (pool.cached(SYSTEM), pool.cached([7] * 4)) == (4, 4)
+    assert pool.cache.verify([]) == []
+
+
 @pytest.mark.parametrize(("policy", "pages_kept"), [("lru", 0), ("slru", 0), ("lfu", 4)])
 def test_frequency_tells_hot_from_seen_twice(policy, pages_kept):
     """Every prompt of the scan comes twice, which is enough for slru's protected segment, but not to be frequent."""

@@ -211,17 +211,18 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.release(-1)
 
     @precondition(lambda self: self.holders)
-    @rule(which=SOME)
-    def release(self, which: int) -> None:
+    @rule(which=SOME, once=st.booleans())
+    def release(self, which: int, once: bool = False) -> None:
         holder = self.holders.pop(which % len(self.holders))
-        self.cache.release(holder.lease)
-        self.let_go(holder)
+        self.cache.release(holder.lease, once=once)
+        self.let_go(holder, once)
 
-    def let_go(self, holder: Holder) -> None:
+    def let_go(self, holder: Holder, once: bool = False) -> None:
         self.clock += 1
         for prefix in holder.path:
-            self.cached[prefix].num_locks -= 1
-            self.cached[prefix].last_access = self.clock
+            page = self.cached[prefix]
+            page.num_locks -= 1
+            page.last_access = 0 if once and page.num_uses == 1 else self.clock
 
     @precondition(lambda self: self.holders)
     @rule(which=SOME)

@@ -166,7 +166,10 @@ def test_eviction_finds_all_that_is_evictable_whatever_is_wanted_pinned_or_locke
                 num_pages += len(new)
             case "leave" if leases:
                 lease = leases.pop(rng.randrange(len(leases)))
-                rng.choice([cache.release, cache.forget])(lease)
+                if rng.random() < 0.5:
+                    cache.release(lease, once=rng.random() < 0.5)
+                else:
+                    cache.forget(lease)
             case "want":
                 cache.want(rng.randrange(6), found, rng.randrange(100))
             case "unwant":
