@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
+from .transport.kv_tiers import TierFigures
 from .transport.kv_transfer import TransferFigures
 from .transport.message_base import Message, Record
 
@@ -105,6 +106,7 @@ class SchedulerReport(Message, frozen=True):
         num_adapter_slots_used: by running requests.
         replica: the scheduler's number, with --dp.
         transfer: with --disaggregation-mode.
+        disk: with --kv-disk.
     """
 
     sent_s: float
@@ -127,6 +129,7 @@ class SchedulerReport(Message, frozen=True):
     totals: SchedulerTotals = SchedulerTotals()
     grammar: GrammarTotals = GrammarTotals()
     transfer: TransferFigures | None = None
+    disk: TierFigures | None = None
 
     def flat(self) -> dict[str, Any]:
         """All figures by the names of `/metrics` and `/server_info`: `kv_used_tokens`, `prompt_tokens_total`."""
@@ -136,6 +139,8 @@ class SchedulerReport(Message, frozen=True):
             figures |= {name: getattr(record, field) for field, name in _flat_names(group)}
         if self.transfer is not None:
             figures["transfer"] = msgspec.structs.asdict(self.transfer)
+        if self.disk is not None:
+            figures["disk"] = msgspec.structs.asdict(self.disk)
         return figures
 
     @classmethod

@@ -46,6 +46,7 @@ from .speculation.multi_step import MultiStepDecode
 from .speculation.speculation import make_speculation
 from .step_size.step_limits import StepCaps, StepLimits
 from .step_size.step_target import StepTarget
+from .tiers.disk_tier import DiskTier
 from .transfer.decode_role import DecodeRole
 from .transfer.prefill_role import PrefillRole
 from .transfer.role import TransferRole
@@ -193,6 +194,7 @@ class SchedulerParts:
             stop_rules=stop_rules,
             stats=self.stats,
             by_priority=policy.by_priority,
+            has_disk=cache.kv_disk is not None,
         )
 
 
@@ -208,7 +210,10 @@ def _make_transfer(
     stop_rules: StopRules,
     stats: SchedulerStats,
     by_priority: bool,
+    has_disk: bool,
 ) -> TransferRole:
+    if has_disk:
+        return DiskTier(requests, cache, memory.kv, incoming, reservations, by_priority=by_priority)
     timeout_s = config.disaggregation_timeout
     match config.disaggregation_mode:
         case "prefill":

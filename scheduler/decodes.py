@@ -150,7 +150,7 @@ class Decodes:
             kv.grow_by_a_page(full)
         else:
             starved, rows, reqs = reqs[0], rows[:0], []
-            if not self._incoming.num_pages:  # else those pages will come free
+            if not self._incoming.will_give_back:  # else those pages will come free
                 self._starve(starved, state.now_s)
                 state.gave_memory_back = True
         self._preemption.requeue(state.now_s)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol
 
 from msgspec.structs import replace
 
@@ -25,13 +25,24 @@ from .pipeline import Pipeline
 from .records.decision_log import PassRecord
 from .records.stats import StepLog
 from .scheduler import Scheduler
-from .transfer.link.link_thread import LinkThread
 
 logger = logging.getLogger(__name__)
 
 PREPARING_POLL_S: Final = 1e-3
 """While a grammar is compiled or an adapter read, and there is nothing else to do, the loop polls this often whether it
 is ready."""
+
+
+class KVThread(Protocol):
+    """Moves KV as the scheduler orders, beside the loop: a `LinkThread`, or a `DiskThread`."""
+
+    def send(self, commands: Sequence[Any]) -> None:
+        """Hand the scheduler's commands to the thread; never blocks."""
+        ...
+
+    def close(self) -> None:
+        """End the thread."""
+        ...
 
 
 class EventLoop:
@@ -54,7 +65,7 @@ class EventLoop:
         grammars: GrammarBuilder | None = None,
         adapters: AdapterReader | None = None,
         kv_events: KVEvents | None = None,
-        transfer: LinkThread | None = None,
+        transfer: KVThread | None = None,
         replica: int = 0,
     ) -> None:
         """Take the parts.
@@ -67,7 +78,7 @@ class EventLoop:
                 of work for later steps and returns whether there is more to do.
             overlap, grammars, adapters: see `Pipeline`.
             kv_events: publishes changes of the prefix cache, which the scheduler records; None: nothing does.
-            transfer: moves KV between engines, as the scheduler orders; None: nothing does.
+            transfer: moves KV between engines, or to and from a disk; None: nothing does.
             replica: the scheduler's number, for its reports.
         """
         self._scheduler = scheduler
@@ -135,7 +146,7 @@ class EventLoop:
         for done in self._scheduler.take_call_answers():
             self._manager.send(replace(done, replica=self._replica))
         # After `advance`, which has waited for all steps that were launched before a page could be claimed: no step in
-        # flight writes to a page that another engine may write to from now on.
+        # flight writes to a page that another engine or a disk may write to from now on.
         if self._transfer is not None:
             self._transfer.send(self._scheduler.take_transfer_commands())
         # After the tokens, for which clients wait.

@@ -26,6 +26,7 @@ from ..model_runner.load import load_model_runner
 from ..models.tokenizer.tokenizer import load_tokenizer
 from ..runtime.config.engine_config import EngineConfig
 from ..runtime.config.kv_event_settings import parse_kv_events, settings_of_replicas
+from ..runtime.errors import ConfigError
 from ..runtime.installation import __version__
 from ..runtime.messages import Call, LoadAdapter, SchedulerInput
 from ..runtime.step_plan import Runner
@@ -66,6 +67,8 @@ def main(child: Child) -> None:
     started_s = time.monotonic()
     # Before the weights: a log that cannot be written fails at once, and not after minutes of loading.
     log = open_log(config)
+    if config.cache.kv_disk is not None:
+        raise ConfigError("kv_disk is set, but this build has no store for it; leave --kv-disk out")
     kv_events = _open_kv_events(config, settings.replica)
     place = join_group(child)
     group = place.group

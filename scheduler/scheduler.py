@@ -54,7 +54,6 @@ from ..runtime.transport.kv_transfer import (
     FromPeer,
     PagesWritten,
     PeerLost,
-    TransferCommand,
 )
 from .adapters.adapter_table import Adapter
 from .arrays import BoolArray
@@ -73,11 +72,11 @@ from .requests.intake import reason_to_refuse
 from .requests.outputs import refusal_row
 from .requests.req import Req, ReqStatus
 from .step_planner import by_adapter, plan_step
-from .transfer.role import Changes, Step
+from .transfer.role import Changes, Command, Step
 
 logger = logging.getLogger(__name__)
 
-_QUEUED = (ReqStatus.WAITING, ReqStatus.RECEIVING)
+_QUEUED = (ReqStatus.WAITING, ReqStatus.RETRACTED, ReqStatus.RECEIVING)
 
 
 class Scheduler:
@@ -170,10 +169,8 @@ class Scheduler:
                 self._parts.calls.handle(message, now_s, self._end_users_of)
             case AdapterRead(store_id=store_id, error=error):
                 self._parts.calls.adapter_read(store_id, error, now_s, self._end_users_of)
-            case FromPeer() | PagesWritten() | PeerLost():
+            case FromPeer() | PagesWritten() | PeerLost() | Found() | Loaded() | Stored():
                 self._change(self._transfer.handle(message, now_s), now_s)
-            case Found() | Loaded() | Stored():
-                logger.error("dropped news of a disk tier: this scheduler has none job=%d", message.job)
             case _:
                 assert_never(message)
 
@@ -189,8 +186,8 @@ class Scheduler:
         """Take the changes of the prefix cache since the last call, in order; empty unless `records_blocks`."""
         return self._parts.block_events.take()
 
-    def take_transfer_commands(self) -> list[TransferCommand]:
-        """Take the commands for the `LinkThread` since the last call; none without `--disaggregation-mode`."""
+    def take_transfer_commands(self) -> Sequence[Command]:
+        """Take the commands for the thread that moves KV: with `--disaggregation-mode` or `--kv-disk`."""
         return self._transfer.take_commands()
 
     def adapter(self, fingerprint: str) -> Adapter | None:
@@ -241,8 +238,8 @@ class Scheduler:
         )
         if message.grammar is not None and not message.needs_grammar:
             self._guide(req, now_s)
-        if req.handoff is not None and req.status in _QUEUED:
-            self._note(self._transfer.arrived(req), now_s)
+        if req.status in _QUEUED:
+            self._note(self._transfer.arrived(req, now_s), now_s)
 
     def _reason_against_handoff(self, handoff: KVHandoff | None) -> str | None:
         return None if handoff is None else self._transfer.reason_against(receives=bool(handoff.peer)) or None
@@ -279,8 +276,8 @@ class Scheduler:
             if req.grammar_figures is not None:
                 req.grammar_figures.compile_s += message.compile_s
                 self._guide(req, now_s)
-            if req.handoff is not None and req.status in _QUEUED:
-                self._note(self._transfer.arrived(req), now_s)
+            if req.status in _QUEUED:
+                self._note(self._transfer.arrived(req, now_s), now_s)
 
     def _guide(self, req: Req, now_s: float) -> None:
         """Give a request its matcher, advanced over the tokens that its client has already."""

@@ -109,7 +109,7 @@ class SimulatedEngine:
             # Its tokens are all filler, so every draft would be accepted. Its host time is zero, so a multi-step
             # decode saves nothing.
             dataclasses.replace(settings.scheduler, speculative="off", multi_step_ms=0.0),
-            settings.cache,
+            dataclasses.replace(settings.cache, kv_disk=None),  # its answers are not simulated
             settings.capacity,
             settings.eos_token_ids,
             DecisionLog(settings.kept_records),

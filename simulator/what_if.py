@@ -50,7 +50,7 @@ _NO_EFFECT: Final = frozenset(
         "max_queued_tokens",
     }
 )
-_NO_EFFECT_PREFIXES: Final = ("speculative", "disaggregation_")
+_NO_EFFECT_PREFIXES: Final = ("speculative", "disaggregation_", "kv_disk")
 _SHOWN_RIDS: Final = 4
 
 
@@ -320,8 +320,8 @@ def _notes(run: RecordedRun, changes: Mapping[str, object]) -> tuple[str, ...]:
     notes = []
     if ignored := sorted(filter(_has_no_effect, changes)):
         notes.append(
-            f"{', '.join(ignored)} changed nothing: a simulation has no drafts, no time between steps, no other engine "
-            "and the memory of the log, which max_total_tokens changes"
+            f"{', '.join(ignored)} changed nothing: a simulation has no drafts, no time between steps, no disk, no "
+            "other engine and the memory of the log, which max_total_tokens changes"
         )
     if run.num_transferred:
         notes.append(

@@ -102,6 +102,12 @@ def _contradictions(config: EngineConfig) -> list[tuple[str, bool, str, str]]:
             "omit --swap-space",
         ),
         (
+            f"kv_disk is {cache.kv_disk!r}",
+            cache.kv_disk is not None,
+            "its keys and values do not outlive a step, so there is nothing to keep",
+            "omit --kv-disk",
+        ),
+        (
             "preemption_mode is swap",
             scheduler.preemption_mode == "swap",
             "its keys and values do not outlive a step, so there is nothing to swap",
@@ -172,6 +178,12 @@ def state_settings(config: EngineConfig, spec: ModelSpec) -> tuple[EngineConfig,
             cache.swap_space not in ("auto", 0.0),
             "states are not copied to the host",
             "omit --swap-space",
+        ),
+        (
+            f"kv_disk is {cache.kv_disk!r}",
+            cache.kv_disk is not None,
+            "states are not kept on disk",
+            "omit --kv-disk",
         ),
         (
             "model_impl is transformers",

@@ -191,6 +191,13 @@ class CacheConfig:
     pin_fraction: Annotated[
         float, "Largest share of the KV pool for pinned prefixes; running requests take precedence."
     ] = 0.25
+    kv_disk: Annotated[
+        str | None,
+        "Folder that keeps the KV of prompts on disk, also after a restart; it holds what users wrote.",
+    ] = None
+    kv_disk_size: Annotated[
+        float, "With --kv-disk: GiB that the folder may take; never more than half of the free space."
+    ] = 8.0
     swap_space: Annotated[float | Auto, "Host memory in GiB for the KV of requests that are swapped out."] = (
         "auto"
     )
@@ -206,6 +213,13 @@ class CacheConfig:
             raise ConfigError(f"mem_fraction is {self.mem_fraction}, but it must lie in (0, 1]")
         if not 0.0 <= self.pin_fraction <= 1.0:
             raise ConfigError(f"pin_fraction is {self.pin_fraction}, but it must lie in [0, 1]")
+        if not (math.isfinite(self.kv_disk_size) and self.kv_disk_size > 0):
+            raise ConfigError(f"kv_disk_size is {self.kv_disk_size}, but it must be a number of GiB above 0")
+        if self.kv_disk is not None and not self.radix_cache:
+            raise ConfigError(
+                "kv_disk is set without the prefix cache, but the disk keeps what the prefix cache has; leave "
+                "--no-radix-cache out, or --kv-disk"
+            )
         if self.swap_space != "auto" and not (math.isfinite(self.swap_space) and self.swap_space >= 0):
             raise ConfigError(f"swap_space is {self.swap_space}, but it must be 0 or more GiB")
 
@@ -431,6 +445,17 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         mode = self.scheduler.disaggregation_mode
+        if self.cache.kv_disk is not None:
+            for name, value, usual in (
+                ("tp", self.parallel.tp, 1),
+                ("pp", self.parallel.pp, 1),
+                ("disaggregation_mode", mode, "null"),
+            ):
+                if value != usual:
+                    raise ConfigError(
+                        f"kv_disk is set with {name} {value}, but a disk keeps the KV of engines with one rank that "
+                        f"compute and decode; leave --kv-disk out, or --{name.replace('_', '-')}"
+                    )
         if mode == "null":
             return
         if self.parallel.pp > 1:

@@ -15,6 +15,8 @@ and in them; the I/O thread makes the keys. News are inputs of the scheduler, re
 
 from __future__ import annotations
 
+import msgspec
+
 from .message_base import Message, Record
 
 # ---------------------------------------------------------------- scheduler -> I/O thread
@@ -123,3 +125,27 @@ class Stored(Message, frozen=True):
 
 
 TierNews = Found | Loaded | Stored
+
+
+class TierFigures(Record, frozen=True):
+    """A scheduler's use of its disk tier now, and totals since its start.
+
+    Attributes:
+        waiting: requests that wait for an answer about their prompt, or for their pages.
+        loading_pages: pages of the KV pool that are read from the disk, or may still be written to.
+        leased_pages: pages that are locked while they are written to the disk.
+        lookups, loaded_tokens, stored_tokens, load_s, store_s: totals.
+        failures: by kind: timeout, load, store.
+        page_bytes: of one page of the KV pool.
+    """
+
+    waiting: int = 0
+    loading_pages: int = 0
+    leased_pages: int = 0
+    lookups: int = 0
+    loaded_tokens: int = 0
+    stored_tokens: int = 0
+    load_s: float = 0.0
+    store_s: float = 0.0
+    failures: dict[str, int] = msgspec.field(default_factory=dict)
+    page_bytes: int = 0

@@ -44,6 +44,14 @@ class Reservations:
         rest = reserved_tokens(remaining, self._page_size)
         return rest + self._output(np.concatenate([rows, partial_rows]))
 
+    def leave_room(self, needed_pages: int, available_pages: int) -> bool:
+        """Whether pages can be had without taking those that running requests will probably need."""
+        if needed_pages > available_pages:
+            return False
+        if not self._requests.num_with_row:
+            return True
+        return (available_pages - needed_pages) * self._page_size >= self.total_tokens()
+
     def output_tokens_of(self, req: Req) -> int:
         """The part of `total_tokens` for the output of one running request, rounded down."""
         return int(self._output(np.array([req.row], dtype=np.int32)))

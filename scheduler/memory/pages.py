@@ -122,20 +122,26 @@ class PageSupply:
 
 
 class IncomingPages:
-    """Pages that another engine writes, from their allocation until the prefix cache has them.
+    """Pages that another engine or a disk tier writes, from their allocation until the prefix cache has them.
 
     They are a term of the page equation (`ledger.py`). No request owns them: a request with a prompt that is computed
     elsewhere has no row before the prompt has come.
 
     Attributes:
         num_pages: pages that are taken and neither adopted nor given back.
+        num_read: pages that the prefix cache owns and that are locked because a disk tier reads them.
     """
 
     def __init__(self, supply: PageSupply, prefix_cache: PrefixCache) -> None:
         self._supply = supply
         self._cache = prefix_cache
         self._is_incoming: BoolArray = np.zeros(supply.num_pages + 1, dtype=np.bool_)
-        self.num_pages = 0
+        self.num_pages = self.num_read = 0
+
+    @property
+    def will_give_back(self) -> bool:
+        """Whether pages will come free that no request owns."""
+        return bool(self.num_pages or self.num_read)
 
     def take(self, count: int) -> IntArray:
         """Allocate pages, [count] int32; evict if needed. The caller checks `KVMemory.available_pages`."""

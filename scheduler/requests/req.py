@@ -75,7 +75,8 @@ class ReqStatus(enum.Enum):
     """Status of a request: with a row and pages in PREFILL and DECODE, else in a queue, until it is FINISHED.
 
     A RETRACTED request computes its prompt and its output so far again, also after its scheduler was lost. A SWAPPED
-    request has its KV on the host. A RECEIVING request waits for the KV of its prompt, which another engine computes.
+    request has its KV on the host. A RECEIVING request waits for KV of its prompt, which another engine computes or a
+    disk may have.
     """
 
     WAITING_GRAMMAR = "waiting_grammar"
@@ -93,12 +94,12 @@ TRANSITIONS: Final[dict[ReqStatus, frozenset[ReqStatus]]] = {
         {ReqStatus.RECEIVING, ReqStatus.WAITING, ReqStatus.RETRACTED, ReqStatus.FINISHED}
     ),
     ReqStatus.RECEIVING: frozenset({ReqStatus.WAITING, ReqStatus.RETRACTED, ReqStatus.FINISHED}),
-    ReqStatus.WAITING: frozenset({ReqStatus.PREFILL, ReqStatus.FINISHED}),
+    ReqStatus.WAITING: frozenset({ReqStatus.RECEIVING, ReqStatus.PREFILL, ReqStatus.FINISHED}),
     ReqStatus.PREFILL: frozenset(
         {ReqStatus.DECODE, ReqStatus.RETRACTED, ReqStatus.SWAPPED, ReqStatus.FINISHED}
     ),
     ReqStatus.DECODE: frozenset({ReqStatus.RETRACTED, ReqStatus.SWAPPED, ReqStatus.FINISHED}),
-    ReqStatus.RETRACTED: frozenset({ReqStatus.PREFILL, ReqStatus.FINISHED}),
+    ReqStatus.RETRACTED: frozenset({ReqStatus.RECEIVING, ReqStatus.PREFILL, ReqStatus.FINISHED}),
     ReqStatus.SWAPPED: frozenset({ReqStatus.PREFILL, ReqStatus.FINISHED}),
     ReqStatus.FINISHED: frozenset(),
 }
@@ -128,6 +129,7 @@ class Req:
         tree_len: tokens whose pages the prefix cache had when it was admitted, with a state at their end or without.
         match, match_generation: the last look-up in the prefix cache, and the cache's generation at that time.
         cached_tokens: prompt tokens that the prefix cache had at the first admission.
+        loaded_tokens: of these, those that were loaded from a disk for it.
         num_retractions: how often it was retracted or preempted.
         num_overtaken: passes in which it waited and a later arrival was admitted; see `MAX_OVERTAKEN`.
         num_delivered: tokens of the output that the client had before the request was submitted again.
@@ -160,6 +162,7 @@ class Req:
         "is_checked_late",
         "keep_special_ids",
         "lease",
+        "loaded_tokens",
         "lora_id",
         "match",
         "match_generation",
@@ -224,7 +227,7 @@ class Req:
         self.match_generation = -1
         self.checkpoint = 0
         self.tree_len = 0
-        self.cached_tokens = 0
+        self.cached_tokens = self.loaded_tokens = 0
         self.received_s = now_s
         self.queue_s = 0.0
         self.num_retractions = 0

@@ -165,7 +165,7 @@ class Requests:
     Attributes:
         by_id: all requests that are not finished.
         grammar: WAITING_GRAMMAR, by rid: their grammar is being compiled.
-        receiving: RECEIVING, by rid: another engine computes their prompt.
+        receiving: RECEIVING, by rid: another engine computes their prompt, or a disk may have it.
         waiting: WAITING and RETRACTED: the queue. A retracted request must compute its tokens again.
         swapped: SWAPPED, in order of arrival: requests with KV on the host.
         partial: PREFILL: requests with a row whose last prompt chunk is not planned yet.
@@ -193,7 +193,7 @@ class Requests:
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a row, except those that wait for KV of another engine: no pass decides about them."""
+        """Requests without a row, except those that wait for KV from elsewhere: no pass decides about them."""
         return len(self.waiting) + len(self.swapped) + len(self.grammar)
 
     @property
@@ -232,6 +232,12 @@ class Requests:
         elif req is not None:
             req.enter(ReqStatus.RETRACTED if req.num_delivered else ReqStatus.WAITING, now_s)
             self.waiting.requeue(req)
+
+    def await_kv(self, req: Req, now_s: float) -> None:
+        """Take a request out of the queue until `kv_ready`: KV of its prompt may come from elsewhere."""
+        self.waiting.remove(req)
+        req.enter(ReqStatus.RECEIVING, now_s)
+        self.receiving[req.rid] = req
 
     def kv_ready(self, req: Req, now_s: float) -> None:
         """Queue a request after its prompt has come, or will not come, at its position by arrival."""

@@ -36,7 +36,7 @@ from ..records.stats import SchedulerStats
 from ..requests.outputs import StopRules, output_row
 from ..requests.req import Req, ReqStatus
 from ..requests.requests import Requests
-from .role import NO_CHANGES, Changes, Step, TransferCounts, TransferNews, TransferRole, prompt_crc
+from .role import NO_CHANGES, Changes, News, Step, TransferCounts, TransferRole, prompt_crc
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class DecodeRole(TransferRole):
             else "the handoff of the request is for a prefill engine, but this is a decode engine"
         )
 
-    def arrived(self, req: Req) -> Sequence[Step]:
+    def arrived(self, req: Req, now_s: float) -> Sequence[Step]:
         if req.status is ReqStatus.RECEIVING:
             bisect.insort(self._queue, req, key=self._order)
         return ()
@@ -153,7 +153,7 @@ class DecodeRole(TransferRole):
                 steps.append(Step(row.rid, "unclaimed", "the request has ended"))
         return steps
 
-    def handle(self, message: TransferNews, now_s: float) -> Changes:
+    def handle(self, message: News, now_s: float) -> Changes:
         steps: list[Step] = []
         rows: list[TokenOutput] = []
         grammar_ends: dict[str, str] = {}
@@ -166,6 +166,8 @@ class DecodeRole(TransferRole):
                 self._lose(message, now_s, steps, rows)
             case FromPeer() | PagesWritten():
                 logger.warning("dropped a message that is not for a decode engine peer=%s", message.peer)
+            case _:
+                pass
         return Changes(steps, rows, grammar_ends) if steps or rows else NO_CHANGES
 
     def take_commands(self) -> list[TransferCommand]:
@@ -241,14 +243,8 @@ class DecodeRole(TransferRole):
         return bool(req.group) and any(incoming.req.group == req.group for incoming in self._open.values())
 
     def _has_room(self, missing: int, match: PrefixMatch) -> bool:
-        """Whether the pages can be had without taking those that running requests will probably need."""
         needed = missing + self._kv.unlocked_pages(match)
-        available = self._kv.available_pages
-        if needed > available:
-            return False
-        if not self._requests.num_with_row:
-            return True
-        return (available - needed) * self._kv.page_size >= self._reservations.total_tokens()
+        return self._reservations.leave_room(needed, self._kv.available_pages)
 
     def _give_up(self, bootstrap_room: str, incoming: _Incoming) -> None:
         """Abort a claim. Its pages stay taken until nothing can be written to them any more."""

@@ -32,7 +32,7 @@ from ..batch import ScheduleBatch
 from ..memory.pages import PageSupply
 from ..prefix_cache.base import Lease, PrefixCache
 from ..requests.req import Req
-from .role import NO_CHANGES, Changes, Step, TransferCounts, TransferNews, TransferRole, prompt_crc
+from .role import NO_CHANGES, Changes, News, Step, TransferCounts, TransferRole, prompt_crc
 
 logger = logging.getLogger(__name__)
 
@@ -126,8 +126,9 @@ class PrefillRole(TransferRole):
             else ""
         )
 
-    def arrived(self, req: Req) -> Sequence[Step]:
-        assert req.handoff is not None
+    def arrived(self, req: Req, now_s: float) -> Sequence[Step]:
+        if req.handoff is None or req.output_len:
+            return ()
         bootstrap_room = req.handoff.bootstrap_room
         if bootstrap_room in self._tombs or (
             bootstrap_room in self._outgoing and self._outgoing[bootstrap_room].rid
@@ -183,7 +184,7 @@ class PrefillRole(TransferRole):
                 steps += self._fail(bootstrap_room, outgoing, "request", reason)
         return steps
 
-    def handle(self, message: TransferNews, now_s: float) -> Changes:
+    def handle(self, message: News, now_s: float) -> Changes:
         steps: list[Step] = []
         match message:
             case FromPeer(peer=peer, message=Claim() as claim):

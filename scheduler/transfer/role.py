@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from ...runtime.messages import TokenOutput
+from ...runtime.transport.kv_tiers import TierCommand, TierFigures, TierNews
 from ...runtime.transport.kv_transfer import (
     FromPeer,
     PagesWritten,
@@ -40,7 +41,8 @@ from ..batch import ScheduleBatch
 from ..prefix_cache.base import Lease
 from ..requests.req import Req
 
-TransferNews = FromPeer | PagesWritten | PeerLost
+News = FromPeer | PagesWritten | PeerLost | TierNews
+Command = TransferCommand | TierCommand
 
 
 class Step(NamedTuple):
@@ -89,9 +91,9 @@ class TransferRole:
         """Reason why a request with a handoff cannot run in this mode; `receives`: another engine has its prompt."""
         return "the request has a handoff, but this engine has no --disaggregation-mode; start it with one"
 
-    def arrived(self, req: Req) -> Sequence[Step]:
-        """A request with a `KVHandoff` was queued; with its grammar, if it has one."""
-        raise AssertionError(f"{req} has a handoff")
+    def arrived(self, req: Req, now_s: float) -> Sequence[Step]:
+        """A request was queued; with its grammar, if it has one."""
+        return ()
 
     def plan(self, now_s: float) -> Changes:
         """A pass begins: claim prompts, and end what has taken too long."""
@@ -104,12 +106,12 @@ class TransferRole:
         """Rows are sent; requests that have ended are among them."""
         return ()
 
-    def handle(self, message: TransferNews, now_s: float) -> Changes:
-        """Take a message of the `LinkThread`."""
+    def handle(self, message: News, now_s: float) -> Changes:
+        """Take a message of the `LinkThread`, or of the I/O thread of a disk tier."""
         return NO_CHANGES
 
-    def take_commands(self) -> list[TransferCommand]:
-        """Take the commands for the `LinkThread` since the last call."""
+    def take_commands(self) -> Sequence[Command]:
+        """Take the commands for the thread that moves KV since the last call."""
         return []
 
     def wake_s(self) -> float | None:
@@ -122,6 +124,10 @@ class TransferRole:
 
     def figures(self) -> TransferFigures | None:
         """For reports; None: there are no transfers in this mode."""
+        return None
+
+    def disk_figures(self) -> TierFigures | None:
+        """For reports; None: there is no disk tier."""
         return None
 
 

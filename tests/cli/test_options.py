@@ -75,6 +75,8 @@ SERVE_FLAGS = """
 --json-whitespace
 --keep-alive-timeout
 --kv-cache-dtype
+--kv-disk
+--kv-disk-size
 --kv-events
 --kv-events-config
 --kv-events-replay

@@ -260,7 +260,7 @@ class Harness:
         passes = [each for each in new if isinstance(each, PassRecord)]
         if self.scheduler.report(self.now_s).totals.timed_out_reqs > before.totals.timed_out_reqs:
             queued = None  # some left before the pass
-        if before.transfer is not None:
+        if before.transfer is not None or before.disk is not None:
             queued = None  # some of them wait for the KV of their prompt, which no pass decides about
         self.check_verdicts(passes, queued)
         if batch is not None and passes:
@@ -320,6 +320,8 @@ class Harness:
                     batches.append(batch)
             elif not busy:
                 self.scheduler.on_idle()
+                if self.deliver():
+                    continue
                 if self.scheduler.num_unfinished and (wake_s := self.scheduler.wake_s()) is not None:
                     self.now_s = max(self.now_s, wake_s)
                     continue
@@ -327,6 +329,10 @@ class Harness:
                 assert not self.runner.rows, "the runner keeps rows of requests that have left"
                 return batches
         raise AssertionError(f"not idle after {max_steps} steps: {self.scheduler.report(self.now_s)}")
+
+    def deliver(self) -> bool:
+        """Let the scheduler have news from outside; False: there are none."""
+        return False
 
     @property
     def last_pass(self) -> PassRecord:

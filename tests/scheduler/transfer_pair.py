@@ -132,6 +132,7 @@ class Pair:
                 message = FromPeer(PREFILL, command.message)
                 self.network.append(Delivery("to decode", partial(self.tell, self.decode, message)))
             else:
+                assert isinstance(command, WritePages)
                 self.network.append(Delivery("write", partial(self.write, command)))
         for command in self.decode.scheduler.take_transfer_commands():
             assert isinstance(command, ToPeer) and command.peer == PREFILL

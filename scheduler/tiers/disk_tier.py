@@ -1,0 +1,387 @@
+"""`DiskTier`: decides which prompts are looked up on the disk of `--kv-disk`, loaded from it and stored on it.
+
+Like the scheduler, it does no I/O and uses no clock: commands for the I/O thread go out, its news come in (see
+`runtime/transport/kv_tiers.py`). Between device and disk only whole pages of the prefix cache travel.
+
+    WAITING ── the prefix cache lacks much of the prompt: LookUp ──► RECEIVING
+                 Found: not on the disk                              ──► WAITING: the prompt is computed
+                 Found ── by arrival, with room: pages taken, LoadPages
+                 Loaded: the pages go to the prefix cache            ──► WAITING: as any other with a cached prefix
+
+A request that has ended, or waits too long, leaves RECEIVING at once. Its pages stay `incoming` until `Loaded` says
+that nothing will be written to them any more. So the disk can delay a request for a bounded time, and never fail it.
+
+A prompt is stored when its last chunk is settled: a lease keeps its pages until `Stored`.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from ...runtime.feasibility import pages_for
+from ...runtime.messages import TokenOutput
+from ...runtime.transport.kv_tiers import (
+    CancelLoad,
+    Found,
+    Loaded,
+    LoadPages,
+    LookUp,
+    Stored,
+    StorePages,
+    TierCommand,
+    TierFigures,
+)
+from ..admission.budget import Reservations
+from ..arrays import EMPTY, TOKEN_ID_BYTES, IntArray
+from ..batch import ScheduleBatch
+from ..memory.kv_memory import KVMemory
+from ..memory.pages import IncomingPages
+from ..prefix_cache.base import Lease, PrefixCache, split_namespace
+from ..requests.req import Req, ReqStatus
+from ..requests.requests import Requests
+from ..transfer.role import NO_CHANGES, Changes, News, Step, TransferRole
+
+logger = logging.getLogger(__name__)
+
+MIN_TOKENS: Final = 256
+"""A prompt with fewer missing tokens is computed; one with fewer tokens is not stored."""
+MAX_LOADS: Final = 4
+"""Prompts that are loaded at the same time, those that are loaded and have not started included."""
+LOAD_SHARE: Final = 8
+"""Their pages are at most 1/8 of the pool, unless it is a single prompt."""
+STORE_SHARE: Final = 16
+"""Pages that are locked while they are stored are at most 1/16 of the pool, unless it is a single prompt."""
+MAX_STORES_WAITING: Final = 64
+
+LOOK_UP_LIMIT_S: Final = 2.0
+ROOM_LIMIT_S: Final = 60.0
+"""A request waits at most this long for the memory of its load, or for the loads before it."""
+LOAD_LIMIT_FACTOR: Final = 2.0
+MIN_LOAD_LIMIT_S: Final = 1.0
+UNKNOWN_LOAD_LIMIT_S: Final = 30.0
+"""A load may take twice its estimate, but at least the first of these; without an estimate the second."""
+
+_BY_ARRIVAL: Final = operator.attrgetter("req.seq")
+_QUEUED: Final = (ReqStatus.WAITING, ReqStatus.RETRACTED)
+
+
+@dataclass(slots=True)
+class _Fetch:
+    """A RECEIVING request.
+
+    Attributes:
+        req: the request.
+        job: of its `LookUp`, and of its `LoadPages`.
+        expires_s: when it goes on without the disk.
+        found: the answer to the look-up, with at least a page; None: there is none yet.
+        lease: while it is loaded, the part of the prompt that the prefix cache had; else None.
+        pages: [n] the pages for the part that is loaded.
+        began_s: when the load was ordered.
+    """
+
+    req: Req
+    job: int
+    expires_s: float
+    found: Found | None = None
+    lease: Lease | None = None
+    pages: IntArray = field(default_factory=lambda: EMPTY)
+    began_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """A prompt to be stored: its namespace, and int32 bytes of its whole pages."""
+
+    namespace: str
+    token_ids: bytes
+
+
+@dataclass(slots=True)
+class _Counts:
+    """Totals since the start; see `TierFigures`."""
+
+    lookups: int = 0
+    loaded_tokens: int = 0
+    stored_tokens: int = 0
+    load_s: float = 0.0
+    store_s: float = 0.0
+    failures: Counter[str] = field(default_factory=Counter)
+
+
+def _by_priority(fetch: _Fetch) -> tuple[int, int]:
+    return -fetch.req.priority, fetch.req.seq
+
+
+class DiskTier(TransferRole):
+    """See the module."""
+
+    def __init__(
+        self,
+        requests: Requests,
+        cache: PrefixCache,
+        kv: KVMemory,
+        incoming: IncomingPages,
+        reservations: Reservations,
+        *,
+        by_priority: bool,
+    ) -> None:
+        """`by_priority`: requests of the highest priority are loaded first."""
+        self._requests = requests
+        self._cache = cache
+        self._kv = kv
+        self._incoming = incoming
+        self._reservations = reservations
+        self._order: Callable[[_Fetch], Any] = _by_priority if by_priority else _BY_ARRIVAL
+        self._min_pages = pages_for(MIN_TOKENS, kv.page_size)
+        self._page_bytes = kv.page_size * TOKEN_ID_BYTES
+        self._last_job = 0
+        self._fetches: dict[int, _Fetch] = {}  # by job
+        self._job_of: dict[str, int] = {}  # rid -> job, for `_fetches`
+        self._draining: dict[int, IntArray] = {}  # job -> pages that may still be written to
+        self._loaded: list[tuple[Req, int]] = []  # requests that were loaded and wait, with their pages
+        self._is_late = False  # an answer is overdue: nothing is asked until the next one
+        self._stores: dict[int, Lease] = {}  # by job
+        self._to_store: deque[_Prompt] = deque(maxlen=MAX_STORES_WAITING)
+        self._commands: list[TierCommand] = []
+        self._counts = _Counts()
+
+    @property
+    def num_open(self) -> int:
+        return len(self._fetches) + len(self._draining) + len(self._stores)
+
+    def arrived(self, req: Req, now_s: float) -> Sequence[Step]:
+        if self._is_late or req.status not in _QUEUED or req.needs_all_tokens or not _may_persist(req):
+            return ()
+        num_pages = (req.fill_len - 1) // self._kv.page_size
+        if num_pages - self._kv.match(req).num_pages < self._min_pages:
+            return ()
+        self._requests.await_kv(req, now_s)
+        self._last_job += 1
+        fetch = _Fetch(req, self._last_job, now_s + LOOK_UP_LIMIT_S)
+        self._fetches[fetch.job], self._job_of[req.rid] = fetch, fetch.job
+        self._counts.lookups += 1
+        self._commands.append(LookUp(fetch.job, req.extra_key, req.fill_ids[: num_pages * self._page_bytes]))
+        return (Step(req.rid, "looked up"),)
+
+    def plan(self, now_s: float) -> Changes:
+        if not self._fetches:
+            return NO_CHANGES
+        self._loaded = [each for each in self._loaded if each[0].status in _QUEUED]
+        steps: list[Step] = []
+        for fetch in [*self._fetches.values()]:
+            if fetch.expires_s <= now_s:
+                self._is_late = self._is_late or fetch.found is None or fetch.lease is not None
+                self._leave(fetch)
+                steps.append(
+                    self._go_on(fetch.req, "not loaded", "it took too long", now_s, failure="timeout")
+                )
+        self._load_waiting(now_s, steps)
+        return Changes(steps) if steps else NO_CHANGES
+
+    def settled(self, batch: ScheduleBatch) -> None:
+        """Store the prompts that end in the step."""
+        for idx in range(batch.num_extends):
+            req = batch.reqs[idx]
+            num_pages = req.prompt_len // self._kv.page_size
+            if batch.end[idx] >= req.prompt_len and num_pages >= self._min_pages and _may_persist(req):
+                self._to_store.append(_Prompt(req.extra_key, req.fill_ids[: num_pages * self._page_bytes]))
+        self._store_waiting()
+
+    def answered(self, rows: Sequence[TokenOutput], now_s: float) -> Sequence[Step]:
+        for row in rows if self._fetches else ():
+            if row.finish is not None and (job := self._job_of.get(row.rid)) is not None:
+                self._leave(self._fetches[job])
+        return ()
+
+    def handle(self, message: News, now_s: float) -> Changes:
+        self._is_late = False
+        match message:
+            case Found(job=job) if (fetch := self._fetches.get(job)) and fetch.found is None:
+                if message.num_pages > 0:
+                    fetch.found, fetch.expires_s = message, now_s + ROOM_LIMIT_S
+                    return NO_CHANGES  # the next pass loads it
+                self._leave(fetch)
+                return Changes([self._go_on(fetch.req, "not on disk", "", now_s)])
+            case Loaded(job=job) if job in self._draining:
+                self._incoming.give_back(self._draining.pop(job))
+            case Loaded(job=job) if (fetch := self._fetches.get(job)) and fetch.lease is not None:
+                return Changes([self._take(fetch, fetch.lease, message, now_s)])
+            case Stored(job=job) if job in self._stores:
+                lease = self._stores.pop(job)
+                self._incoming.num_read -= lease.num_pages
+                self._cache.release(lease)
+                self._counts.stored_tokens += message.num_pages * self._kv.page_size
+                self._counts.store_s += message.seconds
+                self._note_error("store", message.error)
+                self._store_waiting()
+            case _:
+                pass  # of a job that has ended
+        return NO_CHANGES
+
+    def take_commands(self) -> list[TierCommand]:
+        commands, self._commands = self._commands, []
+        return commands
+
+    def wake_s(self) -> float | None:
+        return min((fetch.expires_s for fetch in self._fetches.values()), default=None)
+
+    def leases(self) -> list[Lease]:
+        return [*self._stores.values(), *(lease for _, lease in self._loading())]
+
+    def disk_figures(self) -> TierFigures:
+        counts = self._counts
+        return TierFigures(
+            waiting=len(self._fetches),
+            loading_pages=self._incoming.num_pages,
+            leased_pages=self._incoming.num_read,
+            lookups=counts.lookups,
+            loaded_tokens=counts.loaded_tokens,
+            stored_tokens=counts.stored_tokens,
+            load_s=counts.load_s,
+            store_s=counts.store_s,
+            failures=dict(counts.failures),
+        )
+
+    # ------------------------------------------------------------ loads
+
+    def _loading(self) -> Iterator[tuple[_Fetch, Lease]]:
+        for fetch in self._fetches.values():
+            if fetch.lease is not None:
+                yield fetch, fetch.lease
+
+    def _load_waiting(self, now_s: float, steps: list[Step]) -> None:
+        """Order the loads of requests that were found, up to the first one that must wait."""
+        waiting = [fetch for fetch in self._fetches.values() if fetch.found and fetch.lease is None]
+        for fetch in sorted(waiting, key=self._order):
+            req, found = fetch.req, fetch.found
+            assert found is not None
+            match = self._cache.match(req.extra_key, req.fill_ids, found.num_pages)
+            missing = found.num_pages - match.num_pages
+            if missing <= 0 or self._is_late:
+                self._leave(fetch)
+                why = "the prefix cache has it by now" if missing <= 0 else "the disk does not answer"
+                steps.append(self._go_on(req, "not loaded", why, now_s))
+            elif self._is_being_loaded(req, match.num_pages):
+                continue  # by another request: this one finds the pages in the prefix cache
+            elif not self._may_load(missing):
+                return
+            elif self._reservations.leave_room(
+                missing + self._kv.unlocked_pages(match), self._kv.available_pages
+            ):
+                self._load(fetch, self._cache.lock(req.extra_key, match, req.priority), missing, now_s)
+                steps.append(Step(req.rid, "loading", f"{missing} of {found.num_pages} pages on disk"))
+            elif self._requests.num_with_row or self._is_loading:
+                return  # they end, and give memory back
+            else:
+                self._leave(fetch)
+                steps.append(self._go_on(req, "not loaded", "there is no memory for it", now_s))
+
+    @property
+    def _is_loading(self) -> bool:
+        return bool(self._loaded or self._draining or next(self._loading(), None))
+
+    def _is_being_loaded(self, req: Req, num_pages: int) -> bool:
+        """Whether the page after the first `num_pages` of a prompt is being loaded for another request."""
+        end = (num_pages + 1) * self._page_bytes
+        return any(
+            fetch.req.extra_key == req.extra_key
+            and lease.num_pages <= num_pages < lease.num_pages + len(fetch.pages)
+            and fetch.req.fill_ids.startswith(req.fill_ids[:end])
+            for fetch, lease in self._loading()
+        )
+
+    def _may_load(self, num_pages: int) -> bool:
+        counts = [len(fetch.pages) for fetch, _ in self._loading()]
+        counts += [len(pages) for pages in self._draining.values()]
+        counts += [count for _, count in self._loaded]
+        fits = sum(counts) + num_pages <= self._kv.num_pages // LOAD_SHARE
+        return not counts or (fits and len(counts) < MAX_LOADS)
+
+    def _load(self, fetch: _Fetch, lease: Lease, num_pages: int, now_s: float) -> None:
+        req, found = fetch.req, fetch.found
+        assert found is not None
+        # The disk may load one prompt after the other.
+        estimates = [found, *(other.found for other, _ in self._loading() if other.found)]
+        estimate_s = sum(each.seconds_estimate for each in estimates)
+        known = all(each.seconds_estimate > 0.0 for each in estimates)
+        limit_s = max(LOAD_LIMIT_FACTOR * estimate_s, MIN_LOAD_LIMIT_S) if known else UNKNOWN_LOAD_LIMIT_S
+        fetch.lease, fetch.pages = lease, self._incoming.take(num_pages)
+        fetch.began_s, fetch.expires_s = now_s, now_s + limit_s
+        token_ids = req.fill_ids[: found.num_pages * self._page_bytes]
+        self._commands.append(
+            LoadPages(fetch.job, req.extra_key, token_ids, lease.num_pages, fetch.pages.tobytes())
+        )
+
+    def _take(self, fetch: _Fetch, lease: Lease, message: Loaded, now_s: float) -> Step:
+        """Give loaded pages to the prefix cache; the request waits as any other from now on."""
+        req, count = fetch.req, min(message.num_pages, len(fetch.pages))
+        self._close(fetch)
+        if count:
+            begin = lease.num_pages * self._page_bytes
+            token_ids = req.fill_ids[begin : begin + count * self._page_bytes]
+            self._incoming.adopt(lease, token_ids, fetch.pages[:count])
+        self._incoming.give_back(fetch.pages[count:])
+        self._cache.release(lease)
+        self._note_error("load", message.error)
+        self._counts.loaded_tokens += count * self._kv.page_size
+        self._counts.load_s += message.seconds
+        if not count:
+            return self._go_on(req, "not loaded", message.error or "the disk has lost it", now_s)
+        req.loaded_tokens = count * self._kv.page_size
+        self._loaded.append((req, count))
+        seconds = now_s - fetch.began_s
+        return self._go_on(req, "loaded", f"{req.loaded_tokens:,} tokens from disk in {seconds:.3f} s", now_s)
+
+    def _leave(self, fetch: _Fetch) -> None:
+        """Drop a fetch; if it is being loaded, its pages stay taken until the I/O thread has answered."""
+        self._close(fetch)
+        if fetch.lease is not None:
+            self._cache.release(fetch.lease)
+            self._draining[fetch.job] = fetch.pages
+            self._commands.append(CancelLoad(fetch.job))
+
+    def _close(self, fetch: _Fetch) -> None:
+        del self._fetches[fetch.job], self._job_of[fetch.req.rid]
+
+    def _go_on(self, req: Req, event: str, detail: str, now_s: float, failure: str = "") -> Step:
+        if failure:
+            self._note_error(failure, detail)
+        self._requests.kv_ready(req, now_s)
+        return Step(req.rid, event, detail)
+
+    def _note_error(self, kind: str, error: str) -> None:
+        if error:
+            if not self._counts.failures[kind]:
+                logger.warning("the disk tier failed, requests go on without it kind=%s: %s", kind, error)
+            self._counts.failures[kind] += 1
+
+    # ------------------------------------------------------------ stores
+
+    def _store_waiting(self) -> None:
+        """Order the stores of prompts that have ended, up to the first one that must wait."""
+        most = self._kv.num_pages // STORE_SHARE
+        while self._to_store:
+            prompt = self._to_store[0]
+            match = self._cache.match(prompt.namespace, prompt.token_ids, self._kv.num_pages)
+            num_pages = match.num_pages
+            if self._stores and self._incoming.num_read + num_pages > most:
+                return
+            self._to_store.popleft()
+            if num_pages < self._min_pages:
+                continue  # evicted, or its step has failed
+            self._last_job += 1
+            self._incoming.num_read += num_pages
+            lease = self._stores[self._last_job] = self._cache.lock(prompt.namespace, match)
+            token_ids = prompt.token_ids[: num_pages * self._page_bytes]
+            pages = self._cache.pages_of(lease).tobytes()
+            self._commands.append(StorePages(self._last_job, prompt.namespace, token_ids, 0, pages))
+
+
+def _may_persist(req: Req) -> bool:
+    """Whether the prompt may be written to a disk: not with a cache salt, which makes it private."""
+    return not split_namespace(req.extra_key)[0]

@@ -1,0 +1,53 @@
+"""What `--kv-disk` refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine.launch.resolve.kind_settings import encoder_settings, state_settings
+from engine.runtime.config.device_config import ParallelConfig
+from engine.runtime.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
+from engine.runtime.errors import ConfigError
+
+from .test_encoder_settings import MINILM
+from .test_state_sizes import SHORT
+
+DISK = CacheConfig(kv_disk="folder")
+
+
+@pytest.mark.parametrize(
+    ("groups", "words"),
+    [
+        ({"parallel": ParallelConfig(tp=2)}, "kv_disk is set with tp 2, .*; leave --kv-disk out, or --tp"),
+        ({"parallel": ParallelConfig(pp=2)}, "kv_disk is set with pp 2"),
+        (
+            {"scheduler": SchedulerConfig(disaggregation_mode="decode")},
+            "kv_disk is set with disaggregation_mode decode, .*; leave --kv-disk out, or --disaggregation-mode",
+        ),
+    ],
+)
+def test_more_than_one_rank_and_half_an_engine(groups: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        EngineConfig(cache=DISK, **groups)
+
+
+def test_models_with_states_and_encoders() -> None:
+    with pytest.raises(
+        ConfigError, match=r"kv_disk is 'folder', .*states are not kept on disk; omit --kv-disk"
+    ):
+        state_settings(EngineConfig(cache=DISK), SHORT)
+    with pytest.raises(ConfigError, match=r"kv_disk is 'folder', .*is an encoder.*; omit --kv-disk"):
+        encoder_settings(EngineConfig(cache=DISK), MINILM)
+
+
+@pytest.mark.parametrize("size", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_size_above_zero(size: float) -> None:
+    with pytest.raises(ConfigError, match="kv_disk_size is .*, but it must be a number of GiB above 0"):
+        CacheConfig(kv_disk_size=size)
+
+
+def test_the_prefix_cache_must_be_on() -> None:
+    with pytest.raises(ConfigError, match="kv_disk is set without the prefix cache"):
+        CacheConfig(kv_disk="folder", radix_cache=False)

@@ -1,0 +1,272 @@
+"""What a scheduler does with a disk tier, call by call; `fake_disk.py` answers as each test says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine.runtime.messages import FinishKind
+from engine.runtime.transport.kv_tiers import CancelLoad, Found, Loaded, LoadPages, LookUp, Stored, StorePages
+from engine.scheduler.tiers import disk_tier
+
+from .fake_disk import DiskHarness, FakeDisk, ints
+
+PROMPT = list(range(1, 42))  # ten whole pages and a token
+
+
+@pytest.fixture(autouse=True)
+def _short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_tier, "MIN_TOKENS", 8)
+
+
+def kinds(disk: FakeDisk) -> list[type]:
+    return [type(order) for order in disk.orders]
+
+
+def restarted(before: DiskHarness, **settings: Any) -> DiskHarness:
+    """A new engine on the folder of another one."""
+    before.disk.orders.clear()
+    return DiskHarness(disk=before.disk, **settings)
+
+
+@pytest.fixture
+def warm() -> DiskHarness:
+    """A new engine; the disk has the ten pages of `PROMPT`."""
+    first = DiskHarness()
+    first.submit(prompt=PROMPT)
+    first.run_until_idle()
+    assert kinds(first.disk) == [LookUp, StorePages]
+    return restarted(first)
+
+
+def test_a_prompt_is_stored_once_it_is_computed_and_found_after_a_restart(warm: DiskHarness) -> None:
+    rid = warm.submit(prompt=PROMPT)
+    warm.run_until_idle()
+
+    assert kinds(warm.disk) == [LookUp, LoadPages, StorePages]
+    usage = warm.answers[rid].rows[-1].usage
+    assert usage.cached_tokens == 40
+    assert warm.events(rid) == ["looked up", "loading", "loaded"]
+    figures = warm.scheduler.report(0.0).disk
+    assert figures is not None
+    assert (figures.lookups, figures.loaded_tokens, figures.loading_pages, figures.leased_pages) == (
+        1,
+        40,
+        0,
+        0,
+    )
+
+
+def test_a_prompt_that_the_prefix_cache_has_asks_no_disk(warm: DiskHarness) -> None:
+    for _ in range(2):
+        warm.submit(prompt=PROMPT)
+        warm.run_until_idle()
+
+    assert kinds(warm.disk).count(LookUp) == 1
+
+
+def test_short_prompts_prompt_logprobs_and_salts_ask_no_disk_and_are_not_stored(warm: DiskHarness) -> None:
+    warm.submit(prompt=PROMPT[:8])
+    warm.submit(prompt=PROMPT, extra_key="secret")
+    warm.submit(prompt=PROMPT, prompt_logprobs=0)
+    warm.run_until_idle()
+
+    assert [order for order in kinds(warm.disk) if order is not StorePages] == []
+    assert all(not order.namespace for order in warm.disk.orders if isinstance(order, StorePages))
+
+
+def test_a_part_that_the_prefix_cache_has_is_not_loaded() -> None:
+    first = DiskHarness()
+    first.submit(prompt=PROMPT)
+    first.run_until_idle()
+    second = restarted(first)
+    second.disk.answers_itself = False
+    second.submit(prompt=PROMPT[:13], max_new_tokens=1)
+    second.answer(most=0)
+    second.run_until_idle()
+    second.disk.answers_itself = True
+    second.disk.orders.clear()
+
+    second.submit(prompt=PROMPT)
+    second.run_until_idle()
+
+    (load,) = [order for order in second.disk.orders if isinstance(order, LoadPages)]
+    assert load.first_page == 3 and len(ints(load.pages)) == 7
+    assert len(load.token_ids) == 40 * 4
+
+
+@pytest.mark.parametrize("loading", [False, True])
+def test_an_aborted_request_leaves_at_once_and_its_pages_stay_until_nothing_is_written(
+    warm: DiskHarness, loading: bool
+) -> None:
+    warm.disk.answers_itself = False
+    rid = warm.submit(prompt=PROMPT)
+    if loading:
+        warm.answer()
+        warm.step()
+    warm.abort(rid)
+
+    finish = warm.answers[rid].finish
+    assert finish is not None and finish.kind is FinishKind.ABORT
+    figures = warm.scheduler.report(0.0).disk
+    assert figures is not None and figures.loading_pages == (10 if loading else 0)
+    warm.scheduler.on_idle()
+    assert (CancelLoad in kinds(warm.disk)) == loading
+    warm.answer()
+    figures = warm.scheduler.report(0.0).disk
+    assert figures is not None and figures.loading_pages == 0
+    warm.scheduler.on_idle()
+    assert warm.scheduler._parts.transfer.num_open == 0
+
+
+def test_a_look_up_without_an_answer_delays_a_request_for_two_seconds(warm: DiskHarness) -> None:
+    warm.disk.answers_itself = False
+    rid = warm.submit(prompt=PROMPT)
+    warm.step()
+    assert warm.status(rid) == "receiving"
+    assert warm.scheduler.wake_s() == pytest.approx(102.0)
+    warm.now_s = 102.0
+    warm.step()
+    assert warm.events(rid) == ["looked up", "not loaded"]
+    other = warm.submit(prompt=[9, *PROMPT])
+    assert warm.status(other) == "waiting", "a disk that does not answer is asked again only after it has"
+    warm.run_until_idle()
+    warm.answer()
+    warm.submit(prompt=[8, *PROMPT])
+    assert kinds(warm.disk).count(LookUp) == 2
+
+
+def test_a_load_may_take_twice_its_estimate(warm: DiskHarness) -> None:
+    warm.disk.answers_itself = False
+    warm.disk.estimate_s = 3.0
+    rid = warm.submit(prompt=PROMPT)
+    warm.answer()
+    warm.step()
+    begun_s = warm.now_s
+    assert warm.scheduler.wake_s() == pytest.approx(begun_s + 6.0)
+    warm.now_s = begun_s + 5.9
+    warm.step()
+    assert warm.status(rid) == "receiving"
+    warm.now_s = begun_s + 6.0
+    warm.run_until_idle()
+    assert warm.answers[rid].rows[-1].usage.cached_tokens == 0
+    warm.disk.scribble(warm.runner)
+    assert warm.scheduler.report(0.0).disk.loading_pages == 10  # type: ignore[union-attr]
+    warm.answer(index=[isinstance(each, LoadPages) for each in warm.disk.open].index(True))
+    assert warm.scheduler.report(0.0).disk.loading_pages == 0  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "news", [Found(1, 10), Loaded(1, 10), Loaded(77, 1), Found(77, 1), Stored(77, 1), Stored(1, 1)]
+)
+@pytest.mark.parametrize("after", ["look-up", "found", "loading", "loaded"])
+def test_news_of_other_jobs_or_that_come_twice_change_nothing(
+    warm: DiskHarness, news: Any, after: str
+) -> None:
+    warm.disk.answers_itself = False
+    rid = warm.submit(prompt=PROMPT)
+    for name in ("look-up", "found", "loading", "loaded"):
+        if name == "found":
+            warm.answer()
+        elif name == "loading":
+            warm.step()
+        elif name == "loaded":
+            warm.answer()
+        if name == after:
+            break
+    wanted = (type(news), after) in {(Found, "look-up"), (Loaded, "loading")} and news.job == 1
+    if not wanted:
+        warm.tell(news)
+    warm.disk.answers_itself = True
+    warm.run_until_idle()
+    assert warm.answers[rid].rows[-1].usage.cached_tokens == 40
+
+
+def test_a_disk_that_has_lost_pages_gives_fewer(warm: DiskHarness) -> None:
+    warm.disk.answers_itself = False
+    rid = warm.submit(prompt=PROMPT)
+    warm.answer()
+    warm.step()
+    warm.answer(most=4, error="a record is damaged")
+    warm.disk.answers_itself = True
+    warm.run_until_idle()
+
+    assert warm.answers[rid].rows[-1].usage.cached_tokens == 16
+    assert warm.scheduler.report(0.0).disk.failures == {"load": 1}  # type: ignore[union-attr]
+
+
+def test_requests_with_the_same_prefix_load_it_once(warm: DiskHarness) -> None:
+    warm.disk.answers_itself = False
+    rids = [warm.submit(prompt=[*PROMPT[:40], *own]) for own in ([50], [51, 52], [53])]
+    for _ in rids:
+        warm.answer()
+    warm.step()
+    assert [type(each) for each in warm.disk.open] == [LoadPages]
+    warm.disk.answers_itself = True
+    warm.answer()
+    warm.run_until_idle()
+
+    assert kinds(warm.disk).count(LoadPages) == 1
+    assert [warm.answers[rid].rows[-1].usage.cached_tokens for rid in rids] == [40, 40, 40]
+
+
+def test_at_most_four_prompts_and_an_eighth_of_the_pool_are_loaded_at_once() -> None:
+    first = DiskHarness(num_pages=400, max_model_len=600)
+    lengths = [30, 30, 30, 30, 30, 90, 250]
+    prompts = [[n + 2, *(1 + token % 96 for token in range(length))] for n, length in enumerate(lengths)]
+    for prompt in prompts:
+        first.submit(prompt=prompt)
+        first.run_until_idle()
+    second = restarted(first, num_pages=400, max_model_len=600)
+    second.disk.answers_itself = False
+    for prompt in prompts:
+        second.submit(prompt=prompt)
+    for _ in prompts:
+        second.answer()
+    second.step()
+    assert [len(ints(each.pages)) for each in second.disk.open if isinstance(each, LoadPages)] == [7, 7, 7, 7]
+    loads = []
+    while any(isinstance(each, LoadPages) for each in second.disk.open):
+        loads.append([len(ints(each.pages)) for each in second.disk.open if isinstance(each, LoadPages)])
+        second.answer(index=[isinstance(each, LoadPages) for each in second.disk.open].index(True))
+        while second.scheduler._parts.requests.waiting:
+            second.step()
+        second.step()
+    assert [62] in loads, "a prompt above an eighth of the pool is loaded alone"
+    assert all(len(each) <= 4 and (sum(each) <= 50 or len(each) == 1) for each in loads)
+    second.disk.answers_itself = True
+    second.run_until_idle()
+
+
+def test_pages_that_are_stored_stay_locked_until_the_answer() -> None:
+    harness = DiskHarness(num_pages=64)
+    harness.disk.answers_itself = False
+    for number in range(3):
+        harness.submit(prompt=[number + 1, *PROMPT], max_new_tokens=1)
+        harness.answer(index=-1)  # the look-up
+    harness.run_until_idle()
+
+    assert kinds(harness.disk).count(StorePages) == 1, "the second one would lock more than 1/16 of the pool"
+    assert harness.scheduler.report(0.0).disk.leased_pages == 10  # type: ignore[union-attr]
+    assert harness.flush().kept_tokens == 40
+    harness.answer()
+    assert harness.scheduler.report(0.0).disk.leased_pages == 0  # type: ignore[union-attr]
+    assert harness.flush().kept_tokens == 0
+
+
+def test_a_request_that_alone_needs_the_pages_being_stored_waits_for_them() -> None:
+    harness = DiskHarness(num_pages=12, max_model_len=48)
+    harness.disk.answers_itself = False
+    harness.submit(prompt=PROMPT[:33], max_new_tokens=1)
+    harness.answer()
+    harness.run_until_idle()
+    rid = harness.submit(prompt=[77, *PROMPT[:32]], max_new_tokens=12)
+    harness.answer(index=-1)
+    for _ in range(20):
+        if harness.step() is None and not harness.in_flight:
+            harness.scheduler.on_idle()
+    assert harness.answers[rid].finish is None
+    harness.disk.answers_itself = True
+    harness.answer()
+    harness.run_until_idle()
