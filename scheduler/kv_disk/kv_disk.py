@@ -1,8 +1,8 @@
 """`KvDisk`: the thread that looks pages up on the disk, and moves them between there and the KV pool.
 
-    scheduler's loop      submit(TierCommand)                              poll() -> TierNews
-    thread                LookUp at once; loads before stores, in order, some MiB at a time
-    second thread         SHA-256 of the weights, at low priority; until then nothing is found, and stores wait
+    scheduler's loop      `send`: commands; news come into its inbox
+    thread                look-ups at once; loads before stores, in order, 4 MiB at a time
+    second thread         digest of the weights, at low priority; until then nothing is found, and stores wait
 
 No request fails because of the disk: what cannot be read is a miss. A bug in the thread turns the disk off.
 """
@@ -15,15 +15,16 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, Final, NamedTuple, Protocol, TypeVar, assert_never
+from typing import Any, Final, NamedTuple, Protocol, assert_never
 
 import numpy as np
 import numpy.typing as npt
 
+from ...runtime.transport.ipc import Outbox
 from ...runtime.transport.kv_tiers import (
     CancelLoad,
     Forget,
@@ -50,8 +51,6 @@ _HASHING_NICENESS: Final = 19
 
 _NOT_OPEN: Final = "the disk is not in use"
 _SALTED: Final = "prompts with a salt are not stored"
-
-T = TypeVar("T")
 
 Pages = npt.NDArray[np.int32]
 
@@ -80,7 +79,7 @@ class _Weights(NamedTuple):
 
 
 class KvDisk:
-    """See the module. `submit`, `poll` and `close` are called by one thread."""
+    """See the module."""
 
     def __init__(
         self,
@@ -91,7 +90,7 @@ class KvDisk:
         memory: PageRows,
         *,
         page_size: int,
-        wake: Callable[[], None],
+        scheduler: str,
         persist_salted: bool = False,
     ) -> None:
         """Start the threads.
@@ -102,7 +101,7 @@ class KvDisk:
             facts: `kv_facts`.
             weights: computes `weights_content`; called once, in a thread of its own.
             memory: of rank 0. Until a load or a store ends, nothing else uses or writes to its pages.
-            wake: called by the thread when `poll` has news.
+            scheduler: endpoint of the scheduler's inbox.
             persist_salted: store pages of salted namespaces, too.
 
         Raises:
@@ -115,12 +114,11 @@ class KvDisk:
         self._weights = weights
         self._memory = memory
         self._page_size = page_size
-        self._wake = wake
+        self._endpoint = scheduler
         self._persist_salted = persist_salted
         rows = max(1, _PIECE_BYTES // record_bytes(memory.page_bytes))
         self._buffer = RecordBuffer(rows, memory.page_bytes)
         self._commands: SimpleQueue[TierCommand | _Weights | None] = SimpleQueue()
-        self._news: SimpleQueue[TierNews] = SimpleQueue()
         self._identity = b""
         self._store: SegmentStore | None = None
         self._is_off = False
@@ -135,13 +133,10 @@ class KvDisk:
         self._thread = threading.Thread(target=self._run, name="kv-disk", daemon=True)
         self._thread.start()
 
-    def submit(self, command: TierCommand) -> None:
-        """Hand a command to the thread; never blocks."""
-        self._commands.put(command)
-
-    def poll(self) -> list[TierNews]:
-        """Take the news; never blocks."""
-        return list(_taken(self._news))
+    def send(self, commands: Sequence[TierCommand]) -> None:
+        """Hand commands to the thread; never blocks."""
+        for command in commands:
+            self._commands.put(command)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """End the thread, after the jobs that it can do in this time."""
@@ -161,12 +156,14 @@ class KvDisk:
         self._commands.put(_Weights(content))
 
     def _run(self) -> None:
+        self._outbox = Outbox(self._endpoint)
         while not self._closes or (self._jobs() and time.monotonic() < self._ends_s):
             try:
                 if not self._jobs():
                     self._handle(self._commands.get())
-                for command in _taken(self._commands):
-                    self._handle(command)
+                with contextlib.suppress(Empty):
+                    while True:
+                        self._handle(self._commands.get_nowait())
                 if self._jobs():
                     self._advance(self._jobs())
             except Exception:
@@ -174,6 +171,7 @@ class KvDisk:
                 self._turn_off()
         if self._store is not None:
             self._store.close()
+        self._outbox.close()
 
     def _jobs(self) -> deque[_Job]:
         """The jobs whose turn it is: loads first; stores wait for the weights."""
@@ -182,13 +180,13 @@ class KvDisk:
     def _handle(self, command: TierCommand | _Weights | None) -> None:
         match command:
             case LookUp():
-                self._answer(self._found(command))
+                self._outbox.send(self._found(command))
             case LoadPages() if self._store is None:
-                self._answer(Loaded(command.job, 0, _NOT_OPEN))
+                self._outbox.send(Loaded(command.job, 0, _NOT_OPEN))
             case LoadPages():
                 self._loads.append(_Job(command, self._load(command)))
             case StorePages() if self._is_off or not self._keeps(command.namespace):
-                self._answer(Stored(command.job, 0, _NOT_OPEN if self._is_off else _SALTED))
+                self._outbox.send(Stored(command.job, 0, _NOT_OPEN if self._is_off else _SALTED))
             case StorePages():
                 self._stores.append(_Job(command, self._save(command)))
             case CancelLoad():
@@ -224,15 +222,11 @@ class KvDisk:
             self._store.close()
             self._store = None
         for job in self._loads:
-            self._answer(Loaded(job.command.job, 0, _NOT_OPEN))
+            self._outbox.send(Loaded(job.command.job, 0, _NOT_OPEN))
         for job in self._stores:
-            self._answer(Stored(job.command.job, 0, _NOT_OPEN))
+            self._outbox.send(Stored(job.command.job, 0, _NOT_OPEN))
         self._loads.clear()
         self._stores.clear()
-
-    def _answer(self, news: TierNews) -> None:
-        self._news.put(news)
-        self._wake()
 
     # ------------------------------------------------------------ jobs
 
@@ -241,7 +235,7 @@ class KvDisk:
         answer = next(jobs[0].work)
         if answer is not None:
             jobs.popleft()
-            self._answer(answer)
+            self._outbox.send(answer)
 
     def _keeps(self, namespace: str) -> bool:
         return self._persist_salted or not is_salted(namespace)
@@ -312,9 +306,3 @@ class _Job(NamedTuple):
 
 def _page_ids(command: LoadPages | StorePages) -> Pages:
     return np.frombuffer(command.pages, dtype=np.int32)
-
-
-def _taken(items: SimpleQueue[T]) -> Iterator[T]:
-    with contextlib.suppress(Empty):
-        while True:
-            yield items.get_nowait()

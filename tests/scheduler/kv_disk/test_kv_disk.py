@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch
 from engine.model_runner.memory.kv_pool import KVPool
 from engine.model_runner.memory.page_memory import PageMemory
 from engine.runtime.errors import ConfigError
+from engine.runtime.transport.ipc import Inbox
 from engine.runtime.transport.kv_tiers import (
     CancelLoad,
     Forget,
@@ -64,7 +66,8 @@ class Engine:
         self.pool = make_pool(seed, more.pop("dtype", torch.bfloat16))
         self.memory = PageMemory(self.pool)
         self._news: list[TierNews] = []
-        self._woken = threading.Semaphore(0)
+        endpoint = f"inproc://kv disk {id(self)}"
+        self._inbox = Inbox(endpoint, msgspec.msgpack.Decoder(TierNews))
         self.disk = KvDisk(
             root,
             LIMIT,
@@ -72,7 +75,7 @@ class Engine:
             weights,
             more.pop("memory", self.memory),
             page_size=PAGE_SIZE,
-            wake=self._woken.release,
+            scheduler=endpoint,
             **more,
         )
         self._job = 0
@@ -83,17 +86,21 @@ class Engine:
 
     def submit(self, make: Callable[..., TierCommand], *arguments: Any) -> int:
         self._job += 1
-        self.disk.submit(make(self._job, *arguments))
+        self.disk.send([make(self._job, *arguments)])
         return self._job
 
     def answer(self, job: int) -> TierNews:
         while True:
-            for news in self._news:
-                if news.job == job:
-                    self._news.remove(news)
-                    return news
-            assert self._woken.acquire(timeout=PATIENCE_S), "no answer"
-            self._news += self.disk.poll()
+            for found in self._news:
+                if found.job == job:
+                    self._news.remove(found)
+                    return found
+            news = self._inbox.poll(PATIENCE_S)
+            assert news, "no answer"
+            self._news += news
+
+    def close_inbox(self) -> None:
+        self._inbox.close()
 
     def found(self, tokens: bytes, namespace: str = "") -> int:
         found = self.ask(LookUp, namespace, tokens)
@@ -121,6 +128,7 @@ def engine_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]
     yield make
     for engine in engines:
         engine.disk.close(PATIENCE_S)
+        engine.close_inbox()
 
 
 def prompt(num_pages: int, seed: int = 0) -> bytes:
@@ -315,7 +323,7 @@ def test_a_cancelled_load_ends_after_its_piece(slow):
     second = engine.submit(LoadPages, "", prompt(4), 0, ids(20, 21, 22, 23))
     memory.began.acquire()
     for job in (first, second, 99):
-        engine.disk.submit(CancelLoad(job))
+        engine.disk.send([CancelLoad(job)])
     memory.permits.release()
 
     ends = [engine.answer(first), engine.answer(second)]
@@ -327,7 +335,7 @@ def test_forgetting_ends_stores_and_leaves_nothing(slow):
     engine, memory = slow
     store = engine.submit(StorePages, "", prompt(3, seed=1), 0, ids(5, 6, 7))
     memory.began.acquire()
-    engine.disk.submit(Forget())
+    engine.disk.send([Forget()])
     memory.permits.release()
 
     stored = engine.answer(store)
@@ -368,10 +376,9 @@ def test_the_rate_of_loads_gives_an_estimate(slow):
 def test_closing_ends_what_is_queued_but_waits_no_longer_than_it_may(tmp_path, engine_at):
     engine = engine_at(tmp_path)
     engine.wait_until_open()
-    for seed in range(20):
-        engine.submit(StorePages, "", prompt(3, seed=seed), 0, ids(1, 2, 3))
+    jobs = [engine.submit(StorePages, "", prompt(3, seed=seed), 0, ids(1, 2, 3)) for seed in range(20)]
     engine.disk.close(PATIENCE_S)
-    assert len([news for news in engine.disk.poll() if isinstance(news, Stored)]) >= 20
+    assert [engine.answer(job).num_pages for job in jobs] == [3] * 20
 
     never = threading.Event()
     engine = engine_at(tmp_path, weights=lambda: str(never.wait(PATIENCE_S)))
