@@ -307,10 +307,13 @@ class _Resolver:
         against, fix = against_blocks(self.config.model, self.host, device, dtype, model_impl)
         if asked in BLOCK_METHODS and against:
             raise ConfigError(f"quantization is {asked}, but {against}; {fix} or --quantization none")
-        if asked is not None or found is None or found.method != "gguf":
+        if asked is not None or found is None:
             return asked
-        if against:
+        becomes_blocks = device == "cpu" and found.is_in_blocks and self.config.model.load_format != "dummy"
+        if against and (found.method == "gguf" or becomes_blocks):
             return self.note("quantization", "none", against)
+        if found.method != "gguf":
+            return None
         return self.note(
             "quantization", "gguf", "the file's quantized values, which this CPU multiplies directly"
         )

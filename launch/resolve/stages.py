@@ -202,7 +202,7 @@ def stage_weight_bytes(
         dequantized: quantized weights are kept in `dtype_bytes`, too.
         on_cpu: a tied head is packed for its kernel, so it is a copy of the table.
     """
-    num_bytes = weight_bytes(spec, dtype_bytes, dequantized=dequantized)
+    num_bytes = weight_bytes(spec, dtype_bytes, dequantized=dequantized, on_cpu=on_cpu)
     if stage.count == 1:
         return num_bytes + (tied_head_bytes(spec, dtype_bytes, dequantized=dequantized) if on_cpu else 0)
     counted, first, last = end_bytes(spec, dtype_bytes, dequantized=dequantized)

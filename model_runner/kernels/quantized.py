@@ -32,17 +32,17 @@ from .quantized_weights import (
     BLOCK_SIZE,
     BlockWeight,
     Fp8Weight,
-    Int4Weight,
+    IntWeight,
     NotFiniteError,
     stack_blocks,
     stack_fp8,
-    stack_int4,
+    stack_ints,
 )
 from .sgl import operators
 
 logger = logging.getLogger(__name__)
 
-QuantizedWeight = Fp8Weight | Int4Weight | BlockWeight | StoredRows
+QuantizedWeight = Fp8Weight | IntWeight | BlockWeight | StoredRows
 
 Part = Tensor | QuantizedWeight
 """The weight of one module, or this rank's part of it: [N, K] in the serving dtype, or quantized."""
@@ -170,17 +170,19 @@ def _against_fp8_weight(target: QuantTarget, weight: Fp8Weight) -> list[str]:
 # ---------------------------------------------------------------- 4 bits
 
 
-def _against_int4_triton(target: QuantTarget, weight: Int4Weight) -> list[str]:
+def _against_int4_triton(target: QuantTarget, weight: IntWeight) -> list[str]:
     if target.device.type != "cuda":
         return [f"multiplies on GPUs only, not on {target.device.type}"]
     reasons = [target.triton_reason] if target.triton_reason else []
+    if weight.bits != 4:
+        reasons.append(f"supports 4 bits, not {weight.bits}")
     size = weight.group_size
     if weight.scales.shape[0] > 1 and size not in (16, 32, 64) and size % 128:
         reasons.append(f"supports groups of 16, 32, 64 and multiples of 128 inputs, not of {size}")
     return reasons
 
 
-def _make_int4_triton(target: QuantTarget, weight: Int4Weight) -> LinearWeight:
+def _make_int4_triton(target: QuantTarget, weight: IntWeight) -> LinearWeight:
     from .triton.split_k import num_sms_of
 
     return Int4Linear(weight, num_sms_of(target.device))
@@ -225,7 +227,7 @@ class _Kind(NamedTuple):
 
 KINDS: Final[Mapping[type[QuantizedWeight], _Kind]] = {
     Fp8Weight: _Kind("fp8", FP8_PROVIDERS, stack_fp8),
-    Int4Weight: _Kind("int4", INT4_PROVIDERS, stack_int4),
+    IntWeight: _Kind("int4", INT4_PROVIDERS, stack_ints),
     BlockWeight: _Kind("blocks", BLOCK_PROVIDERS, stack_blocks),
     StoredRows: _Kind("blocks", BLOCK_PROVIDERS, stack_rows),
 }
@@ -296,7 +298,7 @@ class QuantizedLinears:
         """The part as it is if it has a kernel, else in blocks if those have one, else in the serving dtype."""
         if isinstance(part, Tensor) or self._choose(part)[0] is not None:
             return part
-        if isinstance(part, Int4Weight) and not reasons_against_blocks(self._target) and self._keep:
+        if isinstance(part, IntWeight) and not reasons_against_blocks(self._target) and self._keep:
             return part.as_blocks() or self._dequantized(part)
         return self._dequantized(part)
 
@@ -355,7 +357,7 @@ def dequantized(part: Part, dtype: torch.dtype) -> Tensor:
 def _stack(one: Part, other: Part, *, as_one: bool) -> bool:
     if isinstance(one, Fp8Weight) and isinstance(other, Fp8Weight):
         return one.stacks_with(other)
-    if isinstance(one, Int4Weight) and isinstance(other, Int4Weight):
+    if isinstance(one, IntWeight) and isinstance(other, IntWeight):
         return one.stacks_with(other)
     if isinstance(one, BlockWeight) and isinstance(other, BlockWeight):
         return one.stacks_with(other)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops.linear import LinearWeight
-from .quantized_weights import Fp8Weight, Int4Weight
+from .quantized_weights import Fp8Weight, IntWeight
 
 _DEQUANTISE_ABOVE_ROWS: Final = 256
 """With more tokens than this a 4-bit weight is dequantized once as a whole and takes an ordinary matmul. Not measured
@@ -94,7 +94,7 @@ class Fp8WeightLinear:
 class Int4Linear:
     """Dequantizes integers in registers; for many tokens it dequantizes the whole weight, once per call."""
 
-    def __init__(self, weight: Int4Weight, num_sms: int) -> None:
+    def __init__(self, weight: IntWeight, num_sms: int) -> None:
         from .triton.dequant_gemm import pack_int4
 
         self._words = pack_int4(weight.numbers)

@@ -1,4 +1,4 @@
-"""`Fp8Weight`, `Int4Weight`, `BlockWeight`: quantized weights, one class per form, for all checkpoint formats.
+"""`Fp8Weight`, `IntWeight`, `BlockWeight`: quantized weights, one class per form, for all checkpoint formats.
 
 Formats (`weights/`) read checkpoints into these; kernels (`quantized`) take them. `dequantized` defines the value of a
 weight, and every kernel is tested against it.
@@ -70,15 +70,16 @@ class Fp8Weight:
 
 
 @dataclass(frozen=True, slots=True)
-class Int4Weight:
-    """Integers 0..15 with a scale and a zero point per output and group of inputs.
+class IntWeight:
+    """Integers of 4 or 8 bits with a scale and a zero point per output and group of inputs.
 
     Attributes:
-        numbers: [K, N] uint8; weight = (number - zero) * scale.
+        numbers: [K, N] uint8, 0..15 or 0..255; weight = (number - zero) * scale.
         scales: [G, N] float16 or float32.
-        zeros: [G, N] uint8, 0..15.
+        zeros: [G, N] uint8, in the same range.
         group_size: K where G is 1, else a divisor of K.
         order: [K] int64: row k of `numbers` belongs to input order[k]; None: to input k.
+        bits: per integer, 4 or 8.
     """
 
     numbers: Tensor
@@ -86,6 +87,7 @@ class Int4Weight:
     zeros: Tensor
     group_size: int
     order: Tensor | None = None
+    bits: int = 4
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -94,8 +96,8 @@ class Int4Weight:
 
     @property
     def num_bytes(self) -> int:
-        """Memory in the layout of the kernels: two integers per byte."""
-        return self.numbers.nbytes // 2 + self.scales.nbytes + self.zeros.nbytes
+        """Memory in the layout of the kernels."""
+        return self.numbers.nbytes * self.bits // 8 + self.scales.nbytes + self.zeros.nbytes
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """[N, K], rounded once."""
@@ -109,7 +111,7 @@ class Int4Weight:
         return out.t().contiguous()
 
     def as_blocks(self) -> BlockWeight | None:
-        """The same weight in blocks, each with the scale of its group.
+        """The same weight in blocks, each with the scale of its group, and without minima if it has one zero point.
 
         None: groups are not whole blocks of neighboring inputs, or a scale is not finite.
         """
@@ -117,14 +119,15 @@ class Int4Weight:
             return None
         per_group = self.group_size // BLOCK_SIZE
         scales = self.scales.to(torch.float32)
-        scales, minima = (
-            part.t().repeat_interleave(per_group, dim=1) for part in (scales, self.zeros * -scales)
-        )
-        return BlockWeight(self.numbers.t().contiguous(), scales, minima, 0, 4)
+        numbers, minima, zero = self.numbers.t().contiguous(), None, int(self.zeros[0, 0])
+        if (self.zeros != zero).any():
+            minima, zero = (self.zeros * -scales).t().repeat_interleave(per_group, dim=1), 0
+        return BlockWeight(numbers, scales.t().repeat_interleave(per_group, dim=1), minima, zero, self.bits)
 
-    def stacks_with(self, other: Int4Weight) -> bool:
+    def stacks_with(self, other: IntWeight) -> bool:
         """Whether both can become one weight with the outputs of both."""
-        if (self.group_size, self.numbers.shape[0]) != (other.group_size, other.numbers.shape[0]):
+        mine, others = ((one.bits, one.group_size, one.numbers.shape[0]) for one in (self, other))
+        if mine != others:
             return False
         if self.order is None or other.order is None:
             return self.order is other.order
@@ -230,7 +233,7 @@ def stack_fp8(weights: Sequence[Fp8Weight]) -> Fp8Weight:
     return replace(weights[0], numbers=numbers, scales=scales)
 
 
-def stack_int4(weights: Sequence[Int4Weight]) -> Int4Weight:
+def stack_ints(weights: Sequence[IntWeight]) -> IntWeight:
     """One weight with the outputs of all; they must stack."""
     if len(weights) == 1:
         return weights[0]
@@ -238,7 +241,7 @@ def stack_int4(weights: Sequence[Int4Weight]) -> Int4Weight:
         torch.cat(parts, dim=1)
         for parts in zip(*((weight.numbers, weight.scales, weight.zeros) for weight in weights), strict=True)
     )
-    return Int4Weight(numbers, scales, zeros, weights[0].group_size, weights[0].order)
+    return replace(weights[0], numbers=numbers, scales=scales, zeros=zeros)
 
 
 def stack_blocks(weights: Sequence[BlockWeight]) -> BlockWeight:

@@ -19,7 +19,7 @@ from ..kernels.blocks.native_blocks import TILES_FROM
 from ..kernels.quantized import QuantizedLinears, QuantTarget, reasons_against_blocks
 from .block_format import BlockFormat
 from .fp8_format import Fp8Parts, MadeFp8Parts
-from .int4_format import AwqParts, GptqParts
+from .int_format import AwqParts, CompressedIntParts, GptqParts
 from .linear_format import LinearFormat, PartReader, PlainFormat, QuantizedFormat
 
 if TYPE_CHECKING:
@@ -59,7 +59,9 @@ def make_linear_format(
     if found.method not in BLOCK_METHODS:
         if not found.kept:
             _log_cost(spec, target, "quantization is none")
-        elif not _become_blocks(found, target) and (target.device.type != "cuda" or target.triton_reason):
+        elif found.is_in_blocks and not reasons_against_blocks(target):
+            _log_kept(spec, target)
+        elif target.device.type != "cuda" or target.triton_reason:
             _log_cost(spec, target, "for which there is no kernel here")
         return QuantizedFormat(_part_reader(found), linears)
     if reasons := reasons_against_blocks(target):
@@ -71,12 +73,6 @@ def make_linear_format(
         return PlainFormat(ops.pack_linear)  # the store dequantizes
     _log_kept(spec, target)
     return BlockFormat(found, linears)
-
-
-def _become_blocks(found: QuantizationSpec, target: QuantTarget) -> bool:
-    """Whether AWQ or GPTQ weights are multiplied as blocks; the memory figures count them as dequantized."""
-    in_order = found.method in ("awq", "gptq") and not found.reordered
-    return in_order and not reasons_against_blocks(target)
 
 
 def quant_target(device: torch.device, dtype: torch.dtype) -> QuantTarget:
@@ -104,6 +100,8 @@ def _part_reader(found: QuantizationSpec) -> PartReader:
             return AwqParts(found)
         case "gptq":
             return GptqParts(found)
+        case "compressed-tensors":
+            return CompressedIntParts(found)
         case _:
             raise AssertionError(f"{found.method} is read by `BlockFormat`")
 
@@ -153,7 +151,8 @@ def _rounded(spec: ModelSpec) -> str:
 def _weights_mib(spec: ModelSpec, target: QuantTarget, *, dequantized: bool = False) -> int:
     """MiB of all ranks together. A plain head tied to the embedding counts once, although some kernels copy it."""
     width = target.dtype.itemsize
-    num_bytes = weight_bytes(spec, width, dequantized=dequantized)
-    if target.device.type == "cpu" and not dequantized:
+    on_cpu = target.device.type == "cpu"
+    num_bytes = weight_bytes(spec, width, dequantized=dequantized, on_cpu=on_cpu)
+    if on_cpu and not dequantized:
         num_bytes += tied_head_bytes(spec, width)
     return num_bytes >> 20

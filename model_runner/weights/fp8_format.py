@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from ..kernels.quantized import Part
 
 _SCALES: Final = ("weight_scale_inv", "weight_scale")
-_UNUSED: Final = ("input_scale", "activation_scale", "input_scale_ub", "k_scale", "v_scale", "output_scale")
-"""Static scales of activations and of the KV cache: activations are scaled per token, the KV cache has no scales."""
 
 
 class Fp8Parts:
@@ -40,10 +38,7 @@ class Fp8Parts:
         scale_name = next((one for one in scale_names if weights.shape(one, shape) is not None), None)
         if scale_name is None or self._quantization.is_plain(name):
             return read_plain([module])
-        attention = name.rpartition(".")[0]
-        for unused in _UNUSED:
-            weights.ignore(f"{name}.{unused}")
-            weights.ignore(f"{attention}.{unused}")
+        module.ignore_static_scales()
         numbers = weights.stacked([f"{name}.weight"], [shape], FP8, slices=None if part is None else [part])
         scales, group_size = self._scales(weights, scale_name, shape)
         if part is not None and part.axis == 0:

@@ -35,8 +35,10 @@ _DTYPES: Final = {
     "F8_E4M3": torch.float8_e4m3fn,
     "I32": torch.int32,
     "U8": torch.uint8,
+    "I8": torch.int8,
+    "I64": torch.int64,
 }
-_CODES: Final = (torch.float8_e4m3fn, torch.int32, torch.uint8)
+_CODES: Final = (torch.float8_e4m3fn, torch.int32, torch.uint8, torch.int8, torch.int64)
 """Dtypes of quantized weights. They have a value only together with scales and are never converted."""
 
 

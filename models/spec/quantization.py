@@ -7,6 +7,9 @@ How each method stores a weight [out, in], by the names of its tensors:
     fp8    weight [out, in] e4m3; weight_scale or weight_scale_inv: one number, one per output, or one per block
     awq    qweight int32 [in, out/8], qzeros int32 [in/group, out/8], scales [in/group, out]
     gptq   qweight int32 [in/8, out], qzeros int32 [in/group, out/8], scales [in/group, out], g_idx int32 [in]
+    compressed-tensors, for integers: weight_packed int32 [out, in/8] (4 bits) or [out, in/4] (8 bits), or weight int8
+           [out, in]; weight_scale [out, in/group], [out, 1] or [1]; weight_zero_point int32 [out/8, in/group] or int8;
+           weight_g_idx int32 [in]. Its 8-bit floats are fp8.
     gguf   a GGUF file's own formats, those in `GGUF_FORMS`; in a folder, experts in MXFP4 (`stored_forms`)
 
 `int8` and `int4` are not checkpoint forms: plain weights are quantized to blocks while they are loaded.
@@ -151,6 +154,31 @@ HEADS: Final = ("lm_head", "model.embed_tokens")
 """The output head's module, or the embedding's if the head is tied to it."""
 
 
+class IntForm(msgspec.Struct, frozen=True, kw_only=True):
+    """A form of integers in compressed-tensors, and the modules in this form.
+
+    Attributes:
+        bits: per integer.
+        group_size: inputs that share a scale; 0: all of them, or the whole weight.
+        symmetric: all zero points are the middle of the range.
+        packed: words of 4 bytes hold several integers; if False, each has a byte.
+        modules: as `QuantizationSpec.plain_modules`; empty: all linear layers that no other form names.
+    """
+
+    bits: Literal[4, 8]
+    group_size: int
+    symmetric: bool
+    packed: bool
+    modules: tuple[str, ...] = ()
+
+    @property
+    def block_form(self) -> BlockForm | None:
+        """The form in blocks; None: groups are not whole blocks."""
+        if self.group_size % BLOCK_LEN:
+            return None
+        return BlockForm(self.bits, 1 << (self.bits - 1) if self.symmetric else 0, not self.symmetric)
+
+
 class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The form of the weights.
 
@@ -163,6 +191,7 @@ class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True):
         block: fp8: (outputs, inputs) that share a scale; None: all inputs of an output share one.
         activation_bound: fp8: larger inputs are clamped to this value; None: no bound.
         weights_only: fp8: activations keep their dtype.
+        int_forms: compressed-tensors: the forms of integers, those for named modules first.
         types: gguf: the file's format of each module stored in blocks; names of experts omit the expert's number.
         plain_modules: linear layers that are not quantized: names or parts of names in whole components
             ("mlp.gate"), or after "re:" regular expressions for the beginning of a name.
@@ -178,22 +207,42 @@ class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True):
     block: tuple[int, int] | None = None
     activation_bound: float | None = None
     weights_only: bool = False
+    int_forms: tuple[IntForm, ...] = ()
     types: dict[str, str] = {}
     plain_modules: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
 
     def is_kept(self, *, on_cpu: bool) -> bool:
         """Whether weights stay in this form on the device, according to what is known before loading."""
-        return self.kept and (not on_cpu or self.method in BLOCK_METHODS)
+        return self.kept and (not on_cpu or self.is_in_blocks)
+
+    @property
+    def is_in_blocks(self) -> bool:
+        """Whether the CPU kernels multiply with the weights as blocks, unless sizes do not divide."""
+        if self.method in BLOCK_METHODS:
+            return True
+        if self.method == "fp8" or self.reordered:
+            return False
+        sizes = [form.group_size for form in self.int_forms] or [self.group_size]
+        return all(size % BLOCK_LEN == 0 for size in sizes)
+
+    def int_form(self, name: str) -> IntForm | None:
+        """compressed-tensors: the form of a module; None: it is plain."""
+        if self.is_plain(name):
+            return None
+        named = (form for form in self.int_forms if not form.modules or self._names(form.modules, name))
+        return next(named, None)
 
     def is_plain(self, name: str) -> bool:
         """Whether this linear layer keeps floating-point weights. Routers of experts do in every checkpoint."""
         if _ROUTER.search(name) or (self.method == "gguf" and unnumbered(name) not in self.types):
             return True
+        return self._names(self.plain_modules, name)
+
+    def _names(self, modules: tuple[str, ...], name: str) -> bool:
+        """Whether one of `modules` is this module."""
         others = [new + name.removeprefix(old) for old, new in self.renamed if name.startswith(old)]
-        return any(
-            pattern.search(each) for pattern in compiled(self.plain_modules) for each in (name, *others)
-        )
+        return any(pattern.search(each) for pattern in compiled(modules) for each in (name, *others))
 
     def form_of(self, name: str, columns: int) -> BlockForm | None:
         """The block form of a module with this many inputs; None: it is not stored in blocks."""
@@ -204,7 +253,7 @@ class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True):
         in_8_bits = self.method == "int8" or name in HEADS or name.endswith(_IN_8_BITS)
         return INT8 if in_8_bits else INT4
 
-    def bytes_of(self, name: str, rows: int, columns: int) -> int | None:
+    def bytes_of(self, name: str, rows: int, columns: int, *, on_cpu: bool = False) -> int | None:
         """Memory of one module's weight [rows, columns] with its scales, in the kernels' layout; None: it is plain."""
         if self.method in BLOCK_METHODS:
             form = self.form_of(name, columns)
@@ -214,16 +263,25 @@ class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True):
         if self.method == "fp8":
             groups = -(-columns // self.block[1]) if self.block else 1
             return rows * columns + 4 * rows * groups
-        groups = -(-columns // self.group_size) if self.group_size else 1
-        return rows * columns // 2 + 3 * rows * groups  # a scale in float16 and a zero in a byte
+        ints: IntForm | None = IntForm(bits=4, group_size=self.group_size, symmetric=False, packed=True)
+        if self.method == "compressed-tensors":
+            ints = self.int_form(name)
+        if ints is None:
+            return None
+        if on_cpu and ints.block_form is not None and columns % BLOCK_LEN == 0:
+            return ints.block_form.num_bytes(rows, columns)
+        groups = -(-columns // ints.group_size) if ints.group_size else 1
+        return rows * columns * ints.bits // 8 + 3 * rows * groups  # a scale in float16 and a zero in a byte
 
-    def bytes_together(self, modules: Sequence[tuple[str, int]], columns: int) -> list[int | None]:
+    def bytes_together(
+        self, modules: Sequence[tuple[str, int]], columns: int, *, on_cpu: bool = False
+    ) -> list[int | None]:
         """The same for modules that are fused, each with its number of rows; those of an expert into one weight."""
         forms = [self.form_of(name, columns) for name, _ in modules]
         held = [form for form in forms if form is not None]
         is_one_weight = any(is_of_expert(name) for name, _ in modules)
         if not is_one_weight or all(form == held[0] for form in held):
-            return [self.bytes_of(name, rows, columns) for name, rows in modules]
+            return [self.bytes_of(name, rows, columns, on_cpu=on_cpu) for name, rows in modules]
         held = [form._replace(superblock_bytes=0) for form in held]
         if all(form.is_held_like(held[0]) for form in held):
             return [

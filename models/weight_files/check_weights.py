@@ -32,8 +32,13 @@ logger = logging.getLogger(__name__)
 _PLAIN: Final = ("F32", "F16", "BF16")
 _READ: Final = (*_PLAIN, "F8_E4M3", "I32")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_QUANTIZED: Final = {"fp8": "weight", "awq": "qweight", "gptq": "qweight"}
-"""The tensor of a quantized module, by method."""
+_QUANTIZED: Final = {
+    "fp8": ("weight_scale_inv", "weight_scale"),
+    "awq": ("qweight",),
+    "gptq": ("qweight",),
+    "compressed-tensors": ("weight_scale",),
+}
+"""Tensors of which a quantized module has one, by method."""
 _COMPARED_BYTES: Final = 1 << 20
 
 
@@ -223,10 +228,7 @@ def _is_quantized(module: Module, tensors: Mapping[str, HeaderEntry], spec: Mode
         return False
     if found.method == "gguf":  # experts in MXFP4, which have other names
         return False
-    suffix = _QUANTIZED[found.method]
-    if suffix == "qweight":
-        return f"{module.name}.qweight" in tensors
-    return any(f"{module.name}.{scale}" in tensors for scale in ("weight_scale_inv", "weight_scale"))
+    return any(f"{module.name}.{name}" in tensors for name in _QUANTIZED[found.method])
 
 
 def _tensors_of(module: Module) -> list[tuple[str, tuple[int, ...]]]:

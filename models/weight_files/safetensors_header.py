@@ -36,7 +36,7 @@ _BODY: Final = "model."
 _OWN_TABLE: Final = "embed_tokens.weight"
 
 _MAX_HEADER_BYTES: Final = 100 << 20
-_ITEM_BYTES: Final = {"F32": 4, "I32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "U8": 1}
+_ITEM_BYTES: Final = {"F32": 4, "I32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "U8": 1, "I8": 1, "I64": 8}
 """Dtypes that are read, with the bytes of an element."""
 
 

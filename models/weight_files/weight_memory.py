@@ -81,28 +81,32 @@ def _gate_parameters(spec: ModelSpec) -> int:
     return spec.state.num_layers * (2 * spec.state.delta.num_value_heads + spec.state.delta.value_dim)
 
 
-def weight_bytes(spec: ModelSpec, dtype_bytes: int, *, dequantized: bool = False) -> int:
+def weight_bytes(
+    spec: ModelSpec, dtype_bytes: int, *, dequantized: bool = False, on_cpu: bool = False
+) -> int:
     """Memory of the weights; those that are not quantized take `dtype_bytes` each.
 
-    `dequantized`: counts quantized weights in `dtype_bytes` too, as they are stored if no kernel supports them.
+    Args:
+        dequantized: counts quantized weights in `dtype_bytes` too, as they are stored if no kernel supports them.
+        on_cpu: integers of 4 and 8 bits are kept in blocks, those of experts, too.
     """
     in_float32 = _gate_parameters(spec) + (_norm_parameters(spec) if spec.form.float32_norms else 0)
     wider = (4 - dtype_bytes) * in_float32
-    saved = 0 if dequantized else _saved_by_quantization(spec, dtype_bytes)
+    saved = 0 if dequantized else _saved_by_quantization(spec, dtype_bytes, on_cpu=on_cpu)
     return num_parameters(spec) * dtype_bytes + wider - saved
 
 
-def _saved_by_quantization(spec: ModelSpec, dtype_bytes: int) -> int:
+def _saved_by_quantization(spec: ModelSpec, dtype_bytes: int, *, on_cpu: bool) -> int:
     """Bytes saved by linear layers, by experts and tables in blocks, and by an output head that is not tied."""
     if spec.quantization is None:
         return 0
     linears = [("", linear) for linear in _linears_beside_layers(spec)]
     for layer in range(spec.num_layers):
-        linears += [(f"{spec.layer_name(layer)}.", linear) for linear in _linears(spec, layer)]
+        linears += [(f"{spec.layer_name(layer)}.", linear) for linear in _linears(spec, layer, on_cpu=on_cpu)]
     saved = 0
     for prefix, linear in linears:
         modules = [(prefix + name, rows) for name, rows in linear.rows.items()]
-        together = spec.quantization.bytes_together(modules, linear.columns)
+        together = spec.quantization.bytes_together(modules, linear.columns, on_cpu=on_cpu)
         for held, rows in zip(together, linear.rows.values(), strict=True):
             if held is not None:
                 saved += linear.num * (rows * linear.columns * dtype_bytes - held)
@@ -175,7 +179,7 @@ def _head_bytes(spec: ModelSpec, name: str, dtype_bytes: int) -> int:
     return spec.vocab_size * spec.hidden_size * dtype_bytes if held is None else held
 
 
-def _linears(spec: ModelSpec, layer: int) -> list[_Linear]:
+def _linears(spec: ModelSpec, layer: int, *, on_cpu: bool) -> list[_Linear]:
     """A layer's linear layers; without experts if their form is not blocks, because those are dequantized."""
     size, inner = spec.hidden_size, spec.inner_size_of(layer)
     linears: list[_Linear] = []
@@ -196,7 +200,8 @@ def _linears(spec: ModelSpec, layer: int) -> list[_Linear]:
     block, names = experts.names.block, experts.names
     if experts.shared_size:
         linears += _mlp_linears(names.shared_module, size, experts.shared_size, dense)
-    if spec.quantization is not None and spec.quantization.method not in BLOCK_METHODS:
+    found = spec.quantization
+    if found is not None and found.method not in BLOCK_METHODS and not (on_cpu and found.is_in_blocks):
         return linears
     parts, num = (*experts.first_parts, names.down), experts.num_experts
     return linears + _mlp_linears(f"{block}.experts.0", size, experts.intermediate_size, parts, num)

@@ -122,9 +122,10 @@ def test_parts_that_are_fused_keep_their_bytes_unless_they_are_one_weight() -> N
 
 
 def test_memory_is_planned_for_what_the_device_keeps() -> None:
-    def weights(**device: Any) -> int:
+    def weights(*, reordered: bool = False, **device: Any) -> int:
+        gptq = QuantizationSpec(method="gptq", group_size=128, reordered=reordered)
         budget = plan_memory(
-            spec(quantization=QuantizationSpec(method="gptq", group_size=128), tie_word_embeddings=False),
+            spec(quantization=gptq, tie_word_embeddings=False),
             usable_bytes=1 << 30,
             dtype="bfloat16",
             fraction=0.5,
@@ -135,5 +136,9 @@ def test_memory_is_planned_for_what_the_device_keeps() -> None:
         )
         return budget.weights_bytes
 
-    assert weights(on_cpu=True) == weight_bytes(spec(), 2)  # dequantized while loading
+    assert weights(reordered=True, on_cpu=True) == weight_bytes(spec(), 2)  # dequantized while loading
+    in_blocks = weights(on_cpu=True) - weights(
+        on_cpu=False
+    )  # a scale and a minimum per 32 numbers, not per 128
+    assert in_blocks == 3 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 512 * 256) * (4 / 32 - 3 / 128)
     assert weights(on_cpu=False) < 0.6 * weight_bytes(spec(), 2)

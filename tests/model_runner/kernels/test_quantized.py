@@ -30,7 +30,7 @@ from engine.model_runner.kernels.quantized_linear import (
 from engine.model_runner.kernels.quantized_weights import (
     FP8,
     Fp8Weight,
-    Int4Weight,
+    IntWeight,
     quantize_to_fp8,
     stack_fp8,
 )
@@ -57,8 +57,8 @@ def fp8_weight(rows: int = 64, columns: int = 256, group_size: int = 0) -> Fp8We
     return Fp8Weight(numbers, torch.rand(rows, groups) * 0.01 + 0.001, group_size or columns)
 
 
-def int4_weight(rows: int = 64, columns: int = 256, group_size: int = 64, order: bool = False) -> Int4Weight:
-    return Int4Weight(
+def int4_weight(rows: int = 64, columns: int = 256, group_size: int = 64, order: bool = False) -> IntWeight:
+    return IntWeight(
         torch.randint(0, 16, (columns, rows), dtype=torch.uint8),
         (torch.rand(columns // group_size, rows) * 0.05 + 0.01).to(torch.float16),
         torch.randint(0, 16, (columns // group_size, rows), dtype=torch.uint8),

@@ -7,7 +7,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.model_runner.kernels.quantized_weights import FP8, Fp8Weight, Int4Weight, quantize_to_fp8
+from engine.model_runner.kernels.quantized_weights import FP8, Fp8Weight, IntWeight, quantize_to_fp8
 from engine.model_runner.kernels.triton import dequant_gemm, fp8_gemm, split_k
 from tests.conftest import HAS_NVIDIA_DRIVER
 from tests.selection import examples
@@ -30,10 +30,10 @@ def poisoned():
     torch.use_deterministic_algorithms(False)
 
 
-def make_int4(num_inputs: int, width: int, group_size: int, device: torch.device) -> Int4Weight:
+def make_int4(num_inputs: int, width: int, group_size: int, device: torch.device) -> IntWeight:
     """`group_size` 0: one group."""
     groups = num_inputs // group_size if group_size else 1
-    return Int4Weight(
+    return IntWeight(
         torch.randint(0, 16, (num_inputs, width), dtype=torch.uint8, device=device),
         (torch.rand(groups, width, device=device) * 0.1 + 0.01).to(torch.float16),
         torch.randint(0, 16, (groups, width), dtype=torch.uint8, device=device),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from collections.abc import Callable
@@ -19,19 +20,21 @@ from engine.model_runner.distributed.join_group import Place
 from engine.model_runner.kernels import plain
 from engine.model_runner.kernels.probe import Finding, KernelProbe
 from engine.model_runner.kernels.quantized import QuantizedLinears, QuantTarget, reasons_against_blocks
-from engine.model_runner.kernels.quantized_weights import Fp8Weight, Int4Weight
+from engine.model_runner.kernels.quantized_weights import Fp8Weight, IntWeight
 from engine.model_runner.load import load_model_runner
 from engine.model_runner.weights.dummy import DummyStore
 from engine.model_runner.weights.format_selection import quant_target
 from engine.model_runner.weights.fp8_format import Fp8Parts, MadeFp8Parts
-from engine.model_runner.weights.int4_format import AwqParts, GptqParts
+from engine.model_runner.weights.int_format import AwqParts, CompressedIntParts, GptqParts
 from engine.model_runner.weights.linear_format import QuantizedFormat
 from engine.model_runner.weights.reader import ModuleWeight, Slice, WeightReader
 from engine.model_runner.weights.safetensors import SafetensorsStore
+from engine.models.fields import Fields
 from engine.models.hf.hf_config import read_hf_spec
+from engine.models.hf.hf_quantization import read_quantization
 from engine.models.source import ModelSource
 from engine.models.spec.model_spec import with_quantization
-from engine.models.spec.quantization import QuantizationSpec
+from engine.models.spec.quantization import IntForm, QuantizationSpec
 from engine.runtime.config.engine_config import ModelConfig
 from engine.runtime.errors import ConfigError
 from engine.runtime.feasibility import Capacity
@@ -53,10 +56,10 @@ Tensors = dict[str, Tensor]
 # ---------------------------------------------------------------- checkpoints, from the formats' definitions
 
 
-def pack_words(numbers: Tensor, axis: int, order: list[int]) -> Tensor:
-    """Eight neighbors along an axis to a word; nibble i holds neighbor order[i]."""
-    groups = numbers.to(torch.int64).movedim(axis, -1).unflatten(-1, (-1, 8))
-    words = sum(groups[..., order[i]] << (4 * i) for i in range(8))
+def pack_words(numbers: Tensor, axis: int, order: list[int], bits: int = 4) -> Tensor:
+    """Neighbors along an axis to a word; its i-th `bits` hold neighbor order[i]."""
+    groups = numbers.to(torch.int64).movedim(axis, -1).unflatten(-1, (-1, 32 // bits))
+    words = sum(groups[..., order[i]] << (bits * i) for i in range(32 // bits))
     assert isinstance(words, Tensor)
     return torch.from_numpy(words.numpy().astype(np.uint32).view(np.int32)).movedim(-1, axis).contiguous()
 
@@ -129,6 +132,85 @@ def as_fp8(weight: Tensor, strategy: str, suffix: str = "weight_scale") -> tuple
     return tensors, numbers.to(torch.float32) * whole
 
 
+def as_ints(
+    weight: Tensor,
+    bits: int,
+    group_size: int = 0,
+    *,
+    symmetric: bool = True,
+    packed: bool = True,
+    per_tensor: bool = False,
+    by_weight: bool = False,
+) -> tuple[Tensors, Tensor]:
+    """The integers of compressed-tensors: signed, packed with half the range added; groups of neighbors or not."""
+    rows, columns = weight.shape
+    half = 1 << (bits - 1)
+    group = torch.arange(columns) // (group_size or columns)
+    if by_weight:
+        group = group[torch.randperm(columns)]
+    scales, zeros = torch.empty(2, rows, int(group.max()) + 1)
+    for g in range(scales.shape[1]):
+        part = weight if per_tensor else weight[:, group == g]
+        low, high = part.amin(1).clamp(max=0), part.amax(1).clamp(min=0)
+        if per_tensor:
+            low, high = low.min(), high.max()
+        if symmetric:
+            scales[:, g] = torch.maximum(-low, high) / (half - 0.5)
+            zeros[:, g] = 0
+        else:
+            scales[:, g] = (high - low) / (2 * half - 1)
+            zeros[:, g] = (-half - low / scales[:, g]).round()
+    scales = scales.to(torch.bfloat16).to(torch.float32)
+    signed = (weight / scales[:, group] + zeros[:, group]).round().clamp(-half, half - 1)
+    stored: Tensors = {"weight_scale": scales.to(torch.bfloat16), "input_scale": torch.tensor(0.5)}
+    if per_tensor:
+        stored["weight_scale"] = stored["weight_scale"][:1, 0]
+    if by_weight:
+        stored["weight_g_idx"] = group.to(torch.int32)
+    if packed:
+        stored["weight_packed"] = pack_words(signed + half, 1, PLAIN_ORDER[: 32 // bits], bits)
+        stored["weight_shape"] = torch.tensor(weight.shape)
+    else:
+        stored["weight"] = signed.to(torch.int8)
+    if not symmetric:
+        packed_zeros = pack_words(zeros + half, 0, PLAIN_ORDER[: 32 // bits], bits)
+        stored["weight_zero_point"] = packed_zeros if packed else zeros.to(torch.int8)
+    return stored, (signed - zeros[:, group]) * scales[:, group]
+
+
+def ints_config(
+    bits: int,
+    group_size: int = 0,
+    *,
+    symmetric: bool = True,
+    packed: bool = True,
+    per_tensor: bool = False,
+    by_weight: bool = False,
+) -> dict[str, Any]:
+    strategy = "group" if group_size else "tensor" if per_tensor else "channel"
+    weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": strategy}
+    weights |= {"group_size": group_size or None, "actorder": "group" if by_weight else None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized" if packed else "int-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ["lm_head"],
+    }
+
+
+INT_FORMS: dict[str, dict[str, Any]] = {
+    "4 bits in groups": {"bits": 4, "group_size": 32},
+    "4 bits with zeros": {"bits": 4, "group_size": 64, "symmetric": False},
+    "4 bits per channel": {"bits": 4},
+    "4 bits by weight": {"bits": 4, "group_size": 32, "by_weight": True},
+    "8 bits in groups": {"bits": 8, "group_size": 32},
+    "8 bits with zeros": {"bits": 8, "symmetric": False},
+    "bytes per channel": {"bits": 8, "packed": False},
+    "bytes with zeros": {"bits": 8, "group_size": 32, "packed": False, "symmetric": False},
+    "bytes per tensor": {"bits": 8, "packed": False, "per_tensor": True},
+    "bytes of 4 bits": {"bits": 4, "group_size": 32, "packed": False},
+}
+"""Arguments of `as_ints` and `ints_config`."""
 AWQ = {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True}
 GPTQ = {"quant_method": "gptq", "bits": 4, "sym": False}
 COMPRESSED = {
@@ -168,6 +250,7 @@ FORMS: dict[str, tuple[dict[str, Any], Callable[[Tensor], tuple[Tensors, Tensor]
         lambda weight: as_fp8(weight, "channel"),
     ),
 }
+FORMS |= {name: (ints_config(**form), functools.partial(as_ints, **form)) for name, form in INT_FORMS.items()}
 
 
 def quantize_checkpoint(
@@ -217,14 +300,33 @@ def test_a_quantized_model_is_the_one_with_the_weights_it_stands_for(
     np.testing.assert_allclose(prompt_logprobs(driver, unpack), meant[rows, PROMPT[1:]], atol=1e-3)
     assert driver.generate([PROMPT], num=10)[0] == tiny.greedy(PROMPT, 10)
     # It was quantized, and means about the same: 8-bit floats keep 4 digits of a weight, whole numbers of 4 bits fewer.
-    assert 1e-4 < (meant - original).abs().mean() < (0.3 if "fp8" in description["quant_method"] else 1.5)
+    in_8_bits = "fp8" in description["quant_method"] or form.startswith(("8 bits", "bytes"))
+    assert 1e-4 < (meant - original).abs().mean() < (0.3 if in_8_bits and "of 4" not in form else 1.5)
+
+
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("family", ["qwen3", "phi3", "gemma2", "olmo2", "glm4", "granite"])
+def test_families_with_other_modules_are_read_from_integers(make_tiny_model, make_driver, unpack, family):
+    """Biases, fused projections, norms in other places: names and cuts of modules are those of the family."""
+    tiny = make_tiny_model(family, **SIZES, head_dim=16, pad_token_id=0)
+    original = tiny.logprobs(PROMPT)
+    quantize_checkpoint(tiny, *FORMS["4 bits with zeros"])
+
+    driver = make_driver(read_hf_spec(tiny.folder), tiny.folder)
+
+    meant = tiny.logprobs(PROMPT)[torch.arange(len(PROMPT) - 1), PROMPT[1:]]
+    np.testing.assert_allclose(prompt_logprobs(driver, unpack), meant, atol=1e-4)
+    assert driver.generate([PROMPT], num=10)[0] == tiny.greedy(PROMPT, 10)
+    assert (tiny.logprobs(PROMPT) - original).abs().mean() > 1e-4
 
 
 @pytest.mark.fast_cases(2)
 @pytest.mark.skipif(
     bool(reasons_against_blocks(quant_target(CPU, torch.bfloat16))), reason="no kernel for blocks here"
 )
-@pytest.mark.parametrize("form", ["awq", "awq in one group", "gptq v2", "gptq by weight"])
+@pytest.mark.parametrize(
+    "form", ["awq", "4 bits by weight", "awq in one group", "gptq v2", "gptq by weight", *INT_FORMS]
+)
 def test_4_bits_are_multiplied_as_blocks_where_that_is_faster(
     make_tiny_llama, make_driver, unpack, caplog, form
 ):
@@ -234,7 +336,7 @@ def test_4_bits_are_multiplied_as_blocks_where_that_is_faster(
     with caplog.at_level(logging.INFO):
         driver = make_driver(read_hf_spec(tiny.folder), tiny.folder, dtype="bfloat16")
 
-    has_order = form == "gptq by weight"
+    has_order = "by weight" in form
     assert ("op=linear_blocks provider=native" in caplog.text) != has_order
     assert ("for which there is no kernel here" in caplog.text) == has_order
     expected = tiny.logprobs(PROMPT)[torch.arange(len(PROMPT) - 1), PROMPT[1:]]
@@ -245,7 +347,7 @@ def test_4_bits_are_multiplied_as_blocks_where_that_is_faster(
 def test_groups_of_whole_blocks_are_blocks(group_size):
     generator = torch.Generator().manual_seed(0)
     groups = (192 // group_size, 40)
-    weight = Int4Weight(
+    weight = IntWeight(
         torch.randint(0, 16, (192, 40), generator=generator, dtype=torch.uint8),
         torch.rand(groups, generator=generator).half(),
         torch.randint(0, 16, groups, generator=generator, dtype=torch.uint8),
@@ -286,7 +388,7 @@ def test_fp8_made_of_plain_weights(make_tiny_llama, make_driver, unpack):
 
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("form", ["awq", "fp8 per block"])
+@pytest.mark.parametrize("form", ["awq", "fp8 per block", "4 bits in groups"])
 def test_experts_and_their_router(make_tiny_model, make_driver, unpack, form, dtype):
     """Experts are dequantized while they are loaded, or become blocks; routers are plain in every checkpoint."""
     tiny = make_tiny_model(
@@ -329,7 +431,9 @@ def test_experts_and_their_router(make_tiny_model, make_driver, unpack, form, dt
 
 
 @pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("form", ["awq", "gptq", "fp8 per channel", "fp8 per block"])
+@pytest.mark.parametrize(
+    "form", ["awq", "gptq", "fp8 per channel", "fp8 per block", "4 bits with zeros", "bytes per tensor"]
+)
 def test_two_ranks_say_what_one_says(make_tiny_llama, make_driver, form):
     tiny = make_tiny_llama(**SIZES)
     quantize_checkpoint(tiny, *FORMS[form])
@@ -366,6 +470,26 @@ PARTS: dict[str, tuple[Any, Callable[[Tensor], tuple[Tensors, Tensor]], int]] = 
         lambda w: as_gptq(w, 64),
         64,
     ),
+    "4 bits with zeros": (
+        CompressedIntParts(
+            QuantizationSpec(
+                method="compressed-tensors",
+                int_forms=(IntForm(bits=4, group_size=32, symmetric=False, packed=True),),
+            )
+        ),
+        lambda w: as_ints(w, 4, 32, symmetric=False),
+        32,
+    ),
+    "8 bits in one group": (
+        CompressedIntParts(
+            QuantizationSpec(
+                method="compressed-tensors",
+                int_forms=(IntForm(bits=8, group_size=0, symmetric=True, packed=True),),
+            )
+        ),
+        lambda w: as_ints(w, 8),
+        4,
+    ),
     "fp8 per channel": (Fp8Parts(QuantizationSpec(method="fp8")), lambda w: as_fp8(w, "channel"), 1),
     "fp8 per block": (
         Fp8Parts(QuantizationSpec(method="fp8", block=(48, 32))),
@@ -389,13 +513,43 @@ def test_ranks_take_their_parts(tmp_path, form):
     weights.finish()
 
 
-@pytest.mark.parametrize("form", [form for form, (_, _, step) in PARTS.items() if step > 1])
+@pytest.mark.parametrize("form", [form for form, (_, _, step) in PARTS.items() if step > 4])
 def test_a_cut_within_a_group_or_a_word_is_refused(tmp_path, form):
     parts, quantize, step = PARTS[form]
     weights = reader_of(tmp_path, quantize(torch.randn(96, 128))[0])
 
     with pytest.raises(ConfigError, match=rf"m: a rank takes inputs 4 to 63, but {step} neighbors share"):
         format_of(parts).load([ModuleWeight(weights, "m", (96, 128), Slice(1, 4, 64))])
+
+
+@pytest.mark.parametrize("form", [form for form in INT_FORMS if "by weight" not in form])
+def test_integers_mean_what_their_own_library_takes_them_for(tmp_path, form):
+    """Written by the `compressed-tensors` package, with random scales and zeros."""
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    generator = torch.Generator().manual_seed(0)
+    settings = INT_FORMS[form]
+    description, half = ints_config(**settings), 1 << (settings["bits"] - 1)
+    size = settings.get("group_size") or 128
+    shape = (1,) if settings.get("per_tensor") else (96, 128 // size)
+    plain = {
+        "weight": torch.randn(96, 128, generator=generator),
+        "weight_scale": torch.rand(shape, generator=generator) * 3 / half + 0.01,
+        "weight_zero_point": torch.randint(-half, half, shape, generator=generator).to(torch.int8),
+    }
+    if settings.get("symmetric", True):
+        plain["weight_zero_point"] = torch.zeros(shape, dtype=torch.int8)
+    group = quantization.QuantizationScheme(**description["config_groups"]["group_0"])
+    compressor = compressors.BaseCompressor.get_value_from_registry(description["format"])
+    theirs = compressor.compress(plain, group)
+    quantized = read_quantization(tmp_path, Fields(tmp_path, {"quantization_config": description}))
+    assert quantized is not None
+    weights = reader_of(tmp_path, theirs)
+
+    ours = format_of(CompressedIntParts(quantized)).dense([ModuleWeight(weights, "m", (96, 128))])
+
+    weights.finish()
+    torch.testing.assert_close(ours, compressor.decompress(theirs, group)["weight"], rtol=1e-6, atol=1e-6)
 
 
 def test_words_of_outputs_cannot_be_parted(tmp_path):

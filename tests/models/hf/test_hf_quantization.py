@@ -10,7 +10,7 @@ import pytest
 
 from engine.models.fields import Fields
 from engine.models.hf.hf_quantization import read_quantization
-from engine.models.spec.quantization import QuantizationSpec
+from engine.models.spec.quantization import IntForm, QuantizationSpec
 from engine.runtime.errors import ConfigError
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
@@ -192,6 +192,89 @@ def test_two_descriptions_must_agree(tmp_path: Path) -> None:
         read(tmp_path, {"quant_method": "fp8"})
 
 
+INTS: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 4,
+                "type": "int",
+                "strategy": "group",
+                "group_size": 128,
+                "symmetric": True,
+            },
+        }
+    },
+    "ignore": ["lm_head"],
+}
+
+
+def int_group(**fields: Any) -> dict[str, Any]:
+    return INTS | {"config_groups": {"group_0": INTS["config_groups"]["group_0"] | fields}}
+
+
+def ints(**changes: Any) -> dict[str, Any]:
+    return int_group(weights=INTS["config_groups"]["group_0"]["weights"] | changes)
+
+
+@pytest.mark.parametrize(
+    ("description", "form"),
+    [
+        (INTS, IntForm(bits=4, group_size=128, symmetric=True, packed=True)),
+        (
+            ints(num_bits=8, strategy="channel", group_size=None, symmetric=False),
+            IntForm(bits=8, group_size=0, symmetric=False, packed=True),
+        ),
+        (
+            ints(num_bits=8, strategy="tensor") | {"format": "int-quantized"},
+            IntForm(bits=8, group_size=0, symmetric=True, packed=False),
+        ),
+        (
+            int_group(format="int-quantized", input_activations={"num_bits": 8, "dynamic": True})
+            | {"format": "mixed-precision"},
+            IntForm(bits=4, group_size=128, symmetric=True, packed=False),
+        ),
+    ],
+    ids=["group", "channel", "tensor", "mixed"],
+)
+def test_integers_of_compressed_tensors(tmp_path: Path, description: Any, form: IntForm) -> None:
+    found = read(tmp_path, description)
+
+    assert found == QuantizationSpec(
+        method="compressed-tensors", int_forms=(form,), plain_modules=("lm_head",)
+    )
+    assert found.int_form("lm_head") is None and found.int_form("model.layers.0.mlp.gate") is None
+    assert found.int_form("model.layers.0.mlp.up_proj") == form
+
+
+def test_several_groups_name_their_modules(tmp_path: Path) -> None:
+    """A group that names modules has precedence over one for all linear layers, as in vLLM."""
+    eight = ints(num_bits=8, strategy="channel")["config_groups"]["group_0"]
+    groups = INTS["config_groups"] | {"group_1": eight | {"targets": ["re:.*down_proj$", "lm_head"]}}
+
+    found = read(tmp_path, INTS | {"config_groups": groups, "ignore": ["re:.*layers.0.*"]})
+
+    assert found is not None
+    names = ["layers.0.mlp.down_proj", "layers.1.mlp.down_proj", "layers.1.mlp.up_proj"]
+    assert [form and form.bits for form in (found.int_form(f"model.{name}") for name in names)] == [
+        None,
+        8,
+        4,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("actorder", "reordered"),
+    [(None, False), ("weight", False), ("static", False), ("group", True), (True, True)],
+)
+def test_only_the_order_of_groups_moves_inputs(tmp_path: Path, actorder: Any, reordered: bool) -> None:
+    found = read(tmp_path, ints(actorder=actorder))
+
+    assert found is not None and found.reordered == reordered and found.is_in_blocks != reordered
+
+
 HADAMARD = {"config_groups": {"R4": {"type": "hadamard", "apply": [{"targets": ["re:.*down_proj$"]}]}}}
 
 
@@ -237,17 +320,34 @@ def weights_of_group(**changes: Any) -> dict[str, Any]:
         (GPTQ | {"lm_head": True}, "lm_head is True"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt is 'e5m2', only e4m3"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size is .128., expected two"),
-        (FP8_CHANNEL | {"format": "pack-quantized"}, "format is 'pack-quantized', only float-quantized"),
-        (FP8_CHANNEL | {"config_groups": {}}, "config_groups is .*exactly one group"),
+        (FP8_CHANNEL | {"format": "pack-quantized"}, "format is 'pack-quantized', floats are supported in"),
+        (FP8_CHANNEL | {"format": "marlin-24"}, "format is 'marlin-24', supported are pack-quantized, int-q"),
+        (FP8_CHANNEL | {"config_groups": {}}, "config_groups is .*expected at least one group"),
         (weights_of_group(num_bits=4), "group_0.weights.num_bits is 4, only 8-bit"),
-        (weights_of_group(type="int"), "only 8-bit float weights"),
+        (weights_of_group(type="int"), "group_0.format is 'float-quantized', integers are supported in"),
+        (INTS | {"format": "float-quantized"}, "group_0.format is 'float-quantized', integers are supported"),
+        (ints(num_bits=3), "group_0.weights.num_bits is 3, integers of 4 and 8 bits"),
+        (ints(strategy="tensor_group"), "weights.strategy is 'tensor_group', only tensor, channel and group"),
+        (ints(strategy="group", group_size=0), "weights.group_size is 0"),
+        (int_group(targets=[]), "group_0.targets is .*expected the modules of the group"),
+        (int_group(targets=["LlamaMLP"]), "targets is .*'LlamaMLP'.*of classes only Linear"),
+        (
+            INTS | {"config_groups": INTS["config_groups"] | {"b": FP8_CHANNEL["config_groups"]["group_0"]}},
+            "config_groups.b.format is 'pack-quantized', floats are supported",
+        ),
+        (
+            FP8_CHANNEL
+            | {"format": "naive-quantized"}
+            | {"config_groups": FP8_CHANNEL["config_groups"] | {"b": INTS["config_groups"]["group_0"]}},
+            "several groups are supported only if all have integers",
+        ),
         (weights_of_group(strategy="group"), "strategy is 'group', only tensor, channel and block"),
         (FP8_CHANNEL | {"ignore": ["re:("]}, "ignore is .*regular expression that cannot be read"),
         (FP8_CHANNEL | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights are not"),
         (FP8_CHANNEL | {"transform_config": HADAMARD}, "transform_config is .*hadamard.*are not supported"),
         (FP8_CHANNEL | {"smoothing": {"alpha": 0.5}}, "smoothing is .*this setting is not known"),
-        (group_with(output_activations={"num_bits": 8}), r"quantized outputs \(output_activations\)"),
-        (group_with(format="pack-quantized"), "only groups in float-quantized form"),
+        (group_with(output_activations={"num_bits": 8}), r"output_activations is .*quantized outputs"),
+        (group_with(format="pack-quantized"), "group_0.format is 'pack-quantized', floats are supported in"),
         (
             {"quant_method": "fp8", "weight_block_size": [128, 128], "quant_algo": "NVFP4"},
             "quant_algo is 'NVFP4', which is of modelopt, but quant_method is fp8; two methods at once",
