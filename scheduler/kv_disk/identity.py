@@ -31,6 +31,9 @@ FORMAT: Final = 1
 
 DIGEST_BYTES: Final = 32
 
+_PIECE_BYTES: Final = 16 << 20
+"""Of weights. A thread of low priority must seldom hold the interpreter lock, for which the scheduler would wait."""
+
 
 def kv_facts(
     config: EngineConfig,
@@ -145,7 +148,10 @@ def _content_of(file: Path, known: Mapping[str, _KnownFile]) -> _KnownFile:
         found = known.get(str(file))
         if found is not None and (found.size, found.mtime, found.ctime, found.inode) == facts:
             return found
-        return _KnownFile(*facts, hashlib.file_digest(opened, "sha256").hexdigest())
+        digest, piece = hashlib.sha256(), bytearray(_PIECE_BYTES)
+        while count := opened.readinto(piece):
+            digest.update(memoryview(piece)[:count])
+        return _KnownFile(*facts, digest.hexdigest())
 
 
 def _read_memo(memo: Path) -> dict[str, _KnownFile]:

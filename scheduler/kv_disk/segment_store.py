@@ -127,6 +127,8 @@ class SegmentStore:
         for path in self._folder.glob("*.open"):
             self._adopt(path)
         self._refresh()
+        with contextlib.suppress(OSError):
+            self._make_room(0)  # the limit may be smaller than that of an earlier process
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._index

@@ -302,6 +302,18 @@ def test_the_least_recently_found_segment_is_evicted_first(tmp_path):
     store.close()
 
 
+def test_a_smaller_limit_holds_from_the_start(tmp_path):
+    store = open_store(tmp_path)
+    for segment in range(5):
+        put(store, range(1000 * segment, 1000 * segment + PER_SEGMENT))
+    store.close()
+
+    store = open_store(tmp_path, limit_bytes=3 * SEGMENT)
+
+    assert alive(store, range(0, 5000, 1000)) == [3000, 4000]
+    store.close()
+
+
 def test_a_clock_that_is_set_back_does_not_change_the_order(tmp_path):
     store = open_store(tmp_path)
     for segment in range(7):
