@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -31,6 +32,7 @@ FORMAT: Final = 1
 
 DIGEST_BYTES: Final = 32
 
+_FRESH_NS: Final = 2_000_000_000
 _PIECE_BYTES: Final = 16 << 20
 """Of weights. A thread of low priority must seldom hold the interpreter lock, for which the scheduler would wait."""
 
@@ -107,11 +109,10 @@ def _digest(data: bytes) -> bytes:
 
 
 class _KnownFile(msgspec.Struct, frozen=True):
-    """The SHA-256 of a file that had this size, these times (ns) and this inode."""
+    """The SHA-256 of a file that had this size, modification time (ns) and inode."""
 
     size: int
     mtime: int
-    ctime: int
     inode: int
     sha256: str
 
@@ -135,18 +136,20 @@ def weights_content(path: Path, load_format: str, seed: int, memo: Path) -> str:
     files = parts_of(path) if path.is_file() else weight_files(path)
     known = _read_memo(memo)
     digests = {str(file.resolve()): _content_of(file.resolve(), known) for file in files}
-    if any(known.get(name) != content for name, content in digests.items()):
-        _write_memo(memo, {**known, **digests})
+    # A file that was written just now may be written again without a change of its time.
+    lasting = {name: each for name, each in digests.items() if abs(time.time_ns() - each.mtime) > _FRESH_NS}
+    if any(known.get(name) != content for name, content in lasting.items()):
+        _write_memo(memo, {**known, **lasting})
     return hashlib.sha256("".join(content.sha256 for content in digests.values()).encode()).hexdigest()
 
 
 def _content_of(file: Path, known: Mapping[str, _KnownFile]) -> _KnownFile:
     """The content of a file; it is read only if it is not the known one."""
     with file.open("rb", buffering=0) as opened:
-        before = os.fstat(opened.fileno())
-        facts = before.st_size, before.st_mtime_ns, before.st_ctime_ns, before.st_ino
+        stat = os.fstat(opened.fileno())
+        facts = stat.st_size, stat.st_mtime_ns, stat.st_ino
         found = known.get(str(file))
-        if found is not None and (found.size, found.mtime, found.ctime, found.inode) == facts:
+        if found is not None and (found.size, found.mtime, found.inode) == facts:
             return found
         digest, piece = hashlib.sha256(), bytearray(_PIECE_BYTES)
         while count := opened.readinto(piece):
