@@ -343,6 +343,8 @@ class GenerateRequest(Message, frozen=True):
         data_parallel_rank: the replica that its client wants, for the dispatcher; None: any.
         handoff: its prompt is computed for another engine, or by another one; None: this one does both.
         reports_progress: a row with `Usage.processed_tokens` follows each chunk of its prompt but the last.
+        keep_s: seconds from its end for which the prefix cache keeps its prompt, within the quota of pins; 0: its pages
+            are evicted first; None: neither.
     """
 
     rid: str
@@ -364,6 +366,7 @@ class GenerateRequest(Message, frozen=True):
     data_parallel_rank: int | None = None
     handoff: KVHandoff | None = None
     reports_progress: bool = False
+    keep_s: float | None = None
 
 
 class GrammarReady(Message, frozen=True):

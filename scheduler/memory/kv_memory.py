@@ -27,7 +27,7 @@ from typing import Final
 import numpy as np
 
 from ...runtime.feasibility import pages_for
-from ..arrays import AnyIntArray, IntArray
+from ..arrays import TOKEN_ID_BYTES, AnyIntArray, IntArray
 from ..prefix_cache.base import Lease, Prefix, PrefixCache, PrefixMatch
 from ..records.decision_log import PageCounts
 from ..records.verdict import CacheMiss, MissKind
@@ -337,7 +337,7 @@ class KVMemory:
         begin, end = req.lease.num_pages, int(self._pool.num_pages[row])
         self._supply.give_back(self._pool.pages[row, begin:end])
         if keep:
-            self._cache.release(req.lease, once=req.pooling is not None)
+            self._cache.release(req.lease, once=req.pooling is not None or req.keep_s == 0)
         else:
             self._supply.give_back(self._cache.forget(req.lease))
         req.lease = None
@@ -388,6 +388,12 @@ class KVMemory:
             self._cache.unpin(extra_key, token_ids)
             return 0
         return self._cache.pin(extra_key, token_ids, until_s)
+
+    def keep_prompt(self, req: Req, now_s: float) -> None:
+        """Keep the cached prompt of a request that has left its row for the time that it asks for, within the quota."""
+        if req.keep_s:
+            prompt_ids = req.fill_ids[: req.prompt_len * TOKEN_ID_BYTES]
+            self._cache.pin(req.extra_key, prompt_ids, now_s + req.keep_s, req.tenant)
 
     def expire_pins(self, now_s: float) -> None:
         """End expired pins."""

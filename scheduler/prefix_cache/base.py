@@ -213,11 +213,11 @@ class PrefixCache:
         """Drop all pages that are not leased, including pinned ones, and return them."""
         return EMPTY
 
-    def pin(self, extra_key: str, token_ids: bytes, until_s: float) -> int:
+    def pin(self, extra_key: str, token_ids: bytes, until_s: float, tenant: str | None = None) -> int:
         """Pin the part of a prefix that is cached *now* until a time. Within the quota, its first pages are pinned.
 
         Pages that are cached later are not covered; another `pin` covers them. It also sets a new time, which may be
-        earlier. The caller bounds the time.
+        earlier. The caller bounds the time. With a tenant it is a promise, see `Pins`, and `unpin` does not end it.
 
         Returns:
             number of pages of the prefix that this pin covers.

@@ -4,21 +4,26 @@ A pin covers the path from a root to a node. So every page above a pinned page i
 unpinned pages before it takes a pinned one. A pin is a request to keep pages, not a lock: pinned pages count as
 evictable. When pinned pages are evicted, the pin gets shorter; it ends when none is left.
 
-A pin is identified by its namespace and its tokens. Several pins can cover the same pages, so the quota also bounds the
-number of pins: at most as many pins as pages. Otherwise prompts that share one cached page could make any number of
-pins.
+A *promise* is a pin that a request asked for in passing, by a time to live of its prompt. A new one replaces those of
+the same tenant at its beginning that end no later. In a full quota, promises of tenants with more than the quota
+divided by the tenants make room for a new one; those that end first do so first.
+
+A pin is identified by its namespace and its tokens, a promise also by its tenant. Several pins can cover the same
+pages, so the quota also bounds the number of pins: at most as many pins as pages. Otherwise prompts that share one
+cached page could make any number of pins.
 """
 
 from __future__ import annotations
 
 import hashlib
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Final
 
 from .radix_node import RadixNode, path_to_root
 
-PinKey = tuple[str, bytes]
+PinKey = tuple[str, bytes, str | None]
 
 _DIGEST_BYTES: Final = 16
 _MIN_COMPACTION: Final = 64
@@ -28,17 +33,24 @@ class Pin:
     """One pinned prefix.
 
     Attributes:
-        key: its namespace and a digest of its tokens.
+        key: its namespace, a digest of its tokens, and the tenant of a promise.
         node: the node at which it ends; None after the pin is over.
         until_s: when it expires.
+        num_pages: of its path when it began.
     """
 
-    __slots__ = ("key", "node", "until_s")
+    __slots__ = ("key", "node", "num_pages", "until_s")
 
     def __init__(self, key: PinKey, node: RadixNode, until_s: float) -> None:
         self.key = key
         self.node: RadixNode | None = node
         self.until_s = until_s
+        self.num_pages = sum(len(each.pages) for each in path_to_root(node))
+
+    @property
+    def tenant(self) -> str | None:
+        """The tenant of a promise; None: a client pinned it."""
+        return self.key[2]
 
 
 class Pins:
@@ -61,9 +73,9 @@ class Pins:
         return len(self._by_key)
 
     @staticmethod
-    def key_of(extra_key: str, token_ids: bytes) -> PinKey:
+    def key_of(extra_key: str, token_ids: bytes, tenant: str | None) -> PinKey:
         """The key of a pin. It has a digest of the tokens, because a prompt may take a megabyte."""
-        return extra_key, hashlib.blake2b(token_ids, digest_size=_DIGEST_BYTES).digest()
+        return extra_key, hashlib.blake2b(token_ids, digest_size=_DIGEST_BYTES).digest(), tenant
 
     def has_room(self) -> bool:
         """Whether the quota allows one more pin."""
@@ -88,6 +100,31 @@ class Pins:
         """End the pin of this key, if there is one; return the nodes that no pin covers any more."""
         pin = self._by_key.get(key)
         return self._end(pin) if pin is not None else []
+
+    def end_covered(self, node: RadixNode, tenant: str, until_s: float) -> list[RadixNode]:
+        """End the tenant's promises at a node and above it that last no longer than a new one at this node."""
+        changed: list[RadixNode] = []
+        for each in path_to_root(node):
+            for pin in tuple(self._by_node.get(each, ())):
+                if pin.tenant == tenant and pin.until_s <= until_s:
+                    changed += self._end(pin)
+        return changed
+
+    def make_room(self, num_pages: int, tenant: str) -> list[RadixNode]:
+        """End promises until a new one of `num_pages` pages has room, as the module says; return as `end`."""
+        promises = [pin for pin in self._by_key.values() if pin.tenant is not None]
+        sizes = Counter[str | None]()
+        for pin in promises:
+            sizes[pin.tenant] += pin.num_pages
+        share = self.max_pages // len(sizes.keys() | {tenant})
+        changed: list[RadixNode] = []
+        for pin in sorted(promises, key=lambda pin: pin.until_s):
+            if self.has_room() and self.max_pages - self.num_pages >= min(num_pages, share):
+                break
+            if sizes[pin.tenant] + num_pages * (pin.tenant == tenant) > share:
+                sizes[pin.tenant] -= pin.num_pages
+                changed += self._end(pin)
+        return changed
 
     def expire(self, now_s: float) -> list[RadixNode]:
         """End the expired pins; return the nodes that no pin covers any more."""

@@ -31,7 +31,7 @@ from .base import Lease, PrefixCache, PrefixMatch
 from .block_events import BlockRecorder
 from .eviction import EvictionQueue, Rank, lru
 from .miss_explainer import FLUSHED, EvictionHistory, MissExplainer
-from .pins import Pins
+from .pins import PinKey, Pins
 from .radix_node import Checkpoints, RadixNode, nodes_of, pages_in, path_to_root, verify_nodes
 from .wants import Want, Wants
 
@@ -367,10 +367,15 @@ class RadixCache(PrefixCache):
 
     # ------------------------------------------------------------ pins
 
-    def pin(self, extra_key: str, token_ids: bytes, until_s: float) -> int:
-        pins, key = self._pins, self._pin_key(extra_key, token_ids)
+    def pin(self, extra_key: str, token_ids: bytes, until_s: float, tenant: str | None = None) -> int:
+        pins, key = self._pins, self._pin_key(extra_key, token_ids, tenant)
         self._pins_changed(pins.end(key))
         match = self._known(extra_key, token_ids, len(token_ids) // self._page_bytes)
+        if tenant is not None and match.num_pages:
+            above = match.node if match.pages_in_node == len(match.node.pages) else match.node.parent
+            self._pins_changed(pins.end_covered(above, tenant, until_s))
+            if not pins.has_room() or self._unpinned_pages(match) > pins.max_pages - pins.num_pages:
+                self._pins_changed(pins.make_room(self._unpinned_pages(match), tenant))
         surplus = self._unpinned_pages(match) - (pins.max_pages - pins.num_pages)
         if surplus > 0:
             match = self._known(extra_key, token_ids, match.num_pages - surplus)
@@ -382,14 +387,14 @@ class RadixCache(PrefixCache):
         return match.num_pages
 
     def unpin(self, extra_key: str, token_ids: bytes) -> None:
-        self._pins_changed(self._pins.end(self._pin_key(extra_key, token_ids)))
+        self._pins_changed(self._pins.end(self._pin_key(extra_key, token_ids, None)))
 
     def expire_pins(self, now_s: float) -> None:
         self._pins_changed(self._pins.expire(now_s))
 
-    def _pin_key(self, extra_key: str, token_ids: bytes) -> tuple[str, bytes]:
+    def _pin_key(self, extra_key: str, token_ids: bytes, tenant: str | None) -> PinKey:
         whole_pages = len(token_ids) // self._page_bytes * self._page_bytes
-        return self._pins.key_of(extra_key, token_ids[:whole_pages])
+        return self._pins.key_of(extra_key, token_ids[:whole_pages], tenant)
 
     def _pins_changed(self, nodes: Iterable[RadixNode]) -> None:
         for node in nodes:

@@ -122,6 +122,8 @@ def _check_fields(message: GenerateRequest) -> None:
         check_number("queue_timeout_s", message.queue_timeout_s, 0.0, _MAX_SECONDS, low_open=True)
     if message.timeout_s is not None:
         check_number("timeout_s", message.timeout_s, 0.0, _MAX_SECONDS, low_open=True)
+    if message.keep_s is not None:
+        check_number("keep_s", message.keep_s, 0.0, _MAX_SECONDS)
     if message.delivered is not None:
         _check_delivered(message.delivered)
     if message.grammar is not None and not isinstance(message.grammar, GrammarUse):

@@ -110,7 +110,7 @@ class Req:
 
     Attributes:
         rid, sampling, arrival_s, priority, tenant, lora_id, group, grammar, keep_special_ids, pooling, handoff,
-            reports_progress: as in `GenerateRequest`.
+            reports_progress, keep_s: as in `GenerateRequest`.
         receives_kv: its prompt's KV is to come from another engine, at first.
         extra_key: namespace in the prefix cache, made of the request's cache salt and its adapter.
         received_s: when the scheduler received it.
@@ -160,6 +160,7 @@ class Req:
         "host_len",
         "host_pages",
         "is_checked_late",
+        "keep_s",
         "keep_special_ids",
         "lease",
         "loaded_tokens",
@@ -206,6 +207,7 @@ class Req:
         self.pooling = message.pooling
         self.handoff = handoff = message.handoff
         self.reports_progress = message.reports_progress
+        self.keep_s = message.keep_s
         decodes_here = handoff is None or bool(handoff.peer)
         self.receives_kv = handoff is not None and decodes_here and _can_receive(message)
         self.arrival_s = message.arrival_s or now_s

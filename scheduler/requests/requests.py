@@ -127,6 +127,10 @@ class RequestMemory(Protocol):
         """Free the row and pages of a request. With `keep`, offer its computed pages to the prefix cache."""
         ...
 
+    def keep_prompt(self, req: Req, now_s: float) -> None:
+        """Keep the cached prompt of a request that has ended, if it asks for that."""
+        ...
+
     def drop_host_pages(self, req: Req) -> None:
         """Free the host pages of a swapped request."""
         ...
@@ -302,6 +306,7 @@ class Requests:
                 self.waiting.remove(req)
             case _:
                 self._kv.release(req, keep=keep)
+                self._kv.keep_prompt(req, now_s)
                 for observer in self._observers:
                     observer.stopped(req)
         req.enter(ReqStatus.FINISHED, now_s)

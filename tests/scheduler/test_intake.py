@@ -72,6 +72,7 @@ OTHERS: Final[dict[str, list[Any]]] = {
     "reports_progress": [None, 1, "yes", []],
     "group": [None, 5, b"x", [], "\ud800"],
     "queue_timeout_s": ["1", True, math.nan, math.inf, 0, -1.0, 10**400, []],
+    "keep_s": ["1", True, math.nan, math.inf, -1.0, 10**400, []],
     "timeout_s": ["1", True, math.nan, math.inf, 0, -1.0, 10**400, []],
     "delivered": [
         *(5, b"abcd", {}, Delivered(b"", USAGE), Delivered(b"123", USAGE), Delivered(IDS, USAGE)),

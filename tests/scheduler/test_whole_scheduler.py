@@ -138,6 +138,7 @@ class Life:
             "needs_grammar": bool(self.rng.random() < (0.05 if grammar is None else 0.3)),
             "queue_timeout_s": self.pick([None] * 6 + [0.05]),
             "timeout_s": self.pick([None] * 6 + [0.1]),
+            "keep_s": self.pick([None, None, 0.0, 0.1, 5.0]),
         }
         sampling = {
             "logprobs": self.pick([None] * 6 + [0]),

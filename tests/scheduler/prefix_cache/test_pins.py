@@ -306,3 +306,91 @@ def test_a_pin_keeps_what_was_cached_under_its_own_salt(make_scheduler):
 
     assert pinned_tokens(harness, ids(*range(1, 41)), 5.0) == 0
     assert pinned_tokens(harness, ids(*range(1, 41)), 5.0, "salt") == 40
+
+
+# ---------------------------------------------------------------- promises
+
+
+def promise(pool, tokens, until_s=FOREVER, tenant="t"):
+    return pool.cache.pin("", ids(*tokens), until_s, tenant)
+
+
+def test_the_promise_of_a_newer_turn_replaces_that_of_the_turn_before():
+    pool = make()
+    for length in (2, 4, 6):
+        pool.serve(list(range(1, length + 1)))
+        assert promise(pool, range(1, length + 1), until_s=float(length)) == length
+        assert (len(pool.cache._pins), pool.cache.pinned_pages) == (1, length)
+    promise(pool, [1, 2], until_s=9.0)  # a branch of the same beginning that lasts longer
+    promise(pool, [1, 2, 3], until_s=8.0)
+
+    assert len(pool.cache._pins) == 3
+    pool.cache.expire_pins(8.0)
+    assert pool.cache.pinned_pages == 2
+    assert sound(pool)
+
+
+def test_a_promise_takes_no_pin_of_a_client_away():
+    pool = make(quota=4)
+    pool.serve([1, 2, 3, 4])
+    pool.serve([5, 6, 7, 8])
+    pool.cache.pin("", ids(1, 2), FOREVER)
+    promise(pool, [1, 2, 3, 4])
+    assert promise(pool, [5, 6, 7, 8]) == 2  # that of before made room, the pin did not
+    pool.cache.unpin("", ids(5, 6, 7, 8))  # no pin of a client
+
+    assert (len(pool.cache._pins), pool.cache.pinned_pages) == (2, 4)
+    assert pool.cache.pin("", ids(5, 6, 7, 8), FOREVER) == 4 - 2
+    assert sound(pool)
+
+
+def test_in_a_full_quota_the_promise_that_ends_first_makes_room():
+    pool = make(quota=4)
+    for token, until_s in ((10, 3.0), (20, 1.0), (30, 2.0)):
+        pool.serve([token, token + 1])
+        assert promise(pool, [token, token + 1], until_s) == 2
+    pool.serve([40] * 8)
+    pool.serve([50] * 4)
+
+    assert [pool.cached([token, token + 1]) for token in (10, 20, 30)] == [2, 0, 2]
+    assert sound(pool)
+
+
+def test_many_promises_of_one_tenant_leave_the_others_their_share():
+    pool = make(num_pages=200, quota=40)
+    for number in range(100):
+        pool.serve([1000 + number] * 2)
+        promise(pool, [1000 + number] * 2, until_s=100.0 + number, tenant="flood")
+    assert pool.cache.pinned_pages == 40
+    for number in range(12):
+        pool.serve([number + 1] * 2)
+        assert promise(pool, [number + 1] * 2, until_s=10.0, tenant="other") == 2
+    for number in range(100, 200):
+        pool.serve([1000 + number] * 2)
+        promise(pool, [1000 + number] * 2, until_s=100.0 + number, tenant="flood")
+
+    sizes = {"flood": 0, "other": 0}
+    for pin in pool.cache._pins._by_key.values():
+        sizes[pin.tenant] += pin.num_pages
+    assert sizes == {"flood": 20, "other": 20}
+    assert sound(pool)
+
+
+def test_a_request_keeps_its_prompt_for_its_time_and_one_that_comes_once_goes_first(make_scheduler):
+    harness = make_scheduler(num_pages=32, page_size=4, cache={"pin_fraction": 0.5})
+    prompt = list(range(1, 41))
+    harness.submit("kept", prompt=prompt, message={"keep_s": 5.0}, max_new_tokens=2)
+    harness.submit("once", prompt=[50] * 40, message={"keep_s": 0.0}, max_new_tokens=2)
+    harness.run_until_idle()
+    assert harness.scheduler.report(0.0).pinned_tokens == 40
+    for number in range(20):
+        harness.submit(prompt=[100 + number] * 40, max_new_tokens=2)
+        harness.run_until_idle()
+    turn = harness.submit(prompt=[*prompt, 9], max_new_tokens=1)
+    harness.run_until_idle()
+
+    assert harness.answers[turn].rows[-1].usage.cached_tokens == 40
+    harness.now_s += 6.0
+    harness.submit(prompt=[9] * 4, max_new_tokens=1)
+    harness.run_until_idle()
+    assert harness.scheduler.report(0.0).pinned_tokens == 0

@@ -157,7 +157,9 @@ def test_eviction_finds_all_that_is_evictable_whatever_is_wanted_pinned_or_locke
     for _ in range(150):
         tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 9))]
         found = cache.match("", ids(*tokens), len(tokens))
-        match rng.choice(["serve", "serve", "leave", "want", "want", "unwant", "pin", "unpin", "evict"]):
+        match rng.choice(
+            ["serve", "serve", "leave", "want", "want", "unwant", "pin", "promise", "unpin", "evict"]
+        ):
             case "serve":
                 lease = cache.lock("", found)
                 new = tokens[lease.num_pages :]
@@ -176,6 +178,8 @@ def test_eviction_finds_all_that_is_evictable_whatever_is_wanted_pinned_or_locke
                 cache.unwant(rng.randrange(6))
             case "pin":
                 cache.pin("", ids(*tokens), FOREVER)
+            case "promise":
+                cache.pin("", ids(*tokens), rng.random(), rng.choice(["a", "b", "c"]))
             case "unpin":
                 cache.unpin("", ids(*tokens))
             case "evict":
