@@ -16,7 +16,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -29,6 +29,9 @@ from ..runtime.installation import __version__
 from ..runtime.text import check_os_text
 from .exit_codes import ExitCode, exit_code_of
 from .options import CONTEXT_SETTINGS
+
+if TYPE_CHECKING:
+    from ..supervisor.standby import Standby
 
 PROG_NAME: Final = "engine"
 _CANNOT_WRITE: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
@@ -139,20 +142,23 @@ def load_command(name: str) -> Any:
     return get_command(getattr(importlib.import_module(module, __package__), app or "app"))
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None, standby: Standby | None = None) -> None:
     """Run the command line and exit; a mistake of the user is one line, a bug is a traceback."""
     show_what_cannot_be_encoded((sys.stdout, sys.stderr))
-    sys.exit(run(argv))
+    sys.exit(run(argv, standby))
 
 
-def run(argv: Sequence[str] | None = None) -> int:
+def run(argv: Sequence[str] | None = None, standby: Standby | None = None) -> int:
     """Run the command line.
+
+    Args:
+        standby: may have a scheduler that runs already, for `serve`.
 
     Returns:
         The exit code.
     """
     try:
-        code = _run(argv)
+        code = _run(argv, standby)
         if sys.stdout is not None:  # closed, as by `>&-`
             sys.stdout.flush()  # a disk that is full is noticed here, and not while Python exits
     except (KeyboardInterrupt, typer.Abort):
@@ -169,11 +175,11 @@ def run(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _run(argv: Sequence[str] | None) -> int:
+def _run(argv: Sequence[str] | None, standby: Standby | None) -> int:
     arguments: Sequence[str] = ()
     try:
         arguments = check_arguments(sys.argv[1:] if argv is None else argv)
-        result = app(args=arguments, prog_name=PROG_NAME, standalone_mode=False)
+        result = app(args=arguments, prog_name=PROG_NAME, standalone_mode=False, obj=standby)
     except typer.TyperException as error:
         command = getattr(getattr(error, "ctx", None), "command_path", "") or _command_path(arguments)
         message = error.format_message().replace("Value error, ", "").rstrip(".")

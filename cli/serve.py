@@ -36,6 +36,7 @@ from .options import (
 from .preflight import check_start
 
 if TYPE_CHECKING:
+    from ..supervisor.standby import Standby
     from ..tokenizer_manager.http.port import LoadingPort
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ _DOCUMENTS: Final = ("Air scatters blue light.", "Cats sleep a lot.")
 @app.command(cls=GroupedCommand, context_settings=CONTEXT_SETTINGS)
 @takes_config_options()
 def serve(
+    context: typer.Context,
     model_argument: ModelArgument = None,
     config_file: ConfigFileOption = None,
     print_config: PrintConfigOption = False,
@@ -77,21 +79,24 @@ def serve(
         typer.echo(render_config(prepared.config, merged, prepared.notes, prepared.sampling_defaults))
         return 0
     check_start(merged.config)
-    if merged.config.parallel.node_rank > 0:
+    parallel, standby = merged.config.parallel, context.obj
+    if standby is not None and (parallel.node_rank > 0 or parallel.executor == "ray"):
+        standby.close()  # other processes are needed, or another environment
+    if parallel.node_rank > 0:
         return _run_node(merged)
     if line := preset_line(merged):
         typer.echo(line, err=True)
-    return _run(merged)
+    return _run(merged, standby)
 
 
-def _run(merged: MergedConfig) -> int:
+def _run(merged: MergedConfig, standby: Standby | None) -> int:
     from ..tokenizer_manager.http.port import LoadingPort
 
     with closing(LoadingPort(merged.config.server)) as port:  # first: the imports take a second
-        return _run_behind(port, merged)
+        return _run_behind(port, merged, standby)
 
 
-def _run_behind(port: LoadingPort, merged: MergedConfig) -> int:
+def _run_behind(port: LoadingPort, merged: MergedConfig, standby: Standby | None) -> int:
     import setproctitle
 
     from ..launch.child.crash_report import CrashReports
@@ -134,6 +139,7 @@ def _run_behind(port: LoadingPort, merged: MergedConfig) -> int:
             adapters=prepared.adapters,
             listener_fd=port.listener.fileno(),
             before_serving=port.close,
+            standby=standby,
         )
         outcome = supervisor.run()
         logger.info("stopped exit_code=%d after_s=%.1f", outcome.exit_code, time.monotonic() - _STARTED_S)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -22,28 +21,11 @@ from ..launch.child.control import (
     supervisor_end,
 )
 from ..launch.child.crash_report import SHOW_STACKS, read_fatal_stacks
-from ..launch.resolve.nvidia_gpus import DEVICE_ORDER
 from ..runtime.transport.message_base import Message
+from .standby import StartedModule, start_module
 
 _EXIT_AFTER_EOF_S: Final = 2.0
 _TRACEBACKS_S: Final = 1.0
-
-
-def start_module(module: str, role: str, fd: int, *other_fds: int) -> subprocess.Popen[bytes]:
-    """Start `python -m module role fd pid` in a process group of its own; `pid` is that of this process.
-
-    It inherits `fd` and the others.
-    """
-    # The same import path as this process, and with -P no current directory before it: the child imports the package
-    # that runs here, installed or not, and no file from the user's working directory.
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", module, role, str(fd), str(os.getpid())],
-        env={**os.environ, **DEVICE_ORDER, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        stdin=subprocess.DEVNULL,
-        stdout=2,  # standard output belongs to the command line
-        pass_fds=[fd, *other_fds],
-        process_group=0,
-    )
 
 
 class ChildProcess:
@@ -72,6 +54,7 @@ class ChildProcess:
         black_box: str = "",
         replica: int | None = None,
         listener_fd: int | None = None,
+        started: StartedModule | None = None,
     ) -> None:
         """Start `python -m module`. The calling thread must live as long as the child, which dies with it.
 
@@ -79,11 +62,11 @@ class ChildProcess:
             black_box: the folder for its stacks, see `black_box`; "" for none.
             replica: its replica's number; None if there is one replica, or if it is the tokenizer manager.
             listener_fd: the listening socket that it inherits.
+            started: the process, if it runs already.
         """
-        ours, theirs = socket.socketpair()
-        with theirs:
-            inherited = () if listener_fd is None else (listener_fd,)
-            self._process = start_module(module, role.value, theirs.fileno(), *inherited)
+        if started is None:
+            started = start_module(module, role.value, *(() if listener_fd is None else (listener_fd,)))
+        self._process = started.process
         self.role, self.rank, self.replica = role, rank, replica or 0
         self.name = f"{role} of rank {rank}" if role is Role.MODEL_RUNNER else role.value
         if replica is not None:
@@ -94,7 +77,7 @@ class ChildProcess:
         self.lost_others = ""
         self.traceback = ""
         self.silent_s = 0.0
-        self._channel = supervisor_end(ours)
+        self._channel = supervisor_end(started.channel)
         self._black_box = black_box
         self._is_deaf = False
         self._is_aborted = False

@@ -40,6 +40,7 @@ from ..runtime.logs import set_log_level
 from .child_process import ChildProcess
 from .runtime_overrides import RuntimeOverrides, described
 from .signal_queue import SignalQueue
+from .standby import Standby
 
 logger = logging.getLogger(__name__)
 
@@ -107,13 +108,18 @@ class ChildWatch:
     """
 
     def __init__(
-        self, config: ServerConfig, signals: SignalQueue, cause_grace_s: float = _CAUSE_GRACE_S
+        self,
+        config: ServerConfig,
+        signals: SignalQueue,
+        cause_grace_s: float = _CAUSE_GRACE_S,
+        standby: Standby | None = None,
     ) -> None:
         """No child is started yet.
 
         Args:
             signals: a signal ends every wait; the caller handles it.
             cause_grace_s: how long to wait for a better cause after a rank reported that it lost the others.
+            standby: may have a scheduler that runs already.
         """
         self.children: list[ChildProcess] = []
         self._config = config
@@ -123,6 +129,7 @@ class ChildWatch:
         self._last_pass_s = 0.0
         self.nodes: Nodes | None = None
         self._cause_grace_s = cause_grace_s
+        self._standby = standby
         self._lost_since_s: float | None = None
         self._overrides = RuntimeOverrides()
 
@@ -143,6 +150,7 @@ class ChildWatch:
             settings.endpoints.black_box,
             settings.one_of_several,
             settings.listener_fd,
+            None if self._standby is None else self._standby.take(module),
         )
         self.children.append(child)
         self._selector.register(child, selectors.EVENT_READ)

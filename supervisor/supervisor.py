@@ -30,6 +30,7 @@ from .child_process import ChildProcess
 from .child_watch import NODES_GRACE_S, STOP_GRACE_S, ChildFailure, ChildWatch, Interrupted, Nodes
 from .recovery import Recovery, scheduler_facts
 from .signal_queue import SignalQueue
+from .standby import Standby
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ class Supervisor:
         adapters: the LoRA adapters of the start.
         listener_fd: the listening socket that the tokenizer manager inherits; None: it binds its own.
         before_serving: called once, before the tokenizer manager accepts connections: nothing else may from then on.
+        standby: may have a scheduler that runs already.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Supervisor:
         adapters: tuple[LoadedAdapter, ...] = (),
         listener_fd: int | None = None,
         before_serving: Callable[[], None] = lambda: None,
+        standby: Standby | None = None,
     ) -> None:
         self._config = config
         self._source = source
@@ -97,6 +100,7 @@ class Supervisor:
         self._adapters = adapters
         self._listener_fd = listener_fd
         self._before_serving = before_serving
+        self._standby = standby
         self._signals = SignalQueue()
 
     def run(self) -> Outcome:
@@ -124,8 +128,8 @@ class Supervisor:
 
     def _watch(self) -> ChildWatch:
         if self._config.parallel.nnodes == 1:
-            return ChildWatch(self._config.server, self._signals)
-        return ChildWatch(self._config.server, self._signals, NODES_GRACE_S)
+            return ChildWatch(self._config.server, self._signals, standby=self._standby)
+        return ChildWatch(self._config.server, self._signals, NODES_GRACE_S, self._standby)
 
     def _run(self, watch: ChildWatch, socket_dirs: Sequence[SocketDir]) -> Outcome:
         try:

@@ -37,6 +37,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Final, NoReturn, assert_never
 
 import setproctitle
@@ -254,8 +255,9 @@ class Child:
 def run_child(room: str) -> NoReturn:
     """Run a child process: set it up, run `main` of `<room>.process`, report how it ended, exit.
 
-    `main` is imported here and not by the caller, so that a failed import (no torch) is reported too. While the imports
-    take seconds, the process already ends with its supervisor.
+    `main` is imported here and not by the caller, so that a failed import (no torch) is reported too. It is imported
+    before the settings are there: a process may be started before they are known. While the imports take seconds, the
+    process already ends with its supervisor.
 
     Args:
         room: package of the process, for example "engine.scheduler".
@@ -274,6 +276,7 @@ def run_child(room: str) -> NoReturn:
 def _run(room: str, channel: ControlChannel[ToChild]) -> int:
     """Run the package's `main`; returns the exit code of the process."""
     try:
+        module = _import(f"{room}.process")
         child = Child(channel)
         label = child.settings.label
         setproctitle.setproctitle(f"engine: {label}")
@@ -281,7 +284,9 @@ def _run(room: str, channel: ControlChannel[ToChild]) -> int:
             keep_stacks(Path(child.settings.endpoints.black_box), label)
         configure_logging(child.settings.config.log, label)
         try:
-            importlib.import_module(f"{room}.process").main(child)
+            if isinstance(module, Exception):
+                raise module
+            module.main(child)
         finally:
             child.end_profile()
     except StopRequested:
@@ -303,6 +308,14 @@ def _run(room: str, channel: ControlChannel[ToChild]) -> int:
         channel.send(Failed(kind="bug", message=message, traceback=trace))
         return 1
     return 0
+
+
+def _import(name: str) -> ModuleType | Exception:
+    """The module, or the error, which is raised where it can be logged as the settings say."""
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        return error
 
 
 def _where(error: Exception) -> str:

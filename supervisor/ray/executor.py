@@ -16,7 +16,6 @@ import logging
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -31,10 +30,10 @@ from ...models.spec.model_spec import ModelSpec
 from ...runtime.config.engine_config import EngineConfig
 from ...runtime.errors import ConfigError
 from ...runtime.transport.cluster_ipc import free_address, key_in_memory
-from ..child_process import start_module
 from ..child_watch import ChildFailure
 from ..node_link import NodeHub, node_name
 from ..signal_queue import SignalQueue
+from ..standby import start_module
 from .broker import (
     RUN_END_GRACE_S,
     FindPlaces,
@@ -61,11 +60,9 @@ class Broker:
     """The supervisor's side of the process that talks to Ray; a context manager that kills its group at the end."""
 
     def __init__(self, module: str = _BROKER) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = start_module(module, "ray", theirs.fileno())
+        self._process, channel = start_module(module, "ray")
         decoder: msgspec.msgpack.Decoder[FromBroker] = msgspec.msgpack.Decoder(FromBroker)
-        self._channel = ControlChannel(ours, decoder)
+        self._channel = ControlChannel(channel, decoder)
 
     @property
     def closed(self) -> bool:
