@@ -50,21 +50,6 @@ ALWAYS_INLINE u16x16 to_halves(f32x16 v) {
 
 // ---------------------------------------------------------------- panels
 
-typedef uint32_t Quad __attribute__((vector_size(16)));
-
-// Stores four words each of four rows to [word][row] with `LINE * 2` bytes per word.
-ALWAYS_INLINE void store_transposed(const uint8_t* const (&rows)[4], uint8_t* to) {
-    Quad v[4];
-    for (int r = 0; r < 4; ++r) get(v[r], rows[r]);
-    Quad a = shuffle<0, 4, 1, 5>(v[0], v[1]), b = shuffle<2, 6, 3, 7>(v[0], v[1]);
-    Quad c = shuffle<0, 4, 1, 5>(v[2], v[3]), d = shuffle<2, 6, 3, 7>(v[2], v[3]);
-    constexpr int64_t WORD = BlockCall::PANEL * 4;
-    put(to, shuffle<0, 1, 4, 5>(a, c));
-    put(to + WORD, shuffle<2, 3, 6, 7>(a, c));
-    put(to + 2 * WORD, shuffle<0, 1, 4, 5>(b, d));
-    put(to + 3 * WORD, shuffle<2, 3, 6, 7>(b, d));
-}
-
 // The numbers of a block of all rows, `BITS * 4` bytes at each pointer, to a packed block.
 template <int BITS>
 ALWAYS_INLINE void store_numbers(const Rows& numbers, uint8_t* to) {

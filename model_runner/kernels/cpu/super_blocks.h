@@ -54,13 +54,13 @@ ALWAYS_INLINE auto group_of_lines(int group, const Line& line) {
 }
 
 // The lines of a block for 8 groups; the inverse of group_of_lines.
-template <int BITS>
-inline void fold_groups(const uint32_t* groups, uint32_t* lines) {
+template <int BITS, class Word>
+ALWAYS_INLINE void fold_groups(const Word* groups, Word* lines) {
     if constexpr (BITS == 4) {
         for (int n = 0; n < 4; ++n) lines[n] = groups[n] | groups[n + 4] << 4;
     } else if constexpr (BITS == 5) {
-        auto low = [](uint32_t group) { return (group & 0x07070707u) << 5; };
-        auto high = [](uint32_t group) { return (group & 0x18181818u) << 2; };
+        auto low = [](Word group) { return (group & 0x07070707u) << 5; };
+        auto high = [](Word group) { return (group & 0x18181818u) << 2; };
         lines[0] = groups[0] | low(groups[5]);
         lines[1] = groups[1] | high(groups[5]) | (groups[7] & 0x08080808u) << 4;
         lines[2] = groups[2] | low(groups[6]);
@@ -70,7 +70,7 @@ inline void fold_groups(const uint32_t* groups, uint32_t* lines) {
         static_assert(BITS == 6);
         for (int half = 0; half < 2; ++half, groups += 4, lines += 3)
             for (int n = 0; n < 3; ++n)
-                lines[n] = groups[n] | (groups[3] & 0x03030303u << 2 * n) << (6 - 2 * n);
+                lines[n] = groups[n] | (groups[3] & (0x03030303u << 2 * n)) << (6 - 2 * n);
     }
 }
 

@@ -15,56 +15,74 @@ namespace {
 constexpr int64_t MIN_NUMBERS = 1 << 13;  // inputs of rows per thread, at least
 constexpr int64_t SUPERBLOCK_GROUPS = SUPERBLOCK / 4;
 
-inline uint32_t word_at(const uint8_t* from, int64_t n) { return load_pair(from + 4 * n); }
-
-// A superblock of one output, in the order of the file or of the packed layout.
+// A superblock of the 32 outputs of a panel, in the layout of a file (ggml_types.py), or of one output of a packed panel.
 template <int BITS>
 struct Superblock {
     typedef SuperLayout<BITS> Layout;
-    static constexpr int64_t FILE_BYTES = BlockCall::superblock_bytes(BITS) / BlockCall::PANEL;
+    static constexpr int64_t PANEL = BlockCall::PANEL, FILE_BYTES = BlockCall::superblock_bytes(BITS) / PANEL;
+    static constexpr int FILE_WORDS = FILE_BYTES / 4;  // with 6 bits, d follows
 
-    uint32_t groups[SUPERBLOCK_GROUPS];  // 4 integers each
-    uint32_t scales[Layout::SCALE_LINES];
-    uint16_t factors[2];  // d and dmin
+    // rows: the superblock of each output.
+    static ALWAYS_INLINE void pack(const uint8_t* const (&rows)[PANEL], uint8_t* panel) {
+        alignas(64) uint32_t words[FILE_WORDS][PANEL];
+        for (int r = 0; r < PANEL; r += 4)
+            for (int n = 0; n < FILE_WORDS; n += 4) {
+                const uint8_t* const four[4] = {rows[r] + 4 * n, rows[r + 1] + 4 * n, rows[r + 2] + 4 * n, rows[r + 3] + 4 * n};
+                store_transposed(four, reinterpret_cast<uint8_t*>(words[n] + r));
+            }
+        for (int first = 0; first < PANEL; first += LANES) {
+            auto word = [&](int n) { return (u32x16)load_pairs(words[n] + first); };
+            u32x16 groups[GROUPS], lines[BITS];
+            for (int block = 0; block < SUPERBLOCK_BLOCKS; ++block) {
+                for (int n = 0; n < GROUPS; ++n) groups[n] = group_of_file(block, n, word);
+                fold_groups<BITS>(groups, lines);
+                for (int n = 0; n < BITS; ++n)
+                    put(panel + Layout::INTEGERS + (block * BITS + n) * Layout::LINE_BYTES + 4 * first, lines[n]);
+            }
+        }
+        constexpr int SCALES = BITS == 6 ? 48 : 1;
+        std::memcpy(panel + Layout::SCALES, words[SCALES], Layout::SCALE_LINES * sizeof words[0]);
+        uint16_t* factors = reinterpret_cast<uint16_t*>(panel + Layout::FACTORS);
+        for (int r = 0; r < PANEL; ++r)
+            if (Layout::HAS_MINIMA) {
+                factors[r] = uint16_t(words[0][r]);
+                factors[PANEL + r] = uint16_t(words[0][r] >> 16);
+            } else {
+                std::memcpy(factors + r, rows[r] + 4 * FILE_WORDS, 2);
+            }
+    }
 
-    // The layouts of a file (ggml_types.py).
-    ALWAYS_INLINE void read(const uint8_t* from) {
-        if constexpr (BITS == 6) {
-            const uint8_t *low = from, *high = from + 128;
-            for (int half = 0; half < 2; ++half, low += 64, high += 32)
-                for (int quarter = 0; quarter < 4; ++quarter)
-                    for (int n = 0; n < 8; ++n) {
-                        uint32_t lower = word_at(low, quarter % 2 * 8 + n) >> (quarter / 2 * 4);
-                        uint32_t upper = word_at(high, n) >> (2 * quarter);
-                        groups[half * 32 + quarter * 8 + n] = (lower & 0x0f0f0f0fu) | (upper & 0x03030303u) << 4;
-                    }
-            std::memcpy(scales, from + 192, sizeof scales);
-            std::memcpy(factors, from + 208, 2);
-        } else {
-            std::memcpy(factors, from, sizeof factors);
-            std::memcpy(scales, from + 4, sizeof scales);
-            const uint8_t *high = from + 16, *low = from + (BITS == 5 ? 48 : 16);
-            for (int pair = 0; pair < 4; ++pair)
-                for (int half = 0; half < 2; ++half)
-                    for (int n = 0; n < 8; ++n) {
-                        uint32_t group = (word_at(low, pair * 8 + n) >> (4 * half)) & 0x0f0f0f0fu;
-                        if (BITS == 5) group |= ((word_at(high, n) >> (2 * pair + half)) & 0x01010101u) << 4;
-                        groups[pair * 16 + half * 8 + n] = group;
-                    }
+    // The columns [begin, end) of another panel's superblock.
+    static void copy_columns(const uint8_t* from, uint8_t* to, int64_t begin, int64_t end) {
+        for (int64_t at = 0; at < Layout::BYTES;) {
+            const bool is_factors = at >= Layout::FACTORS && at < Layout::INTEGERS;
+            const int64_t bytes = is_factors ? 2 : 4;
+            std::memcpy(to + at + begin * bytes, from + at + begin * bytes, (end - begin) * bytes);
+            at += PANEL * bytes;
         }
     }
 
-    // Into the superblock of a panel.
-    ALWAYS_INLINE void pack(uint8_t* panel, int64_t column) const {
-        auto put = [=](uint8_t* line, uint32_t word) { std::memcpy(line + 4 * column, &word, sizeof word); };
-        uint32_t lines[BITS];
-        for (int block = 0; block < SUPERBLOCK_BLOCKS; ++block) {
-            fold_groups<BITS>(groups + block * GROUPS, lines);
-            for (int n = 0; n < BITS; ++n) put(panel + Layout::INTEGERS + (block * BITS + n) * Layout::LINE_BYTES, lines[n]);
+    // Whether all d and dmin of a panel are finite.
+    static ALWAYS_INLINE bool is_finite(const uint8_t* panel) {
+        const uint16_t* factors = reinterpret_cast<const uint16_t*>(panel + Layout::FACTORS);
+        bool finite = true;
+        for (int n = 0; n < (Layout::HAS_MINIMA ? 2 : 1) * PANEL; ++n) finite &= (factors[n] & 0x7c00) != 0x7c00;
+        return finite;
+    }
+
+    // Group `n` of a block, 4 integers of each output; `word(n)` gives word n of a file's superblock.
+    template <class Word>
+    static ALWAYS_INLINE auto group_of_file(int block, int n, const Word& word) {
+        if constexpr (BITS == 6) {
+            const int half = block / 4, quarter = block % 4;
+            auto lower = word(half * 16 + quarter % 2 * 8 + n) >> (quarter / 2 * 4);
+            auto upper = word(32 + half * 8 + n) >> (2 * quarter);
+            return (lower & 0x0f0f0f0fu) | (upper & 0x03030303u) << 4;
+        } else {
+            auto group = (word((BITS == 5 ? 12 : 4) + block / 2 * 8 + n) >> (block % 2 * 4)) & 0x0f0f0f0fu;
+            if constexpr (BITS == 5) group = group | ((word(4 + n) >> block) & 0x01010101u) << 4;
+            return group;
         }
-        for (int n = 0; n < Layout::SCALE_LINES; ++n) put(panel + Layout::SCALES + n * Layout::LINE_BYTES, scales[n]);
-        for (int n = 0; n < (Layout::HAS_MINIMA ? 2 : 1); ++n)
-            std::memcpy(panel + Layout::FACTORS + (n * BlockCall::PANEL + column) * 2, factors + n, 2);
     }
 
     // The 256 weights of an output of a panel.
@@ -101,28 +119,37 @@ struct RowsOfFile {
     int64_t superblock(int64_t n) const { return superblocks == nullptr ? n : superblocks[n]; }
 };
 
-inline bool is_finite_half(uint16_t half) { return (half & 0x7c00) != 0x7c00; }
-
 // Returns whether all scales and minima are finite.
 template <int BITS>
 bool pack_rows(const RowsOfFile& from, int64_t first, int64_t num_rows, int64_t inputs, uint8_t* packed) {
+    typedef Superblock<BITS> Block;
     constexpr int64_t PANEL = BlockCall::PANEL, BYTES = SuperLayout<BITS>::BYTES;
     const int64_t superblocks = inputs / SUPERBLOCK, last = first + num_rows, begin_panel = first / PANEL;
     std::atomic<bool> all_finite{true};
     parallel_for((last + PANEL - 1) / PANEL - begin_panel, 1, [&](int64_t begin, int64_t end) {
         bool finite = true;
+        alignas(64) uint8_t part[BYTES];
         for (int64_t panel = begin_panel + begin; panel < begin_panel + end; ++panel) {
             uint8_t* to = packed + panel * superblocks * BYTES;
-            int64_t start = std::max(first, panel * PANEL), stop = std::min(last, (panel + 1) * PANEL);
-            if (start == panel * PANEL && stop < start + PANEL) std::memset(to, 0, superblocks * BYTES);
-            for (int64_t n = 0; n < superblocks; ++n, to += BYTES)
-                for (int64_t output = start; output < stop; ++output) {
-                    Superblock<BITS> superblock;
-                    superblock.read(from.row(output - first) + from.superblock(n) * Superblock<BITS>::FILE_BYTES);
-                    superblock.pack(to, output % PANEL);
-                    for (int factor = 0; factor < (SuperLayout<BITS>::HAS_MINIMA ? 2 : 1); ++factor)
-                        finite &= is_finite_half(superblock.factors[factor]);
+            const int64_t start = std::max(first, panel * PANEL), stop = std::min(last, (panel + 1) * PANEL);
+            const bool is_whole = stop - start == PANEL;
+            if (start == panel * PANEL && !is_whole) std::memset(to, 0, superblocks * BYTES);
+            const uint8_t *starts[PANEL], *rows[PANEL], *next[PANEL];
+            for (int64_t r = 0; r < PANEL; ++r) {
+                int64_t output = std::min(std::max(panel * PANEL + r, start), stop - 1);  // other columns repeat a row
+                starts[r] = from.row(output - first);
+                next[r] = from.row(std::min(output + PANEL, last - 1) - first);
+            }
+            for (int64_t n = 0; n < superblocks; ++n, to += BYTES) {
+                const int64_t offset = from.superblock(n) * Block::FILE_BYTES;
+                for (int64_t r = 0; r < PANEL; ++r) {
+                    rows[r] = starts[r] + offset;
+                    for (int64_t at = 0; at < Block::FILE_BYTES; at += 64) __builtin_prefetch(next[r] + offset + at, 0, 2);
                 }
+                Block::pack(rows, is_whole ? to : part);
+                finite &= Block::is_finite(is_whole ? to : part);
+                if (!is_whole) Block::copy_columns(part, to, start % PANEL, start % PANEL + (stop - start));
+            }
         }
         if (!finite) all_finite.store(false, std::memory_order_relaxed);
     });
