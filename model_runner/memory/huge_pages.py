@@ -6,8 +6,10 @@ that Python uses between two steps. Weights are in hundreds of allocations, many
 all densely filled memory of the process is moved into huge pages when loading is done (`MADV_COLLAPSE`, Linux 6.1).
 Addresses do not change.
 
-Block-quantized weights are in huge pages from the beginning: the system clears a huge page in a fraction of the time
-that 512 faults take. Most are smaller than a huge page or a few of them, so they share larger pieces of memory.
+Block-quantized weights are in huge pages from the beginning where the system clears a huge page in a fraction of the
+time that 512 faults take. It is the other way round in a virtual machine whose host has yet to allocate the memory: a
+huge page took 4.7 ms there, 512 faults on memory that was in use before 0.8 ms. Then they are moved like all others.
+Most are smaller than a huge page or a few of them, so they share larger pieces of memory.
 
 Memory that is reserved for later belongs to `host_memory`.
 """
@@ -31,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 HUGE_PAGE_BYTES: Final = 2 << 20
 MADV_HUGEPAGE: Final = 14
+MADV_NOHUGEPAGE: Final = 15
 MADV_COLLAPSE: Final = 25
 
 _LEAST_FILLED: Final = 0.9
@@ -76,13 +79,6 @@ def collapse_resident_memory() -> int:
     taken_ms = (time.perf_counter() - started_s) * 1e3
     logger.debug("huge_pages_mib=%.0f huge_pages_ms=%.0f", moved_bytes / (1 << 20), taken_ms)
     return moved_bytes
-
-
-def request_huge_pages(address: int, num_bytes: int) -> None:
-    """Let the system use huge pages for the memory that is first written from now on; harmless where it has none."""
-    start, num_bytes = Mapping(address, address + num_bytes, 0).inner()
-    if num_bytes and (madvise := find_madvise()) is not None:
-        madvise(start, num_bytes, MADV_HUGEPAGE)
 
 
 def collapse(found: Iterable[Mapping], madvise: Madvise) -> int:
@@ -149,6 +145,8 @@ def _allowed() -> bool:
 
 _PIECE_BYTES: Final = 16 * HUGE_PAGE_BYTES
 _ALIGNMENT: Final = 64
+_SMALL_PAGES_S: Final = 1e-3
+"""What 512 faults take, and a huge page should not."""
 
 
 class WeightMemory:
@@ -156,21 +154,28 @@ class WeightMemory:
 
     def __init__(self) -> None:
         self._piece = torch.empty(0, dtype=torch.uint8)  # the rest of it
+        self._in_huge_pages = True  # until the system takes too long for one
 
     def take(self, num_bytes: int) -> Tensor:
         """[num_bytes] uint8, aligned to 64 bytes and not initialized; only what is written becomes resident."""
         if num_bytes > _PIECE_BYTES // 2:
-            return _reserve(num_bytes)
+            return self._reserve(num_bytes)
         if num_bytes > len(self._piece):
-            self._piece = _reserve(_PIECE_BYTES)
+            self._piece = self._reserve(_PIECE_BYTES)
         taken = self._piece[:num_bytes]
         self._piece = self._piece[-(-num_bytes // _ALIGNMENT) * _ALIGNMENT :]
         return taken
 
-
-def _reserve(num_bytes: int) -> Tensor:
-    """Memory that begins with a huge page; a system without huge pages uses others."""
-    memory = torch.empty(num_bytes + HUGE_PAGE_BYTES, dtype=torch.uint8)
-    start = -memory.data_ptr() % HUGE_PAGE_BYTES
-    request_huge_pages(memory.data_ptr(), len(memory))
-    return memory[start : start + num_bytes]
+    def _reserve(self, num_bytes: int) -> Tensor:
+        """Memory that begins with a huge page; a system without huge pages uses others."""
+        memory = torch.empty(num_bytes + HUGE_PAGE_BYTES, dtype=torch.uint8)
+        start = -memory.data_ptr() % HUGE_PAGE_BYTES
+        address, inner_bytes = Mapping(memory.data_ptr(), memory.data_ptr() + len(memory), 0).inner()
+        if self._in_huge_pages and inner_bytes and (madvise := find_madvise()) is not None:
+            madvise(address, inner_bytes, MADV_HUGEPAGE)
+            before_s = time.thread_time()  # of this thread: what other processes take does not count
+            memory[start] = 0
+            self._in_huge_pages = time.thread_time() - before_s < _SMALL_PAGES_S
+            if not self._in_huge_pages:
+                madvise(address, inner_bytes, MADV_NOHUGEPAGE)
+        return memory[start : start + num_bytes]
