@@ -116,6 +116,7 @@ class Usage(Record, frozen=True):
         num_retractions: how often the request lost its KV memory and was recomputed.
         grammar: of a request with a grammar; None before it is ready, and without one.
         processed_tokens: prompt tokens with KV, in a row that says only this; None in all others.
+        loaded_tokens: of `cached_tokens`, those that were loaded from a disk for this request.
     """
 
     prompt_tokens: int
@@ -125,6 +126,7 @@ class Usage(Record, frozen=True):
     num_retractions: int = 0
     grammar: GrammarUsage | None = None
     processed_tokens: int | None = None
+    loaded_tokens: int = 0
 
 
 _ATTEMPT: Final = "+"

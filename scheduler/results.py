@@ -306,7 +306,16 @@ def _plain_rows(reqs: list[Req], id_bytes: bytes) -> list[TokenOutput]:
         TokenOutput(
             req.rid,
             id_bytes[start : start + TOKEN_ID_BYTES],
-            Usage(req.prompt_len, req.output_len, req.cached_tokens, req.queue_s, req.num_retractions),
+            Usage(
+                req.prompt_len,
+                req.output_len,
+                req.cached_tokens,
+                req.queue_s,
+                req.num_retractions,
+                None,
+                None,
+                min(req.loaded_tokens, req.cached_tokens) if req.loaded_tokens else 0,
+            ),
         )
         for req, start in zip(reqs, starts, strict=True)
     ]

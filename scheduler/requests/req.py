@@ -129,7 +129,7 @@ class Req:
         tree_len: tokens whose pages the prefix cache had when it was admitted, with a state at their end or without.
         match, match_generation: the last look-up in the prefix cache, and the cache's generation at that time.
         cached_tokens: prompt tokens that the prefix cache had at the first admission.
-        loaded_tokens: of these, those that were loaded from a disk for it.
+        loaded_tokens: tokens that were loaded from a disk for it.
         num_retractions: how often it was retracted or preempted.
         num_overtaken: passes in which it waited and a later arrival was admitted; see `MAX_OVERTAKEN`.
         num_delivered: tokens of the output that the client had before the request was submitted again.
@@ -252,6 +252,7 @@ class Req:
         self.fill_ids += delivered.output_ids
         self.num_delivered = self.output_len = len(delivered.output_ids) // TOKEN_ID_BYTES
         self.cached_tokens = delivered.usage.cached_tokens
+        self.loaded_tokens = delivered.usage.loaded_tokens
         self.queue_s = delivered.usage.queue_s
         self.num_retractions = delivered.usage.num_retractions
         if self.grammar_figures is not None and delivered.usage.grammar is not None:
@@ -312,7 +313,13 @@ class Req:
         if self.matcher is not None and self.grammar_figures is not None:
             grammar = self.grammar_figures.usage(self.matcher.num_forced)
         return Usage(
-            self.prompt_len, self.output_len, self.cached_tokens, self.queue_s, self.num_retractions, grammar
+            self.prompt_len,
+            self.output_len,
+            self.cached_tokens,
+            self.queue_s,
+            self.num_retractions,
+            grammar,
+            loaded_tokens=min(self.loaded_tokens, self.cached_tokens),  # some may have been evicted before it started
         )
 
     def __repr__(self) -> str:

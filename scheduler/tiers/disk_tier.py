@@ -332,10 +332,12 @@ class DiskTier(TransferRole):
         self._counts.load_s += message.seconds
         if not count:
             return self._go_on(req, "not loaded", message.error or "the disk has lost it", now_s)
-        req.loaded_tokens = count * self._kv.page_size
+        if not req.num_delivered:
+            req.loaded_tokens = count * self._kv.page_size
         self._loaded.append((req, count))
         seconds = now_s - fetch.began_s
-        return self._go_on(req, "loaded", f"{req.loaded_tokens:,} tokens from disk in {seconds:.3f} s", now_s)
+        tokens = count * self._kv.page_size
+        return self._go_on(req, "loaded", f"{tokens:,} tokens from disk in {seconds:.3f} s", now_s)
 
     def _leave(self, fetch: _Fetch) -> None:
         """Drop a fetch; if it is being loaded, its pages stay taken until the I/O thread has answered."""

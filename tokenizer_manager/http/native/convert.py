@@ -302,6 +302,8 @@ def _body(tokenizer: Tokenizer, generation: Generation, choice: Choice, collecte
         queue_time=usage.queue_s,
         e2e_latency=(choice.last_token_s or generation.arrival_s) - generation.arrival_s,
     )
+    if usage.loaded_tokens:
+        meta.cached_tokens_by_tier = {"disk": usage.loaded_tokens}
     if choice.guided is not None and choice.finish is not None:
         meta.grammar = choice.guided.report(tokenizer) or UNSET
         meta.truncated = truncated_of(choice, tokenizer)

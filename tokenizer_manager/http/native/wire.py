@@ -90,6 +90,7 @@ class MetaInfo(msgspec.Struct):
     output_top_logprobs: list[list[LogprobRow]] | UnsetType = UNSET
     grammar: GrammarReport | UnsetType = UNSET
     truncated: Truncated | UnsetType = UNSET
+    cached_tokens_by_tier: dict[str, int] | UnsetType = UNSET  # those that were not in the KV pool
 
 
 class GenerateBody(msgspec.Struct):
