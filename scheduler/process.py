@@ -23,30 +23,33 @@ from ..model_runner.distributed.join_group import join_group
 from ..model_runner.distributed.ranked_runner import OtherRanks, RankedAdapters, RankedRunner
 from ..model_runner.distributed.staged_runner import StagedRunner
 from ..model_runner.load import load_model_runner
+from ..models.spec.sizes import GIB
 from ..models.tokenizer.tokenizer import load_tokenizer
 from ..runtime.config.engine_config import EngineConfig
 from ..runtime.config.kv_event_settings import parse_kv_events, settings_of_replicas
-from ..runtime.errors import ConfigError
 from ..runtime.installation import __version__
 from ..runtime.messages import Call, LoadAdapter, SchedulerInput
 from ..runtime.step_plan import Runner
 from ..runtime.transport.ipc import Inbox, Outbox
 from ..runtime.transport.kv_transfer import KVLayout
 from .adapters.adapter_table import AdapterReader
-from .event_loop import EventLoop
+from .event_loop import EventLoop, KVThread
 from .grammar.grammar_builder import make_grammars
 from .journal.flight_recorder import FlightRecorder
 from .journal.recorder import make_recorder, open_log
+from .kv_disk.identity import kv_facts, weights_content
+from .kv_disk.kv_disk import KvDisk
+from .kv_disk.segment_store import check_folder
 from .kv_events.publisher import KVEventPublisher
 from .preemption.chaos import with_chaos
 from .prefix_cache.block_events import block_size_for
 from .records.stats import StepLog
 from .scheduler import Scheduler
-from .transfer.link.link_thread import LinkThread
 from .transfer.link.make_link import make_link
 
 if TYPE_CHECKING:
     from ..model_runner.memory.kv_pool import KVPool
+    from ..model_runner.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
@@ -65,10 +68,11 @@ def main(child: Child) -> None:
     outbox = Outbox(settings.endpoints.detokenizer)
 
     started_s = time.monotonic()
-    # Before the weights: a log that cannot be written fails at once, and not after minutes of loading.
+    # Before the weights: a file or folder that cannot be written fails at once, and not after minutes of loading.
     log = open_log(config)
-    if config.cache.kv_disk is not None:
-        raise ConfigError("kv_disk is set, but this build has no store for it; leave --kv-disk out")
+    disk = None if config.cache.kv_disk is None else Path(config.cache.kv_disk).expanduser()
+    if disk is not None:
+        check_folder(disk, int(config.cache.kv_disk_size * GIB))
     kv_events = _open_kv_events(config, settings.replica)
     place = join_group(child)
     group = place.group
@@ -99,7 +103,9 @@ def main(child: Child) -> None:
         if own_runner.adapters is not None:
             adapters = RankedAdapters(own_runner.adapters.store, others)
     runner = with_chaos(runner, config.scheduler, capacity.page_size)
-    transfer = _make_transfer(child, own_runner.kv_pool)
+    transfer = (
+        _make_transfer(child, own_runner.kv_pool) if disk is None else _open_disk(child, disk, own_runner)
+    )
     # The objects that exist now stay, so the collector must not visit them in the middle of a step.
     gc.collect()
     gc.freeze()
@@ -149,7 +155,7 @@ def _open_kv_events(config: EngineConfig, replica: int) -> KVEventPublisher | No
     return publisher
 
 
-def _make_transfer(child: Child, pool: KVPool) -> LinkThread | None:
+def _make_transfer(child: Child, pool: KVPool) -> KVThread | None:
     settings = child.settings
     config = settings.config
     if config.scheduler.disaggregation_mode == "null":
@@ -163,6 +169,31 @@ def _make_transfer(child: Child, pool: KVPool) -> LinkThread | None:
     layout = KVLayout(__version__, weights, pool.page_size, memory.tensors, config.parallel.tp, model)
     vocab_size = settings.spec.vocab_size
     return make_link(config, memory, layout, settings.endpoints, life=settings.life, vocab_size=vocab_size)
+
+
+def _open_disk(child: Child, root: Path, runner: ModelRunner) -> KvDisk:
+    from ..model_runner.memory.page_memory import PageMemory
+
+    settings = child.settings
+    config = settings.config
+    memory, capacity = PageMemory(runner.kv_pool), runner.capacity
+    facts = kv_facts(
+        config,
+        settings.spec,
+        memory.tensors,
+        max_model_len=capacity.max_model_len,
+        build=build_facts(runner),
+    )
+    source, load_format, seed = Path(settings.source.path), config.model.load_format, config.model.seed
+    return KvDisk(
+        root,
+        int(config.cache.kv_disk_size * GIB),
+        facts,
+        lambda: weights_content(source, load_format, seed, root / "weights.json"),
+        memory,
+        page_size=capacity.page_size,
+        scheduler=settings.endpoints.scheduler,
+    )
 
 
 def _idle_work(kv_pool: KVPool) -> Callable[[int], bool]:

@@ -31,7 +31,6 @@ def report_of(
     requests, stats, memory, page_size = parts.requests, parts.stats, parts.memory, capacity.page_size
     kv, host = memory.kv, memory.host
     figures, disk = parts.transfer.figures(), parts.transfer.disk_figures()
-    page_bytes = page_size * capacity.kv_token_bytes
     return SchedulerReport(
         sent_s=now_s,
         num_running_reqs=requests.num_with_row,
@@ -71,8 +70,13 @@ def report_of(
             accepted_draft_tokens=stats.accepted_draft_tokens,
             overruled_tokens=stats.overruled_tokens,
         ),
-        transfer=figures and replace(figures, page_bytes=page_bytes),
-        disk=disk and replace(disk, page_bytes=page_bytes),
+        transfer=figures and replace(figures, page_bytes=page_size * capacity.kv_token_bytes),
+        disk=disk
+        and replace(
+            disk,
+            loaded_bytes=disk.loaded_tokens * capacity.kv_token_bytes,
+            stored_bytes=disk.stored_tokens * capacity.kv_token_bytes,
+        ),
     )
 
 

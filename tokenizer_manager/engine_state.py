@@ -20,9 +20,10 @@ from ..runtime.scheduler_report import (
     SchedulerReport,
     SchedulerTotals,
 )
+from ..runtime.transport.kv_tiers import TierFigures
 from ..runtime.transport.kv_transfer import TransferFigures
 
-R = TypeVar("R", KVFigures, HostFigures, SchedulerTotals, GrammarTotals)
+R = TypeVar("R", KVFigures, HostFigures, SchedulerTotals, GrammarTotals, TierFigures)
 
 
 class _Replica:
@@ -192,6 +193,7 @@ def combined(reports: Sequence[SchedulerReport], sent_s: float) -> SchedulerRepo
     waiting: Counter[str] = Counter()
     for report in reports:
         waiting.update(report.waiting_by_reason)
+    disks = [report.disk for report in reports if report.disk is not None]
     return SchedulerReport(
         sent_s=sent_s,
         num_running_reqs=sum(report.num_running_reqs for report in reports),
@@ -211,6 +213,7 @@ def combined(reports: Sequence[SchedulerReport], sent_s: float) -> SchedulerRepo
         host=_sum([report.host for report in reports]),
         totals=_sum([report.totals for report in reports]),
         grammar=_sum([report.grammar for report in reports]),
+        disk=_sum(disks) if disks else None,
         transfer=_of_pair([report.transfer for report in reports if report.transfer is not None]),
     )
 

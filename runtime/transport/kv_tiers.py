@@ -15,8 +15,6 @@ and in them; the I/O thread makes the keys. News are inputs of the scheduler, re
 
 from __future__ import annotations
 
-import msgspec
-
 from .message_base import Message, Record
 
 # ---------------------------------------------------------------- scheduler -> I/O thread
@@ -134,9 +132,9 @@ class TierFigures(Record, frozen=True):
         waiting: requests that wait for an answer about their prompt, or for their pages.
         loading_pages: pages of the KV pool that are read from the disk, or may still be written to.
         leased_pages: pages that are locked while they are written to the disk.
-        lookups, loaded_tokens, stored_tokens, load_s, store_s: totals.
-        failures: by kind: timeout, load, store.
-        page_bytes: of one page of the KV pool.
+        lookups, loaded_tokens, stored_tokens, load_s, store_s: totals; tokens that are stored again count again.
+        timeouts, load_errors, store_errors: answers that took too long, and loads and stores that failed.
+        loaded_bytes, stored_bytes: of those tokens.
     """
 
     waiting: int = 0
@@ -147,5 +145,8 @@ class TierFigures(Record, frozen=True):
     stored_tokens: int = 0
     load_s: float = 0.0
     store_s: float = 0.0
-    failures: dict[str, int] = msgspec.field(default_factory=dict)
-    page_bytes: int = 0
+    timeouts: int = 0
+    load_errors: int = 0
+    store_errors: int = 0
+    loaded_bytes: int = 0
+    stored_bytes: int = 0

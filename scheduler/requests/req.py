@@ -319,7 +319,9 @@ class Req:
             self.queue_s,
             self.num_retractions,
             grammar,
-            loaded_tokens=min(self.loaded_tokens, self.cached_tokens),  # some may have been evicted before it started
+            loaded_tokens=min(
+                self.loaded_tokens, self.cached_tokens
+            ),  # some may have been evicted before it started
         )
 
     def __repr__(self) -> str:

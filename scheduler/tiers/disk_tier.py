@@ -110,7 +110,7 @@ class _Counts:
     stored_tokens: int = 0
     load_s: float = 0.0
     store_s: float = 0.0
-    failures: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
 
 
 def _by_priority(fetch: _Fetch) -> tuple[int, int]:
@@ -244,7 +244,9 @@ class DiskTier(TransferRole):
             stored_tokens=counts.stored_tokens,
             load_s=counts.load_s,
             store_s=counts.store_s,
-            failures=dict(counts.failures),
+            timeouts=counts.errors["timeout"],
+            load_errors=counts.errors["load"],
+            store_errors=counts.errors["store"],
         )
 
     # ------------------------------------------------------------ loads
@@ -358,9 +360,9 @@ class DiskTier(TransferRole):
 
     def _note_error(self, kind: str, error: str) -> None:
         if error:
-            if not self._counts.failures[kind]:
+            if not self._counts.errors[kind]:
                 logger.warning("the disk tier failed, requests go on without it kind=%s: %s", kind, error)
-            self._counts.failures[kind] += 1
+            self._counts.errors[kind] += 1
 
     # ------------------------------------------------------------ stores
 

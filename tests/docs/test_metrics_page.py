@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from engine.runtime.scheduler_report import SchedulerReport
+from engine.runtime.transport.kv_tiers import TierFigures
 from engine.runtime.transport.kv_transfer import TransferFigures
 from engine.tokenizer_manager.telemetry.metrics import Metrics
 
@@ -15,6 +16,6 @@ def test_every_metric_is_in_the_list_once():
     text = (DOCS / "operations.md").read_text()
     listed = text.partition("\n## Metrics\n")[2].partition("\n## ")[0].partition("\n- ")[2]
     names = re.findall(r"`([a-z0-9_]+)(?:\{[a-z_,]+\})?`", listed)
-    page = Metrics().render(SchedulerReport(sent_s=1.0, transfer=TransferFigures()))
+    page = Metrics().render(SchedulerReport(sent_s=1.0, transfer=TransferFigures(), disk=TierFigures()))
 
     assert sorted(names) == sorted(re.findall(r"^# TYPE engine:(\w+) ", page, re.MULTILINE))

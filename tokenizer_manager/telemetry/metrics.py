@@ -15,6 +15,7 @@ import msgspec
 from ...runtime.installation import __version__, source_commit
 from ...runtime.messages import FinishKind, TextOutput
 from ...runtime.scheduler_report import SchedulerReport
+from ...runtime.transport.kv_tiers import TierFigures
 from ...runtime.transport.kv_transfer import TransferFigures
 from ..generation import Choice, Generation
 from .instruments import NO_LABELS, Histogram, LabeledCounter, head, sample
@@ -289,6 +290,54 @@ class Metrics:
             yield sample("schedule_policy_info", {**self._labels, "policy": report.policy}, 1)
         if report.transfer is not None:
             yield from self._of_transfers(report.transfer)
+        if report.disk is not None:
+            yield from self._of_disk(report.disk)
+
+    def _of_disk(self, figures: TierFigures) -> Iterator[str]:
+        """The lines of a disk tier."""
+        labels = {**self._labels, "tier": "disk"}
+        for name, text, kind, value in (
+            ("kv_tier_lookups_total", "Prompts that were looked up.", "counter", figures.lookups),
+            ("kv_tier_hit_tokens_total", "Prompt tokens that were loaded.", "counter", figures.loaded_tokens),
+            (
+                "kv_tier_loading_pages",
+                "Pages of the KV pool that are being loaded.",
+                "gauge",
+                figures.loading_pages,
+            ),
+            (
+                "kv_tier_leased_pages",
+                "Pages that are locked while they are stored.",
+                "gauge",
+                figures.leased_pages,
+            ),
+        ):
+            yield from head(name, text, kind)
+            yield sample(name, labels, value)
+        for name, text, values in (
+            (
+                "kv_tier_bytes_total",
+                "Bytes of KV that were loaded and stored.",
+                {"load": figures.loaded_bytes, "store": figures.stored_bytes},
+            ),
+            (
+                "kv_tier_seconds_total",
+                "Seconds for that.",
+                {"load": figures.load_s, "store": figures.store_s},
+            ),
+        ):
+            yield from head(name, text, "counter")
+            for direction, number in values.items():
+                yield sample(name, {**labels, "direction": direction}, number)
+        yield from head(
+            "kv_tier_failures_total", "Answers that came too late, and failed loads and stores.", "counter"
+        )
+        for kind, count in (
+            ("timeout", figures.timeouts),
+            ("load", figures.load_errors),
+            ("store", figures.store_errors),
+        ):
+            yield sample("kv_tier_failures_total", {**labels, "kind": kind}, count)
 
     def _of_transfers(self, figures: TransferFigures) -> Iterator[str]:
         """The lines of a disaggregated engine."""

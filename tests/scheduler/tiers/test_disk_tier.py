@@ -193,7 +193,7 @@ def test_a_disk_that_has_lost_pages_gives_fewer(warm: DiskHarness) -> None:
     warm.run_until_idle()
 
     assert warm.answers[rid].rows[-1].usage.cached_tokens == 16
-    assert warm.scheduler.report(0.0).disk.failures == {"load": 1}  # type: ignore[union-attr]
+    assert warm.scheduler.report(0.0).disk.load_errors == 1  # type: ignore[union-attr]
 
 
 def test_requests_with_the_same_prefix_load_it_once(warm: DiskHarness) -> None:

@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.runtime.messages import Finish, FinishKind, TextOutput, Usage
 from engine.runtime.scheduler_report import SchedulerReport
+from engine.runtime.transport.kv_tiers import TierFigures
 from engine.runtime.transport.kv_transfer import TransferFigures
 from engine.tokenizer_manager.engine_state import combined
 from engine.tokenizer_manager.generation import Choice, Generation
@@ -199,6 +200,32 @@ def test_transfers_are_shown_by_a_disaggregated_engine_alone():
     assert value(page, "transfer_failures_total", reason="timeout") == 7
     assert [value(page, "transfer_rooms", state=state) for state in ("waiting", "open")] == [1, 2]
     assert "transfer" not in Metrics("m").render(SchedulerReport(sent_s=1.0))
+
+
+def test_a_disk_tier_is_shown_by_an_engine_that_has_one_alone():
+    figures = TierFigures(
+        loading_pages=1,
+        leased_pages=2,
+        lookups=3,
+        loaded_tokens=64,
+        load_s=0.5,
+        timeouts=4,
+        stored_bytes=5000,
+    )
+    page = Metrics("m").render(SchedulerReport(sent_s=1.0, disk=figures))
+    expected = {
+        "kv_tier_loading_pages": 1,
+        "kv_tier_leased_pages": 2,
+        "kv_tier_lookups_total": 3,
+        "kv_tier_hit_tokens_total": 64,
+    }
+    assert {name: value(page, name, tier="disk") for name in expected} == expected
+    assert value(page, "kv_tier_bytes_total", tier="disk", direction="store") == 5000
+    assert value(page, "kv_tier_seconds_total", tier="disk", direction="load") == 0.5
+    assert value(page, "kv_tier_failures_total", tier="disk", kind="timeout") == 4
+    assert "kv_tier" not in Metrics("m").render(SchedulerReport(sent_s=1.0))
+    both = combined([SchedulerReport(sent_s=1.0, disk=figures)] * 2, 2.0).disk
+    assert both is not None and (both.lookups, both.loaded_tokens, both.load_s) == (6, 128, 1.0)
 
 
 def test_a_pair_has_the_rooms_of_its_decode_replica():

@@ -1,0 +1,136 @@
+"""`--kv-disk` on real servers: prompts survive a restart, however the engine ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from .conftest import StartServe
+from .serving import EngineServe
+
+pytestmark = [pytest.mark.real_process, pytest.mark.slow, pytest.mark.timeout(900)]
+
+PROMPT = [5 + (k * k * 7 + 3 * k) % 300 for k in range(2000)]
+WITHIN_S = 300.0
+STORED = 'kv_tier_bytes_total{tier="disk",direction="store"}'
+
+
+def ask(engine: EngineServe, input_ids: list[int], max_new_tokens: int = 24) -> dict[str, Any]:
+    sampling = {"temperature": 0, "max_new_tokens": max_new_tokens}
+    body = {"input_ids": input_ids, "sampling_params": sampling}
+    response = httpx.post(f"{engine.url}/generate", json=body, timeout=WITHIN_S)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def kill(engine: EngineServe) -> None:
+    for pid in (engine.process.pid, *engine.pids.values()):
+        os.kill(pid, signal.SIGKILL)
+    engine.process.wait()
+
+
+def stop(engine: EngineServe) -> None:
+    assert engine.stop() == 0, engine.log
+    assert "Traceback" not in engine.log
+
+
+@pytest.fixture
+def start(start_serve: StartServe, tmp_path: Path) -> Callable[..., EngineServe]:
+    """Start a server on the folder of the test, and wait until it has read what is there."""
+
+    def start_on_disk(*arguments: str) -> EngineServe:
+        engine = start_serve(*arguments, "--kv-disk", str(tmp_path / "disk"), "--log-level", "info")
+        engine.wait_until_ready(WITHIN_S)
+        engine.wait_for_log("kv_disk.kv_disk kv_disk=")
+        return engine
+
+    return start_on_disk
+
+
+def wait_until_stored(engine: EngineServe, num_bytes: int) -> None:
+    """Wait until the disk has the prompts."""
+    engine.metrics_when(lambda metrics: metrics[STORED] >= num_bytes)
+
+
+@pytest.mark.parametrize("end", [kill, stop])
+def test_a_prompt_survives_a_restart(
+    start: Callable[..., EngineServe], model: Path, end: Callable[[EngineServe], None]
+) -> None:
+    first = start(str(model))
+    cold = ask(first, PROMPT)
+    assert cold["meta_info"]["cached_tokens"] == 0
+    if end is kill:
+        wait_until_stored(first, 1984 * 256)
+    end(first)
+
+    second = start(str(model))
+    warm = ask(second, PROMPT)
+
+    assert (warm["text"], warm["output_ids"]) == (cold["text"], cold["output_ids"])
+    assert warm["meta_info"]["cached_tokens"] == 1984
+    assert warm["meta_info"]["cached_tokens_by_tier"] == {"disk": 1984}
+    assert second.idle_metrics()['kv_tier_hit_tokens_total{tier="disk"}'] == 1984
+    stop(second)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("end", [kill, stop])
+def test_a_prompt_of_the_default_model_survives_a_restart(
+    start: Callable[..., EngineServe], end: Callable[[EngineServe], None]
+) -> None:
+    prompt = [100 + (k * k * 31 + 17 * k) % 40_000 for k in range(2000)]
+    first = start("default")
+    cold = ask(first, prompt)
+    if end is kill:
+        wait_until_stored(first, 1984 * 23_040)
+    end(first)
+
+    second = start("default")
+    warm = ask(second, prompt)
+
+    assert warm["text"] == cold["text"]
+    assert warm["meta_info"]["cached_tokens_by_tier"] == {"disk": 1984}
+    stop(second)
+
+
+def test_a_scheduler_that_is_killed_while_it_loads_and_stores(
+    start: Callable[..., EngineServe], model: Path
+) -> None:
+    """Its requests go on in the next one, from whatever the disk has, with the tokens that they get anyway."""
+    engine = start(str(model), "--max-total-tokens", "6000", "--max-restarts", "20")
+    prompts = [[20 + number, *PROMPT[: 600 + 200 * number]] for number in range(4)]
+    expected = [ask(engine, prompt)["output_ids"] for prompt in prompts]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        for number in range(5):
+            lives = engine.log.count("started child=scheduler")
+            with engine.stopped():
+                answers = [pool.submit(ask, engine, prompt) for prompt in prompts]
+                engine.wait_for_requests(len(prompts))
+            for _ in range(
+                number
+            ):  # 0.02 s each: before the look-ups, while it loads, while it computes and stores
+                engine.leave_the_core_to_it()
+            os.kill(engine.pids["scheduler"], signal.SIGKILL)
+            assert [answer.result()["output_ids"] for answer in answers] == expected
+            while engine.log.count("started child=scheduler") == lives:
+                engine.leave_the_core_to_it()
+    engine.idle_metrics()
+    stop(engine)
+    assert "LedgerError" not in engine.log
+
+
+def test_a_folder_that_cannot_be_used_is_named_at_the_start(
+    start_serve: StartServe, model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    engine = start_serve(str(model), "--kv-disk", str(tmp_path / "file"))
+    assert engine.wait() != 0
+    assert any("kv_disk is" in line and "name a folder with --kv-disk" in line for line in engine.causes)
