@@ -65,8 +65,8 @@ def doctor(
 ) -> int:
     """Check whether a model can be served here, and print what to fix.
 
-    Takes the options of `engine serve` and checks that command; starts and downloads nothing. The exit code is 1 if a
-    check fails, otherwise 0.
+    Takes the options of `engine serve` and checks that command; starts and downloads nothing. With `--kv-disk` it
+    measures that disk for 2 s. The exit code is 1 if a check fails, otherwise 0.
 
     With `--schema` it reports what is enforced of a JSON Schema, keyword by keyword; the exit code is 1 if the schema
     cannot be used. `--strict` refuses what cannot be enforced.
@@ -105,6 +105,7 @@ def examine(merged: MergedConfig, *, with_checksums: bool, display: StartupDispl
     """Gather the facts, and run the checks."""
     config = merged.config
     from .compute import check_compute, gather_torch
+    from .disk import check_disk
     from .machine import check_machine
     from .machine_facts import gather_machine
     from .model import check_model, kept_in_blocks
@@ -123,7 +124,14 @@ def examine(merged: MergedConfig, *, with_checksums: bool, display: StartupDispl
         in_blocks=lambda spec: kept_in_blocks(spec, config, machine.host),
         on_step=display.step,
     )
-    yield from check_model(model, config, machine.host)
+    kv_token_bytes = 0
+    for check in check_model(model, config, machine.host):
+        yield check
+        kv_token_bytes = check.details.get("kv_token_bytes", kv_token_bytes)
+    if config.cache.kv_disk is not None:
+        display.step("disk")
+        limit_bytes = int(config.cache.kv_disk_size * (1 << 30))
+        yield check_disk(Path(config.cache.kv_disk).expanduser(), limit_bytes, kv_token_bytes)
 
 
 def json_text(checks: Sequence[Check]) -> str:

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from engine.cli.doctor import compute as torch_probe
+from engine.cli.doctor import machine_facts
 from engine.cli.doctor.compute import TorchFacts
 from engine.cli.doctor.machine_facts import MachineFacts
 from engine.launch.resolve.host_facts import HostFacts
@@ -76,3 +78,10 @@ def cuda_torch(**changes: Any) -> TorchFacts:
 def gpu_host() -> HostFacts:
     """A machine with a GPU that all is well with."""
     return host(gpus=(GPU,), torch_version="2.14.1+cu130")
+
+
+@pytest.fixture
+def good_machine(monkeypatch):
+    """No look at the real one."""
+    monkeypatch.setattr(machine_facts, "gather_machine", lambda *args, **kwargs: machine())
+    monkeypatch.setattr(torch_probe, "gather_torch", torch)

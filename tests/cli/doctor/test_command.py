@@ -18,13 +18,6 @@ from engine.runtime.config.engine_config import EngineConfig
 from .conftest import host, machine, torch
 
 
-@pytest.fixture
-def good_machine(monkeypatch):
-    """No look at the real one."""
-    monkeypatch.setattr(machine_facts, "gather_machine", lambda *args, **kwargs: machine())
-    monkeypatch.setattr(torch_probe, "gather_torch", torch)
-
-
 def test_lines_and_exit_code_of_what_will_serve(capsys, good_machine, tiny_model):
     assert cli.run(["doctor", str(tiny_model)]) == 0
     captured = capsys.readouterr()

@@ -1,0 +1,86 @@
+"""The check of `--kv-disk`: whether the folder can be used, how fast its disk is, and what a prefix costs there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from ...launch.resolve.memory_budget import size_text
+from ...runtime.errors import ConfigError
+from .check import Check, ok, refused
+
+PREFIX_TOKENS: Final = 4000
+_MEASURED_S: Final = 1.0
+"""Seconds of writing, and of reading."""
+_PIECE_BYTES: Final = 4 << 20
+_MOST_BYTES: Final = 256 << 20
+
+
+def check_disk(root: Path, limit_bytes: int, kv_token_bytes: int) -> Check:
+    """Check the folder, and measure its disk for 2 s; a folder that was not there is not left there.
+
+    Args:
+        limit_bytes: of `--kv-disk-size`.
+        kv_token_bytes: KV of a token; 0: the model is not known.
+    """
+    from ...scheduler.kv_disk.segment_store import check_folder
+
+    is_new = not root.exists()
+    try:
+        check_folder(root, limit_bytes)
+        write_rate, read_rate = measure_disk(root)
+    except ConfigError as error:
+        return refused("kv_disk", str(error))
+    except OSError as error:
+        return refused("kv_disk", f"{root}: {error.strerror}; name another folder with --kv-disk")
+    finally:
+        if is_new:
+            with contextlib.suppress(OSError):
+                root.rmdir()
+    text = f"{root}: writes {size_text(int(write_rate))}/s, reads {size_text(int(read_rate))}/s"
+    seconds: dict[str, float] = {}
+    if kv_token_bytes:
+        num_bytes = PREFIX_TOKENS * kv_token_bytes
+        seconds = {"store_s": num_bytes / write_rate, "load_s": num_bytes / read_rate}
+        text += (
+            f"; a prefix of {PREFIX_TOKENS:,} tokens is {size_text(num_bytes)}: {seconds['store_s']:.2f} s to store, "
+            f"{seconds['load_s']:.2f} s to load"
+        )
+    return ok("kv_disk", text, write_bytes_per_s=int(write_rate), read_bytes_per_s=int(read_rate), **seconds)
+
+
+def measure_disk(root: Path) -> tuple[float, float]:
+    """Bytes a second that are written to the disk, and read from it and not from memory.
+
+    Raises:
+        OSError: the folder cannot be written, or is full.
+    """
+    piece = random.Random(0).randbytes(_PIECE_BYTES)  # a disk may compress
+    with tempfile.TemporaryFile(dir=root) as file:
+        fd = file.fileno()
+
+        def write(offset: int) -> int:
+            count = os.pwrite(fd, piece, offset)
+            os.fdatasync(fd)
+            return count
+
+        written, write_rate = _rate(write)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        _, read_rate = _rate(lambda offset: len(os.pread(fd, min(_PIECE_BYTES, written - offset), offset)))
+    return write_rate, read_rate
+
+
+def _rate(move: Callable[[int], int]) -> tuple[int, float]:
+    """Bytes that `move` moves from offset to offset, for `_MEASURED_S` at most or to the end; and bytes a second."""
+    started_s = time.monotonic()
+    done, seconds = 0, 0.0
+    while done < _MOST_BYTES and seconds < _MEASURED_S and (count := move(done)):
+        done += count
+        seconds = time.monotonic() - started_s
+    return done, done / max(seconds, 1e-9)
