@@ -25,7 +25,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.peers.models import ensure_bf16_folder
 from benchmarks.peers.server import ENGINE_VARIANTS, Models, Room, Side, make_side, running
-from benchmarks.peers.setup import LlamaCpp, Vllm
+from benchmarks.peers.setup import Peers
 from benchmarks.peers.workloads import START, WORKLOADS, Workload
 from engine.models.hub.built_in.fetch import ensure_model
 from engine.runtime.installation import cache_dir
@@ -91,7 +91,7 @@ def models_of_the_default() -> Models:
 def side_of(checkout: Path, variant: str, port: int, models: Models) -> Side:
     """The server of a checkout: Python imports `engine` from its parent folder."""
     unused = Path()
-    side = make_side(variant, port, models, Vllm(unused), LlamaCpp(unused), (), Room(KV_TOKENS, 0))
+    side = make_side(variant, port, models, Peers.of(unused), (), Room(KV_TOKENS, 0))
     return replace(side, environment={"PYTHONPATH": str(checkout.parent)})
 
 

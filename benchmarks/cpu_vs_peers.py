@@ -1,15 +1,17 @@
-"""The engine, vLLM's CPU build and llama.cpp compared: one model, the same requests, interleaved, medians and ratios.
+"""The engine and others compared on a CPU: one model, the same requests, interleaved, medians and ratios.
 
     python benchmarks/cpu_vs_peers.py setup [--peers-dir DIR] [--pip-args "--extra-index-url URL"]
     python benchmarks/cpu_vs_peers.py run --output results.json [--sides engine-bf16 vllm] [--workloads W1 W3] [--quick]
     python benchmarks/cpu_vs_peers.py table results.json
 
-`setup` installs the peers in separate environments, outside the repository, and converts the default model for
-them; what exists is kept. `run` measures: first each server alone (from its command to the first
-completion, memory with its KV pool full), then all of them up, with requests to one at a time, A B C A B C. The
-client is `engine bench serve` in a separate process, with token ids, fixed seeds that change with every round, exact
-output lengths, which are checked. The file is written after every measurement, and `run` continues after an
-interruption. The machine must be idle otherwise; the CPU share of other processes is part of every measurement.
+The others are vLLM's CPU build, llama.cpp, and three libraries without a server, which `peers/library_server.py` adds:
+ik_llama.cpp, mistral.rs and OpenVINO GenAI. `setup` installs the peers in separate environments, outside the
+repository, and converts the default model for them; what exists is kept. `run` measures: first each server alone (from
+its command to the first completion, memory with its KV pool full), then all of them up, with requests to one at a
+time, A B C A B C. The client is `engine bench serve` in a separate process, with token ids, fixed seeds that change
+with every round, exact output lengths, which are checked. The file is written after every measurement, and `run`
+continues after an interruption. The machine must be idle otherwise; the CPU share of other processes is part of every
+measurement.
 
 Transformers' server is not among the peers: it takes prompts as text only, so their lengths cannot be set.
 """
@@ -66,7 +68,7 @@ from benchmarks.peers.server import (
     running,
     start,
 )
-from benchmarks.peers.setup import LlamaCpp, Vllm
+from benchmarks.peers.setup import LIBRARIES, LlamaCpp, Peers
 from benchmarks.peers.workloads import MEMORY, START, WORKLOADS, RunError, Workload, is_compared, quick
 from engine.cli.bench.result_file import git_revision, machine_facts
 from engine.cli.bench.workloads.workload import WorkloadTokenizer
@@ -103,8 +105,8 @@ def main() -> int:
 
 def set_up(arguments: argparse.Namespace) -> None:
     """Install missing peers and convert the model if that is missing."""
-    vllm, llama, models = _places(arguments)
-    for name, peer in (("vllm", vllm), ("llama", llama)):
+    peers, models = _places(arguments)
+    for name, peer in peers.by_name().items():
         if name not in arguments.peers:
             continue
         if missing := peer.missing():
@@ -113,7 +115,7 @@ def set_up(arguments: argparse.Namespace) -> None:
             if missing := peer.missing():
                 sys.exit(f"{name}: still without {', '.join(missing)}")
         print(f"{name}: ready in {peer.folder}")
-    _convert(models, llama)
+    _convert(models, peers.llama)
     print(f"models: {models.gguf}, {models.bf16_folder}, {models.bf16_gguf}")
 
 
@@ -125,17 +127,17 @@ def _convert(models: Models, llama: LlamaCpp) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure what is missing and print the tables."""
-    vllm, llama, models = _places(arguments)
-    for peer, needed_by in ((vllm, "vllm"), (llama, "llama")):
+    peers, models = _places(arguments)
+    for needed_by, peer in peers.by_name().items():
         if any(side.startswith(needed_by) for side in arguments.sides) and (missing := peer.missing()):
             sys.exit(f"{needed_by}: {', '.join(missing)} not in {peer.folder}; run `setup` first")
-    _convert(models, llama)
+    _convert(models, peers.llama)
     cores = tuple(sorted(os.sched_getaffinity(0)))
     try:
         model = served_model(models, arguments.sides)
         room = Room(arguments.kv_tokens, model.costs.kv_token_bytes)
         sides = [
-            make_side(name, arguments.port + n, models, vllm, llama, cores, room)
+            make_side(name, arguments.port + n, models, peers, cores, room)
             for n, name in enumerate(SIDES)
             if name in arguments.sides
         ]
@@ -329,7 +331,7 @@ def _known_limits(
             yield "W3", side, batch_limit(machine, costs, lens)
 
 
-def _places(arguments: argparse.Namespace) -> tuple[Vllm, LlamaCpp, Models]:
+def _places(arguments: argparse.Namespace) -> tuple[Peers, Models]:
     folder: Path = arguments.peers_dir
     made = models_in(folder, _gguf(arguments))
     models = Models(
@@ -337,7 +339,7 @@ def _places(arguments: argparse.Namespace) -> tuple[Vllm, LlamaCpp, Models]:
         bf16_folder=arguments.bf16_folder or made.bf16_folder,
         bf16_gguf=arguments.bf16_gguf or made.bf16_gguf,
     )
-    return Vllm(folder / "vllm"), LlamaCpp(folder / "llama"), models
+    return Peers.of(folder), models
 
 
 def _gguf(arguments: argparse.Namespace) -> Path:
@@ -364,7 +366,8 @@ def parse_arguments(texts: Sequence[str] | None = None) -> argparse.Namespace:
     places.add_argument("--bf16-gguf", type=_path, help="the model as BF16 GGUF, if it exists already")
 
     setup = commands.add_parser("setup", parents=[places], help="install the peers, convert the model")
-    setup.add_argument("--peers", nargs="+", choices=["vllm", "llama"], default=["vllm", "llama"])
+    names = ["vllm", "llama", *LIBRARIES]
+    setup.add_argument("--peers", nargs="+", choices=names, default=names)
     setup.add_argument(
         "--pip-args", default="", help="added to every pip command, such as an index of CPU builds"
     )
@@ -390,7 +393,7 @@ def parse_arguments(texts: Sequence[str] | None = None) -> argparse.Namespace:
         default=KV_TOKENS,
         help="KV capacity of every server, in tokens (%(default)s)",
     )
-    measure.add_argument("--port", type=int, default=18_100, help="the first of six (%(default)s)")
+    measure.add_argument("--port", type=int, default=18_100, help="the first of nine (%(default)s)")
     measure.add_argument(
         "--max-minutes", type=float, default=180.0, help="start no measurement after this time (%(default)s)"
     )

@@ -1,12 +1,13 @@
-"""How far 4 and 8 bits move the next token: the engine and llama.cpp with one GGUF file, against float32.
+"""How far 4 and 8 bits move the next token: the engine and others with one GGUF file, against float32.
 
     python benchmarks/exactness.py [--model FILE.gguf] [--positions 500] [--threads N]
 
 The reference is the engine with the file's weights in float32 (`--quantization none --dtype float32`). Positions are in
 prose, in code and in chats, in equal parts; at each one a side has read the same tokens and says how likely each next
 token is. Printed are, for each side, the mean KL divergence from the reference over the reference's 16 likeliest tokens
-with all others as one, and at how many positions its likeliest token is the reference's. llama.cpp is that of
-`cpu_vs_peers.py setup`.
+with all others as one, and at how many positions its likeliest token is the reference's. The others are the peers of
+`cpu_vs_peers.py setup` that read GGUF files. mistral.rs takes text: positions before which the text has other tokens
+are left out for it. OpenVINO GenAI returns one token alone, so its model is run without its pipeline.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import os
 import statistics
 import sys
 import tempfile
+import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,14 +28,16 @@ from typing import Any, Final, NamedTuple
 # As a script, import the other benchmarks from the repository's root; last in the path, to hide no package.
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.peers.server import Side, running
-from benchmarks.peers.setup import LlamaCpp
+from benchmarks.peers.results import short_reason
+from benchmarks.peers.server import HOST, ServerError, Side, library_side, llama_side, running
+from benchmarks.peers.setup import LIBRARIES, Library, LlamaCpp, Peers
 from engine import LLM, SamplingParams
 from engine.launch.child.process_resources import shorten_spinning
 from engine.models.hub.built_in.fetch import ensure_model
 from engine.runtime.installation import cache_dir
 
 ROOT: Final = Path(__file__).resolve().parent.parent
+PEERS: Final = ("llama.cpp", *LIBRARIES)
 KL_TARGET: Final = 0.5
 """Of the engine's mean KL to llama.cpp's, at most."""
 COMPARED: Final = 16
@@ -41,7 +45,8 @@ ASKED: Final = 20
 """Likeliest tokens that a side returns; a compared one that is not among them counts with the others."""
 CONTEXT: Final = 64
 """Tokens before the first position of a text."""
-HOST: Final = "127.0.0.1"
+REFUSED: Final = 422
+"""Status with which a server refuses a position."""
 _START_S: Final = 600.0
 
 Likely = dict[int, float]
@@ -67,6 +72,7 @@ def main() -> None:
     parser.add_argument("--positions", type=int, default=500)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--peers-dir", type=Path, default=cache_dir() / "peers")
+    parser.add_argument("--sides", nargs="+", choices=PEERS, default=PEERS, help="beside the engine")
     parser.add_argument("--port", type=int, default=18_340)
     options = parser.parse_args()
     model = options.model or ensure_model()
@@ -75,14 +81,28 @@ def main() -> None:
         reference = engine_likely(llm, prompts)
         (plain,) = llm.tokenizer.encode("x")
     with LLM(model, num_threads=options.threads) as llm:
-        sides = {"engine": engine_likely(llm, prompts)}
-    llama = LlamaCpp(options.peers_dir / "llama")
-    if missing := llama.missing():
-        print(f"without llama.cpp: {missing}", file=sys.stderr)
-    else:
-        sides["llama.cpp"] = llama_likely(llama, model, prompts, plain, options.threads, options.port)
-    rows = [row_of(name, likely, reference) for name, likely in sides.items()]
-    print(table(rows))
+        rows = [row_of("engine", engine_likely(llm, prompts), reference)]
+    peers = Peers.of(options.peers_dir)
+    slots = ("--parallel", "1", "--ctx-size", "2048")
+    llama = llama_side(peers.llama, "llama.cpp", options.port, str(model), options.threads, *slots)
+    asked: dict[str, tuple[LlamaCpp | Library, Side]] = {"llama.cpp": (peers.llama, llama)}
+    for name, library in peers.libraries.items():
+        asked[name] = (
+            library,
+            library_side(library, name, options.port, str(model), options.threads, 2048, 1),
+        )
+    failed = []
+    for name, (peer, side) in asked.items():
+        if name not in options.sides:
+            continue
+        if missing := peer.missing():
+            print(f"without {name}: {missing}", file=sys.stderr)
+            continue
+        try:
+            rows.append(row_of(name, peer_likely(side, prompts, plain), reference))
+        except (ServerError, OSError, ValueError, KeyError) as error:
+            failed.append(f"{name:<12}failed: {short_reason(str(error))}")
+    print("\n".join([table(rows), *failed]))
 
 
 def make_prompts(llm: LLM, positions: int) -> list[list[int]]:
@@ -121,22 +141,14 @@ def engine_likely(llm: LLM, prompts: Sequence[Sequence[int]]) -> list[Likely]:
     return found
 
 
-def llama_likely(
-    llama: LlamaCpp, model: Path, prompts: Sequence[Sequence[int]], plain: int, threads: int, port: int
-) -> list[Likely]:
-    """What llama.cpp's server says: one token after each prefix, whose beginning it keeps.
+def peer_likely(side: Side, prompts: Sequence[Sequence[int]], plain: int) -> list[Likely | None]:
+    """What a peer's server says: one token after each prefix, whose beginning it keeps; None where it refuses one.
 
     Args:
-        plain: a token of whole characters; the server says nothing of a token that ends the answer.
+        plain: a token of whole characters; llama.cpp says nothing of a token that ends the answer.
     """
-    command = [str(llama.server), "--model", str(model), "--host", HOST, "--port", str(port)]
-    command += ["--threads", str(threads), "--parallel", "1", "--ctx-size", "2048"]
-    side = Side("llama.cpp", tuple(command), port, fills_kv=False)
-    found = []
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        running(side, Path(folder) / "llama.log", _START_S),
-    ):
+    found: list[Likely | None] = []
+    with tempfile.TemporaryDirectory() as folder, running(side, Path(folder) / "log", _START_S):
         for prompt in prompts:
             for length in range(CONTEXT, len(prompt)):
                 # The bias chooses the token, and the probabilities are those before it.
@@ -147,7 +159,15 @@ def llama_likely(
                     "cache_prompt": True,
                     "logit_bias": [[plain, 100.0]],
                 }
-                answer = ask(f"http://{HOST}:{port}/completion", body)
+                try:
+                    answer = ask(f"http://{HOST}:{side.port}/completion", body)
+                except urllib.error.HTTPError as error:
+                    if error.code != REFUSED:
+                        raise ValueError(
+                            f"HTTP {error.code}: {error.read().decode(errors='replace')}"
+                        ) from error
+                    found.append(None)
+                    continue
                 likely = answer["completion_probabilities"][0]["top_logprobs"]
                 found.append({int(one["id"]): float(one["logprob"]) for one in likely})
     return found
@@ -160,13 +180,17 @@ def ask(url: str, body: Mapping[str, Any]) -> Any:
         return json.load(answer)
 
 
-def row_of(side: str, likely: Sequence[Likely], reference: Sequence[Likely]) -> Row:
-    """The side's line of the table."""
-    divergences = [divergence(true, said) for true, said in zip(reference, likely, strict=True)]
-    agree = sum(
-        max(true, key=true.__getitem__) == max(said, key=said.__getitem__)
-        for true, said in zip(reference, likely, strict=True)
-    )
+def row_of(side: str, likely: Sequence[Likely | None], reference: Sequence[Likely]) -> Row:
+    """The side's line of the table, over the positions at which it answered.
+
+    Raises:
+        ValueError: it answered at fewer than two.
+    """
+    pairs = [(true, said) for true, said in zip(reference, likely, strict=True) if said is not None]
+    if len(pairs) < 2:
+        raise ValueError(f"{side} answered at {len(pairs)} of {len(likely)} positions")
+    divergences = [divergence(true, said) for true, said in pairs]
+    agree = sum(max(true, key=true.__getitem__) == max(said, key=said.__getitem__) for true, said in pairs)
     error = statistics.stdev(divergences) / math.sqrt(len(divergences))
     return Row(side, statistics.fmean(divergences), error, agree, len(divergences))
 
@@ -187,9 +211,8 @@ def table(rows: Sequence[Row]) -> str:
         f"{row.side:<12}{row.kl:>10.5f}{row.kl_error:>10.5f}{f'{row.agree} of {row.positions}':>24}"
         for row in rows
     )
-    if len(rows) > 1:
-        ratio = rows[0].kl / rows[1].kl
-        lines.append(f"KL, engine to {rows[1].side}: {ratio:.2f} (target {KL_TARGET} or less)")
+    for row in rows[1:]:
+        lines.append(f"KL, engine to {row.side}: {rows[0].kl / row.kl:.2f} (target {KL_TARGET} or less)")
     return "\n".join(lines)
 
 

@@ -43,6 +43,11 @@ class Failure(msgspec.Struct, frozen=True):
     what: str
     reason: str
 
+    @property
+    def short(self) -> str:
+        """The reason for a cell of a table: its first line, and the last one, which ends a log."""
+        return short_reason(self.reason)
+
 
 class Results(msgspec.Struct):
     """The content of the file.
@@ -148,8 +153,9 @@ def all_tables(
 
 
 def figures_table(results: Results, workloads: Sequence[Workload]) -> list[str]:
-    """Medians over the rounds; in brackets the number of rounds, if it is below the largest number."""
-    sides = [name for name in results.sides if any(m.side == name for m in results.measurements)]
+    """Medians over the rounds, or why there are none; in brackets the number of rounds, if it is below the largest."""
+    failed = {failure.side: failure for failure in results.failures}
+    sides = [n for n in results.sides if n in failed or any(m.side == n for m in results.measurements)]
     rows = [(w.name, f"{w.name}: {w.what}", figure) for w in workloads for figure in w.figures]
     rows.append((START, "command to first completion", Figure("first completion", "", "s")))
     memory = f"memory with {int(results.settings.get('kv_tokens', 0)):,} tokens of KV"
@@ -158,7 +164,10 @@ def figures_table(results: Results, workloads: Sequence[Workload]) -> list[str]:
     for workload, what, figure in rows:
         by_side = [results.values(side, workload, figure.name) for side in sides]
         if most := max((len(values) for values in by_side), default=0):
-            cells = [_median_cell(values, figure, most) for values in by_side]
+            cells = [
+                _median_cell(values, figure, most, failed.get(side))
+                for side, values in zip(sides, by_side, strict=True)
+            ]
             lines.append(_row([what, f"{figure.name}, {figure.unit}", *cells]))
     return lines
 
@@ -231,9 +240,16 @@ def notes(results: Results) -> list[str]:
     return lines
 
 
-def _median_cell(values: Mapping[int, float], figure: Figure, most: int) -> str:
+def short_reason(reason: str, most: int = 120) -> str:
+    """One line of a failure's text: its first one, and the last one, which ends a log."""
+    first, *others = [line.strip() for line in reason.splitlines() if line.strip()] or ["unknown"]
+    text = " ".join([first, *others[-1:]]).replace("|", "/")
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def _median_cell(values: Mapping[int, float], figure: Figure, most: int, failure: Failure | None) -> str:
     if not values:
-        return "-"
+        return f"failed: {failure.short}" if failure else "-"
     value = statistics.median(values.values()) / (1e9 if figure.unit == "GB" else 1)
     return _number(value) + (f" ({len(values)})" if len(values) < most else "")
 

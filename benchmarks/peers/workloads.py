@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
-from benchmarks.peers.server import MODEL_NAME
+from benchmarks.peers.server import MODEL_NAME, RIVALS
 from engine.cli.bench.load import BenchRequest
 from engine.cli.bench.result_file import RequestRow, read_results
 from engine.cli.bench.workloads.workload import DatasetName, WorkloadSettings, WorkloadTokenizer
@@ -233,7 +233,22 @@ TARGETS: Final = (
     Target("W5", "P99 TTFT", "engine-bf16", "vllm", 1 / 2, at_least=False),
     Target("memory", "resident", "engine-bf16", "vllm", 1 / 2, at_least=False),
     Target("start", "first completion", "engine-bf16", "vllm", 1 / 12, at_least=False),
+    *(
+        Target(workload, figure, "engine-4bit", rival, 1.0, at_least)
+        for workload, figure, at_least in (
+            ("W1", "decode", True),
+            ("W2", "prefill", True),
+            ("W3", "output", True),
+            ("W4", "wall", False),
+            ("W5", "P99 ITL", False),
+            ("W5", "P99 TTFT", False),
+            ("memory", "resident", False),
+            ("start", "first completion", False),
+        )
+        for rival in RIVALS
+    ),
 )
+"""Against the libraries: ahead in each figure."""
 
 
 def is_compared(side: str, workload: str) -> bool:
