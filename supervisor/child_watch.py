@@ -143,6 +143,7 @@ class ChildWatch:
 
     def start(self, module: str, settings: Settings) -> ChildProcess:
         """Start a process and send it its settings."""
+        standby = self._standby if settings.role is Role.SCHEDULER else None
         child = ChildProcess(
             settings.role,
             module,
@@ -150,7 +151,7 @@ class ChildWatch:
             settings.endpoints.black_box,
             settings.one_of_several,
             settings.listener_fd,
-            None if self._standby is None else self._standby.take(module),
+            None if standby is None else standby.take(module),
         )
         self.children.append(child)
         self._selector.register(child, selectors.EVENT_READ)

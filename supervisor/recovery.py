@@ -33,10 +33,13 @@ from ..launch.child.control import PeersLost, PeersReady, Role, Settings
 from ..runtime.feasibility import Capacity
 from .child_process import ChildProcess
 from .child_watch import ChildFailure, ChildWatch
+from .standby import Standby
 
 logger = logging.getLogger(__name__)
 
 WINDOW_S: Final = 300.0
+STANDBY_AFTER_S: Final = 5.0
+"""From then on a scheduler is held for the next restart: it must not delay the first answers."""
 _REPLICA: Final = (Role.SCHEDULER, Role.MODEL_RUNNER, Role.DETOKENIZER)
 _GOES_WITH: Final[Mapping[Role, Sequence[Role]]] = {
     Role.SCHEDULER: _REPLICA,
@@ -98,6 +101,7 @@ class Recovery:
         forget_ranks: Callable[[int], None],
         report: Callable[[str, Sequence[ChildProcess]], str],
         started_requests: Callable[[int], Collection[str] | None] = lambda replica: None,
+        standby: Standby | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Begin with the processes as they were started.
@@ -107,6 +111,7 @@ class Recovery:
             forget_ranks: removes the file through which the ranks of a replica find each other.
             report: writes a crash report about a cause and the lost processes; returns the suffix for the log line.
             started_requests: requests that the current or last scheduler of a replica has started; None: unknown.
+            standby: holds a scheduler for the next restart; None: there shall be none.
         """
         server = settings[0].config.server
         self._watch = watch
@@ -115,7 +120,9 @@ class Recovery:
         self._forget_ranks = forget_ranks
         self._report = report
         self._started_requests = started_requests
+        self._standby = standby
         self._clock = clock
+        self._whole_s = clock()
         self._budget = RestartBudget(server.max_restarts)
         self._num_restarts = 0
         self._started_s = 0.0
@@ -143,6 +150,8 @@ class Recovery:
             self._restart(failure)
         if not self._is_whole:
             self._go_on()
+        elif self._standby is not None and self._clock() - self._whole_s > STANDBY_AFTER_S:
+            self._standby.start()
 
     def _restart(self, failure: ChildFailure) -> None:
         lost, nodes = failure.child, self._watch.nodes
@@ -214,7 +223,7 @@ class Recovery:
                     self._lost_replicas.remove(replica)
         if not self._manager_waits and not self._lost_replicas and self.manager.ready:
             self._is_whole = True
-            now_s = self._clock()
+            now_s = self._whole_s = self._clock()
             self._budget.succeeded(now_s)
             recovery_s = now_s - self._started_s
             logger.info("recovered restart=%d recovery_s=%.2f", self._num_restarts, recovery_s)

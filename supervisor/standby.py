@@ -62,8 +62,10 @@ class Standby:
 
     def take(self, module: str) -> StartedModule | None:
         """The process, if it runs this module and lives; the caller owns it."""
-        if self._started is None or module != self._module or self._started.process.poll() is not None:
+        if self._started is None or module != self._module:
             return None
+        if self._started.process.poll() is not None:
+            self.close()
         started, self._started = self._started, None
         return started
 

@@ -71,7 +71,7 @@ class Supervisor:
         adapters: the LoRA adapters of the start.
         listener_fd: the listening socket that the tokenizer manager inherits; None: it binds its own.
         before_serving: called once, before the tokenizer manager accepts connections: nothing else may from then on.
-        standby: may have a scheduler that runs already.
+        standby: may have a scheduler that runs already, and gets others for restarts.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Supervisor:
         self._adapters = adapters
         self._listener_fd = listener_fd
         self._before_serving = before_serving
-        self._standby = standby
+        self._standby = standby or Standby(modules[Role.SCHEDULER])
         self._signals = SignalQueue()
 
     def run(self) -> Outcome:
@@ -114,7 +114,7 @@ class Supervisor:
         Raises:
             ConfigError: no directory for the sockets, or no connection to the other machines.
         """
-        with self._signals, ExitStack() as stack:
+        with self._signals, self._standby, ExitStack() as stack:
             # A folder for each replica: what its processes write into it has the same names in all of them.
             socket_dirs = [stack.enter_context(SocketDir()) for _ in range(self._config.parallel.dp)]
             watch = stack.enter_context(self._watch())
@@ -196,6 +196,7 @@ class Supervisor:
                 cause, lost, socket_dirs[lost[0].replica], "has restarted lost processes"
             ),
             started_requests=lambda replica: self._started_requests(socket_dirs[replica].path),
+            standby=self._standby if self._config.server.standby_scheduler and watch.nodes is None else None,
         )
 
     def _with_listener(self, settings: Settings) -> Settings:

@@ -156,6 +156,7 @@ SERVE_FLAGS = """
 --no-priority-preemption
 --no-radix-cache
 --no-record-steps
+--no-standby-scheduler
 --no-strict
 --node-rank
 --num-lookahead-slots
@@ -209,6 +210,7 @@ SERVE_FLAGS = """
 --ssl-certfile
 --ssl-key-file
 --ssl-keyfile
+--standby-scheduler
 --startup-timeout
 --static-batch-size
 --static-batch-wait

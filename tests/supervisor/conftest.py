@@ -77,6 +77,17 @@ class Engine:
             select.select([], [], [], 0.01)
         return (self.tmp / name).read_text()
 
+    def wait_for_standby(self) -> int:
+        """Wait until a process without a role has imported its modules; its id."""
+        deadline_s = time.monotonic() + DEADLINE_S
+        while True:
+            for note in self.tmp.glob("imported-*"):
+                pid = int(note.name.partition("-")[2])
+                if f" pid={pid}\n" not in self.log:
+                    return pid
+            assert time.monotonic() < deadline_s, f"no process stands by; log:\n{self.log}"
+            select.select([], [], [], 0.01)
+
     @staticmethod
     def wait_for_end(pid: int, timeout_s: float = DEADLINE_S) -> bool:
         """Whether the process, which need not be a child of ours, ends in time."""

@@ -26,6 +26,7 @@ from engine.runtime.config.device_config import ParallelConfig
 from engine.runtime.config.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.runtime.config.server_config import LogConfig, ServerConfig
 from engine.runtime.logs import configure_logging
+from engine.supervisor import recovery
 from engine.supervisor.supervisor import PROCESS_MODULES, EngineReady, Supervisor
 
 FAKE_SPEC = ModelSpec(
@@ -125,6 +126,7 @@ def main() -> None:
     if "an_hour_after" in arguments:
         go_an_hour_ahead(*arguments["an_hour_after"])
     server = ServerConfig(**arguments["server"])
+    recovery.STANDBY_AFTER_S = 0.0  # type: ignore[misc]
     if "model" in arguments:
         supervisor = real_supervisor(arguments["model"], server)
     else:

@@ -75,6 +75,25 @@ def stop(engine):
     assert (engine.tmp / "drained").exists()
 
 
+@pytest.mark.real_process
+def test_a_scheduler_that_stands_by_replaces_a_lost_one(start_engine):
+    engine = start_engine(max_restarts=2, standby_scheduler=True)
+    engine.read()
+    for _ in range(2):
+        before = engine.pids
+        standby = engine.wait_for_standby()
+
+        lose(engine, "scheduler")
+
+        assert engine.wait_for_note("peers-back") == "8"
+        (engine.tmp / "peers-back").unlink()
+        assert engine.pids["scheduler"] == standby
+        assert restarted(engine, before) == {"scheduler", "detokenizer"}
+    spare = engine.wait_for_standby()
+    stop(engine)
+    assert engine.wait_for_end(spare, 0)
+
+
 @pytest.mark.fast_cases(1)
 @pytest.mark.real_process
 @pytest.mark.parametrize(
