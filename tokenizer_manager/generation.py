@@ -89,6 +89,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         names: names of fields in errors -> the client's.
         warnings: for the response.
         reports_progress: rows say how much of a prompt is read.
+        warm_up: the prompt is computed for later requests, and the answer is empty; see `warm_up_of`.
     """
 
     prompts: Sequence[Prompt] = ()
@@ -118,11 +119,18 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     names: Mapping[str, str] = {}
     warnings: list[str] = []
     reports_progress: bool = False
+    warm_up: bool = False
 
     @property
     def is_ranked(self) -> bool:
         """Whether the client gets only the most likely answers of those that are generated."""
         return self.num_returned is not None and self.num_returned < self.n
+
+
+def warm_up_of(request: GenerationRequest) -> GenerationRequest:
+    """The request that only computes the prompts of this one: the token that it samples is left out of the answer."""
+    sampling = replace(request.sampling, max_new_tokens=1, min_new_tokens=0, logprobs=None)
+    return replace(request, sampling=sampling, n=1, num_returned=None, constraint=None, warm_up=True)
 
 
 class Choice:
@@ -139,6 +147,7 @@ class Choice:
         processed_tokens: prompt tokens with KV, as of the latest row that says so.
         guided: what is known about its grammar; None without one.
         finish_reason: as of the latest row that was read: stop, length, tool_calls or abort; None before its end.
+        warm_up: its answer is empty.
     """
 
     __slots__ = (
@@ -158,6 +167,7 @@ class Choice:
         "rid",
         "seed",
         "usage",
+        "warm_up",
     )
 
     def __init__(
@@ -168,6 +178,8 @@ class Choice:
         seed: int,
         grammar: GrammarUse | None = None,
         plan: AnswerPlan | None = None,
+        *,
+        warm_up: bool = False,
     ) -> None:
         self.rid = rid
         self.index = index
@@ -180,6 +192,7 @@ class Choice:
         self.finish: Finish | None = None
         self.processed_tokens = 0
         self.finish_reason: str | None = None
+        self.warm_up = warm_up
         self.guided = GuidedAnswer(grammar) if grammar is not None else None
         self._parser = None if plan is None else plan.parser()
         self._counter = None if plan is None else plan.reasoning_counter()
@@ -198,6 +211,12 @@ class Choice:
             What the row adds to the answer, parsed by the plan of a chat.
         """
         self.usage = output.usage
+        if self.warm_up:
+            self.usage = replace(output.usage, completion_tokens=0)
+            if (finish := output.finish) is not None:
+                self.finish = finish
+                self.finish_reason = "abort" if finish.kind is FinishKind.ABORT else "length"
+            return []
         if self.guided is not None:
             self.guided.read(
                 output.token_ids, output.usage.grammar, output.usage.completion_tokens, output.finish
@@ -256,7 +275,13 @@ def fan_out(
         group = f"{generation_id}-{index}" if request.n > 1 else ""  # the first sample's id, which is unique
         for i in range(request.n):
             choice = Choice(
-                f"{generation_id}-{index}", index, ids, (seed + i) & MAX_SEED, request.grammar, request.plan
+                f"{generation_id}-{index}",
+                index,
+                ids,
+                (seed + i) & MAX_SEED,
+                request.grammar,
+                request.plan,
+                warm_up=request.warm_up,
             )
             index += 1
             yield (
@@ -279,6 +304,7 @@ def fan_out(
                     data_parallel_rank=scheduling.replica,
                     handoff=_of_sample(handoffs[number], i) if handoffs else None,
                     reports_progress=request.reports_progress,
+                    keep_s=scheduling.keep_s,
                 ),
             )
 

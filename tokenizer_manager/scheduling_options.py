@@ -49,6 +49,7 @@ class Scheduling(msgspec.Struct, frozen=True, kw_only=True):
         lora_id: fingerprint of the LoRA adapter; "" for the model itself.
         served_as: name of that adapter; "" for the model itself.
         replica: number of the replica that gets it (`data_parallel_rank`); None: the server chooses.
+        keep_s: seconds for which the prefix cache keeps the prompt; 0: it is not to be cached, None: as usual.
         bootstrap: fields about its other half at another engine; None: it names none.
     """
 
@@ -61,6 +62,7 @@ class Scheduling(msgspec.Struct, frozen=True, kw_only=True):
     lora_id: str = ""
     served_as: str = ""
     replica: int | None = None
+    keep_s: float | None = None
     bootstrap: Bootstrap | None = None
 
 

@@ -127,6 +127,16 @@ class Engine(ServerFacts):
         """The model's tokenizer."""
         return self.encoder.tokenizer
 
+    def num_written_tokens(self, generation: Generation) -> int:
+        """Prompt tokens of a generation that its prompts have added to the prefix cache, which takes whole pages."""
+        page_size = self.manager.capacity.page_size
+        if not self.config.cache.radix_cache:
+            return 0
+        return sum(
+            max(len(choice.prompt_ids) // page_size * page_size - choice.usage.cached_tokens, 0)
+            for choice in generation.prompt_choices
+        )
+
     async def read_object(self, exchange: Exchange, *, optional: bool = False) -> Body:
         """The request's JSON object.
 
@@ -195,6 +205,8 @@ class Engine(ServerFacts):
         if conversation is None:
             return replace(request, received_s=exchange.received_s)
         arrival_s, max_tokens = self.manager.now_s(), request.sampling.max_new_tokens
+        if request.warm_up:
+            max_tokens = None
         check_constraint_with_tools(conversation, constraint)
         if constraint is not None and not conversation.tools:
             check_room(constraint, max_tokens, request.length_param, self.tokenizer)
@@ -203,7 +215,7 @@ class Engine(ServerFacts):
             request,
             prompts=[plan.prompt],
             add_special_tokens=False,
-            grammar=chat_grammar(plan, constraint),
+            grammar=None if request.warm_up else chat_grammar(plan, constraint),
             grammar_param="tools" if constraint is None else constraint.param,
             keep_special_ids=plan.keep_special_ids,
             plan=plan,

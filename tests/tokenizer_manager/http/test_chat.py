@@ -231,6 +231,19 @@ def test_every_sampling_field_reaches_the_scheduler(serve: Serve):
     assert (request.priority, request.extra_key, request.tenant) == (4, "s", "u")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_chat_can_compute_its_prompt_only(serve: Serve, stream: bool):
+    served = serve(say_all("never seen"))
+    options = {"prewarm": True, "mode": "explicit"}
+    body = HI | {"prompt_cache_options": options, "logprobs": True, "n": 2, "min_tokens": 5}
+    text = served.client.post(PATH, json=body | {"stream": stream}).text
+    request = served.engine.next_request()
+
+    assert (request.keep_s, request.sampling.max_new_tokens, request.group) == (0.0, 1, "")
+    assert "never" not in text and '"finish_reason":"length"' in text
+    assert stream or '"completion_tokens":0' in text
+
+
 def test_nulls_mean_absent(serve: Serve):
     served = serve(say_all("x"))
     fields = [

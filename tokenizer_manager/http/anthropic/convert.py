@@ -20,7 +20,7 @@ from ...conversation.conversation import (
     Tool,
     ToolChoice,
 )
-from ...generation import Constraint, GenerationRequest
+from ...generation import Constraint, GenerationRequest, warm_up_of
 from ..schema.constraints import json_schema
 from ..schema.errors import renamed_fields
 from ..schema.field_policy import NOTHING, PART_POLICY, RESULT_POLICY, Notes, policy_of
@@ -66,16 +66,16 @@ NAMES: Final = {
 }
 _BLOCKS: Final = {
     "text": PART_POLICY,
-    "thinking": policy_of(("thinking",), ("cache_control", "signature")),
-    "tool_use": policy_of(("id", "name", "input"), ("cache_control", "caller", "toolset_name")),
+    "thinking": policy_of(("thinking", "cache_control"), ("signature",)),
+    "tool_use": policy_of(("id", "name", "input", "cache_control"), ("caller", "toolset_name")),
     "tool_result": policy_of(
-        ("tool_use_id", "is_error"), ("cache_control", "toolset_name"), {"content": RESULT_POLICY}
+        ("tool_use_id", "is_error", "cache_control"), ("toolset_name",), {"content": RESULT_POLICY}
     ),
 }
 _MESSAGE: Final = policy_of(("role", "content"))
 _TOOL: Final = policy_of(
-    ("name", "description", "input_schema", "strict"),
-    ("allowed_callers", "cache_control", "defer_loading", "eager_input_streaming"),
+    ("name", "description", "input_schema", "strict", "cache_control"),
+    ("allowed_callers", "defer_loading", "eager_input_streaming"),
 )
 _SESSION_SUFFIX: Final = re.compile(r"_session_[0-9a-fA-F-]{36}\Z")
 _BILLING_HEADER: Final = "x-anthropic-billing-header:"
@@ -101,11 +101,11 @@ def read_messages(
         sampling = fields.sampling(
             config.limits,
             defaults,
-            max_new_tokens=at_least_one(request.max_tokens, LENGTH_PARAM),
+            max_new_tokens=at_least_one(request.max_tokens or 1, LENGTH_PARAM),
             min_new_tokens=None,
             keep_stop=False,
         )
-    return request, GenerationRequest(
+    generation = GenerationRequest(
         conversation=conversation,
         constraint=constraint,
         sampling=sampling,
@@ -116,6 +116,7 @@ def read_messages(
         names=NAMES,
         warnings=notes.warnings,
     )
+    return request, generation if request.max_tokens else warm_up_of(generation)
 
 
 def user_of(request: MessagesRequest) -> str | None:

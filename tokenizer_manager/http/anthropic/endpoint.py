@@ -15,7 +15,6 @@ import msgspec
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from ....models.tokenizer.tokenizer import Tokenizer
 from ....runtime.errors import RequestError
 from ....runtime.feasibility import max_new_tokens_for
 from ...conversation.deltas import CallArguments, CallBegin, CallEnd, Content, Delta, Reasoning
@@ -25,10 +24,12 @@ from ..delivery import collect_deltas, stream
 from ..exchange import Exchange
 from ..guards.auth import Caller
 from ..schema.accounting import truncated_of, usage_of
+from ..schema.cache_fields import CONTROL_S
 from ..services import Engine
 from .convert import read_count, read_messages, user_of
 from .wire import (
     Block,
+    CacheCreation,
     CountBody,
     MessageBody,
     MessageDelta,
@@ -72,7 +73,7 @@ async def count_tokens(exchange: Exchange, engine: Engine) -> None:
 
 def _read(body: dict[str, Any], engine: Engine, caller: Caller) -> tuple[MessagesRequest, GenerationRequest]:
     request, generation = read_messages(body, engine.config, engine.sampling_defaults)
-    scheduling = engine.with_adapter(caller.scheduling(request, user_of(request)), request.model)
+    scheduling = engine.with_adapter(caller.scheduling(request, user_of(request), body=body), request.model)
     return request, replace(generation, scheduling=scheduling)
 
 
@@ -90,7 +91,7 @@ class _Writer:
     """
 
     def __init__(self, engine: Engine, generation: Generation, request: MessagesRequest) -> None:
-        self._tokenizer = engine.tokenizer
+        self._engine = engine
         self._generation = generation
         self._stops = request.stop_sequences or []
         room = max_new_tokens_for(len(generation.choices[0].prompt_ids), engine.manager.capacity)
@@ -100,14 +101,14 @@ class _Writer:
             MessageBody(
                 id=generation.id.replace("-", "_"),
                 model=request.model or engine.served_model,
-                usage=_usage(generation, self._tokenizer),
+                usage=self._usage(),
                 warnings=generation.request.warnings or UNSET,
             )
         )
 
     def events(self, row: Row, deltas: Sequence[Delta]) -> bytes:
         """The events for a row, after the first ones."""
-        begin = b"" if self._begun else self.stream.begin(_usage(self._generation, self._tokenizer))
+        begin = b"" if self._begun else self.stream.begin(self._usage())
         self._begun = True
         return begin + self.stream.events(deltas)
 
@@ -118,7 +119,7 @@ class _Writer:
             RequestError: the request was aborted; the API has no stop reason for that.
         """
         stop_reason, stop_sequence = self._stop()
-        return self.stream.complete(stop_reason, stop_sequence, _usage(self._generation, self._tokenizer))
+        return self.stream.complete(stop_reason, stop_sequence, self._usage())
 
     def _stop(self) -> tuple[StopReason, str | None]:
         [choice] = self._generation.choices
@@ -135,18 +136,22 @@ class _Writer:
             case _:
                 return "end_turn", None
 
-
-def _usage(generation: Generation, tokenizer: Tokenizer) -> MessageUsage:
-    usage = usage_of(generation, tokenizer=tokenizer)
-    cached = usage.prompt_tokens_details.cached_tokens
-    return MessageUsage(
-        input_tokens=usage.prompt_tokens - cached,
-        cache_read_input_tokens=cached,
-        output_tokens=usage.completion_tokens,
-        output_tokens_details=OutputTokensDetails(generation.reasoning_tokens() or 0),
-        grammar=usage.grammar,
-        truncated=truncated_of(generation.choices[0], tokenizer),
-    )
+    def _usage(self) -> MessageUsage:
+        generation, tokenizer = self._generation, self._engine.tokenizer
+        usage, keep_s = usage_of(generation, tokenizer=tokenizer), generation.scheduling.keep_s
+        cached = usage.prompt_tokens_details.cached_tokens
+        written = self._engine.num_written_tokens(generation) if keep_s else 0
+        hour = written if keep_s == CONTROL_S["1h"] else 0
+        return MessageUsage(
+            input_tokens=usage.prompt_tokens - cached - written,
+            cache_creation_input_tokens=written,
+            cache_creation=CacheCreation(written - hour, hour) if keep_s else UNSET,
+            cache_read_input_tokens=cached,
+            output_tokens=usage.completion_tokens,
+            output_tokens_details=OutputTokensDetails(generation.reasoning_tokens() or 0),
+            grammar=usage.grammar,
+            truncated=truncated_of(generation.choices[0], tokenizer),
+        )
 
 
 _encoder: Final = msgspec.json.Encoder()

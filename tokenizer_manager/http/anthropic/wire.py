@@ -8,8 +8,9 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from ....grammar.answer_report import GrammarReport, Truncated
+from ..schema.cache_fields import CacheControl
 from ..schema.field_policy import PART_POLICY, FieldPolicy, NotYet, policy_of
-from ..schema.field_types import OVERRIDES, Count, StopString, number_fields
+from ..schema.field_types import OVERRIDES, Count, CountOrNone, StopString, number_fields
 
 _MESSAGE: Final = {
     "type": "object",
@@ -55,10 +56,11 @@ else:
 class MessagesRequest(_Numbers, kw_only=True):
     """Body of `POST /v1/messages`."""
 
-    max_tokens: Count
+    max_tokens: CountOrNone
     stop_sequences: list[StopString] | None = None
     stream: bool | None = None
     metadata: dict[str, Any] | None = None
+    cache_control: CacheControl | None = None
 
 
 class Metadata(msgspec.Struct, kw_only=True):
@@ -88,7 +90,6 @@ _NOT_YET: Final[NotYet] = {
     "output_format": (),  # an early name of `output_config.format`
 }
 _NO_EFFECT: Final = {
-    "cache_control",
     "context_management",  # with a warning where it is an edit, see reading.py
     "diagnostics",
     "inference_geo",
@@ -118,6 +119,7 @@ COUNT_POLICY: Final = FieldPolicy(
     _NOT_YET,
     no_effect=_NO_EFFECT
     | {
+        "cache_control",
         "max_tokens",
         "stop_sequences",
         "stream",
@@ -160,14 +162,23 @@ class OutputTokensDetails(msgspec.Struct):
     thinking_tokens: int
 
 
+class CacheCreation(msgspec.Struct):
+    """The tokens of `cache_creation_input_tokens` by the time for which they are kept."""
+
+    ephemeral_5m_input_tokens: int
+    ephemeral_1h_input_tokens: int
+
+
 class MessageUsage(msgspec.Struct, kw_only=True):
-    """Token counts; `input_tokens` leaves out those that came from the prefix cache.
+    """Token counts; `input_tokens` leaves out those that came from the prefix cache, and in a request with a breakpoint
+    those that go into it.
 
     `grammar` and `truncated`: for answers with a grammar.
     """
 
     input_tokens: int
     cache_creation_input_tokens: int = 0
+    cache_creation: CacheCreation | UnsetType = UNSET
     cache_read_input_tokens: int
     output_tokens: int
     output_tokens_details: OutputTokensDetails

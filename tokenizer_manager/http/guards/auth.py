@@ -27,6 +27,8 @@ from ...scheduling_options import (
     digest_of,
     tenant_of,
 )
+from ..schema.cache_fields import keep_s_of
+from ..schema.values import Body
 
 OPEN_PATHS: Final = frozenset({"/health", "/ping"})
 KEY_HEADER_PATHS: Final = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
@@ -125,12 +127,15 @@ class Caller(NamedTuple):
             return f"key-{self.owner}/{digest_of(user.encode())}"
         return tenant_of(user, self.token)
 
-    def scheduling(self, request: msgspec.Struct, user: str | None = None) -> Scheduling:
+    def scheduling(
+        self, request: msgspec.Struct, user: str | None = None, *, body: Body | None = None
+    ) -> Scheduling:
         """The scheduling options of a body, which has the fields of its API.
 
         Args:
             request: the body.
             user: the tenant's name, in an API that has no field `user`.
+            body: as it was sent, for the breakpoints of its prompt; None: it has none.
 
         Raises:
             RequestError: a value is out of range.
@@ -155,6 +160,7 @@ class Caller(NamedTuple):
             timeout_s=checked_timeout(field("timeout"), "timeout"),
             replica=field("data_parallel_rank"),
             owner=self.owner,
+            keep_s=None if body is None else keep_s_of(body, field("prompt_cache_options")),
             bootstrap=bootstrap,
         )
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from ....models.tokenizer.tokenizer import Tokenizer
 from ...conversation.deltas import CallArguments, CallBegin, CallEnd, Content, Delta, Reasoning
-from ...generation import Choice, GenerationRequest, Row
+from ...generation import Choice, GenerationRequest, Row, warm_up_of
 from ..delivery import Collected, CollectedCall, collect, stream
 from ..exchange import Exchange
 from ..guards.auth import Caller
@@ -15,6 +15,7 @@ from ..schema.accounting import truncated_of
 from ..schema.constraints import constraint_of
 from ..schema.errors import OPENAI_NAMES, renamed_fields
 from ..schema.field_policy import (
+    CACHE_OPTIONS_POLICY,
     CHAT_NO_EFFECT,
     CHAT_NOT_YET,
     CHOICE_POLICY,
@@ -56,6 +57,7 @@ _POLICY: Final = FieldPolicy(
         "function_call": policy_of(("name",)),
         "thinking": policy_of(("budget_tokens",)),
         "reasoning": policy_of(("effort", "max_tokens")),
+        "prompt_cache_options": CACHE_OPTIONS_POLICY,
     },
 )
 
@@ -113,19 +115,25 @@ def read_chat(body: Body, engine: Engine, caller: Caller) -> tuple[ChatRequest, 
             keep_stop=request.include_stop_str_in_output,
             logprobs=request.num_top_logprobs(limits),
         )
-    return request, GenerationRequest(
+    generation = GenerationRequest(
         conversation=conversation,
         constraint=constraint,
         sampling=sampling,
         n=request.num_choices(limits),
         id_prefix="chatcmpl",
-        scheduling=engine.with_adapter(caller.scheduling(request), request.model, request.lora_path),
+        scheduling=engine.with_adapter(
+            caller.scheduling(request, body=body),
+            request.model,
+            request.lora_path,
+        ),
         prompt_param="messages",
         length_param=length_param,
         names=names,
         warnings=warnings,
         reports_progress=request.reports_progress,
     )
+    options = request.prompt_cache_options
+    return request, warm_up_of(generation) if options is not None and options.prewarm else generation
 
 
 def _placement(tokenizer: Tokenizer, request: GenerationRequest) -> AnswerPlacement:

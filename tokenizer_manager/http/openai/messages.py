@@ -13,6 +13,7 @@ from ....runtime.grammar_use import GrammarSpec
 from ....runtime.sampling_params import MAX_COUNT
 from ...conversation.chat_template import RESERVED_NAMES
 from ...conversation.conversation import ChoiceMode, Conversation, ReasoningOptions, Tool, ToolChoice
+from ..schema.cache_fields import BREAKPOINTS
 from ..schema.field_policy import CALL_POLICY, FieldPolicy, Notes, policy_of
 from ..schema.parts import part_text, reasoning_text, refuse_or_note, result_text
 from ..schema.values import EFFORTS, Body, check_limit, convert, objects, refused, show, without_nulls
@@ -84,7 +85,7 @@ _PART_POLICY: Final = FieldPolicy(
         "video": (),
         "video_url": (),
     },
-    no_effect={"annotations", "cache_control", "id"},
+    no_effect={"annotations", "id", *BREAKPOINTS},
 )
 
 

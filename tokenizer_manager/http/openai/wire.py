@@ -14,6 +14,7 @@ from ....grammar.answer_report import Truncated
 from ....runtime.config.answer_config import RequestLimits
 from ....runtime.errors import RequestError
 from ..schema.accounting import PromptProgress, Timings, UsageBody
+from ..schema.cache_fields import CacheOptions
 from ..schema.field_types import (
     AnswerLimit,
     Count,
@@ -44,6 +45,7 @@ class ChatRequest(GenerationFields, kw_only=True):
     functions: list[Any] | None = None
     function_call: ToolChoiceField = None
     reasoning_effort: Effort | None = None
+    prompt_cache_options: CacheOptions | None = None
     thinking_token_budget: CountOrNone | None = None
     thinking: dict[str, Any] | None = None  # Anthropic's form: type, budget_tokens
     reasoning: dict[str, Any] | None = None  # OpenRouter's form: effort, max_tokens

@@ -145,6 +145,9 @@ NOTES: Final[Mapping[str, str]] = {
     "cache_salt": "Only requests with the same salt share cached prefixes.",
     "user": "The tenant that the request is accounted to.",
     "safety_identifier": "The tenant, where `user` is absent.",
+    "prompt_cache_options": "`ttl` keeps the prompt for 30m or 12h, `mode: explicit` only one with a breakpoint; "
+    "`prewarm` computes the prompt only.",
+    "cache_control": "A breakpoint: keeps the prompt for its `ttl`, 5m or 1h.",
     "queue_timeout": "Seconds until it must have started.",
     "timeout": "Seconds until it must have ended.",
     "bootstrap_host": "Of the prefill engine that computes the prompt, for a decode engine; routers add it.",

@@ -14,7 +14,7 @@ from ....runtime.errors import RequestError
 from ....runtime.sampling_defaults import SamplingDefaults
 from ...conversation.conversation import Conversation, History, ReasoningOptions, Tool
 from ...conversation.parameters import CUSTOM_INPUT
-from ...generation import Constraint, GenerationRequest
+from ...generation import Constraint, GenerationRequest, warm_up_of
 from ..openai.messages import checked_template_variables
 from ..openai.tools import choice_of, tool_of
 from ..recent_items import KEPT_S
@@ -123,7 +123,7 @@ def read_responses(
             min_new_tokens=request.min_tokens,
             keep_stop=False,
         )
-    return request, GenerationRequest(
+    generation = GenerationRequest(
         conversation=conversation,
         constraint=constraint,
         sampling=sampling,
@@ -134,6 +134,8 @@ def read_responses(
         names=NAMES,
         warnings=notes.warnings,
     )
+    options = request.prompt_cache_options
+    return request, warm_up_of(generation) if options is not None and options.prewarm else generation
 
 
 # ---------------------------------------------------------------- input

@@ -16,7 +16,6 @@ import msgspec
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from ....models.tokenizer.tokenizer import Tokenizer
 from ...conversation.deltas import CallArguments, CallBegin, CallEnd, Content, Delta, Reasoning
 from ...generation import Generation, GenerationRequest, Row
 from ..delivery import collect_deltas, stream
@@ -80,7 +79,7 @@ def _read(body: dict[str, Any], engine: Engine, caller: Caller) -> tuple[Respons
         lambda item: engine.recent_items.find(item, caller.owner),
     )
     engine.check_model(request.model)
-    scheduling = engine.with_adapter(caller.scheduling(request), request.model)
+    scheduling = engine.with_adapter(caller.scheduling(request, body=body), request.model)
     return request, replace(generation, scheduling=scheduling)
 
 
@@ -93,7 +92,7 @@ class _Writer:
 
     def __init__(self, engine: Engine, generation: Generation, request: ResponsesRequest) -> None:
         assert generation.request.conversation is not None
-        self._tokenizer = engine.tokenizer
+        self._engine = engine
         self._generation = generation
         self._begun = False
         self._recent_items = None if request.store is False else engine.recent_items
@@ -112,11 +111,13 @@ class _Writer:
     def closing(self) -> bytes:
         """The last events."""
         [choice] = self._generation.choices
-        usage = _usage(self._generation, self._tokenizer)
+        usage = _usage(self._generation, self._engine)
         if choice.finish_reason == "abort":
             return self.stream.fail(_ABORTED, usage)
-        self.stream.body.truncated = truncated_of(choice, self._tokenizer)
-        events = self.stream.complete(choice.finish_reason, usage, int(time.time()))
+        self.stream.body.truncated = truncated_of(choice, self._engine.tokenizer)
+        events = self.stream.complete(
+            None if choice.warm_up else choice.finish_reason, usage, int(time.time())
+        )
         if self._recent_items is not None:
             self._recent_items.keep(self.stream.body.output, self._generation.scheduling.owner)
         return events
@@ -125,7 +126,7 @@ class _Writer:
         """The last events of a stream that fails."""
         error = reply.body.error
         code = "rate_limit_exceeded" if reply.status == 429 else "server_error"
-        usage = _usage(self._generation, self._tokenizer)
+        usage = _usage(self._generation, self._engine)
         return self.stream.fail(ResponseError(code, error.message), usage)
 
 
@@ -153,11 +154,11 @@ def _body(engine: Engine, generation: Generation, request: ResponsesRequest) -> 
     )
 
 
-def _usage(generation: Generation, tokenizer: Tokenizer) -> ResponsesUsage:
-    usage = usage_of(generation, tokenizer=tokenizer)
+def _usage(generation: Generation, engine: Engine) -> ResponsesUsage:
+    usage = usage_of(generation, tokenizer=engine.tokenizer)
     return ResponsesUsage(
         usage.prompt_tokens,
-        InputDetails(usage.prompt_tokens_details.cached_tokens),
+        InputDetails(usage.prompt_tokens_details.cached_tokens, engine.num_written_tokens(generation)),
         usage.completion_tokens,
         OutputDetails(generation.reasoning_tokens() or 0),
         usage.total_tokens,

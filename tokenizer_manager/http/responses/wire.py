@@ -8,7 +8,9 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from ....grammar.answer_report import GrammarReport, Truncated
+from ..schema.cache_fields import BREAKPOINTS, CacheOptions
 from ..schema.field_policy import (
+    CACHE_OPTIONS_POLICY,
     CHOICE_POLICY,
     NO_EFFECT,
     SAMPLING_NOT_YET,
@@ -64,6 +66,7 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     user: str | None = None
     safety_identifier: str | None = None
+    prompt_cache_options: CacheOptions | None = None
     priority: Priority | None = None
     cache_salt: Salt | None = None
     queue_timeout: Seconds | None = None
@@ -96,6 +99,7 @@ _NOT_YET: Final[NotYet] = SAMPLING_NOT_YET | {
 }
 _NO_EFFECT: Final = (NO_EFFECT | {"client_metadata", "max_tool_calls", "stream_options"}) - {
     "metadata",
+    "prompt_cache_options",
     "store",
     "parallel_tool_calls",
     "include_reasoning",
@@ -104,8 +108,8 @@ _NO_EFFECT: Final = (NO_EFFECT | {"client_metadata", "max_tool_calls", "stream_o
 }
 
 _TOOL_POLICY: Final = policy_of(
-    ("name", "description", "parameters", "strict", "format", "function", "custom"),
-    ("cache_control", "defer_loading"),
+    ("name", "description", "parameters", "strict", "format", "function", "custom", *BREAKPOINTS),
+    ("defer_loading",),
     {"tools": TOOL_POLICY},
     kinds=("function", "custom", "namespace", None),
 )
@@ -121,6 +125,7 @@ POLICY: Final = FieldPolicy(
             nested={"format": policy_of(("name", "description", "schema", "strict"))},
         ),
         "tools": _TOOL_POLICY,
+        "prompt_cache_options": CACHE_OPTIONS_POLICY,
         "tool_choice": CHOICE_POLICY,
         "reasoning": FieldPolicy(
             ReasoningFields, {}, no_effect={"summary", "generate_summary", "encrypted_content"}

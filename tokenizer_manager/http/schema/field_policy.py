@@ -10,13 +10,14 @@ The same holds for objects inside a request, under their path. `Notes` collects 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
 import msgspec
 
 from ....runtime.errors import RequestError
-from .values import Body, shortened, show
+from .cache_fields import BREAKPOINTS, CacheOptions
+from .values import Body, objects_in, shortened, show
 
 NotYet = dict[str, tuple[Any, ...]]
 """Field -> its neutral values, which have no effect; null and empty strings and lists always are."""
@@ -64,7 +65,7 @@ SAMPLING_NOT_YET: Final[NotYet] = {
     "xtc_probability": (0,),
 }
 
-CHAT_NO_EFFECT: Final = NO_EFFECT | {"prediction"}
+CHAT_NO_EFFECT: Final = NO_EFFECT - {"prompt_cache_options"} | {"prediction"}
 """`prediction` is a guess at the answer, which only makes it faster."""
 CHAT_NOT_YET: Final[NotYet] = SAMPLING_NOT_YET | {
     "audio": (),
@@ -145,7 +146,7 @@ class FieldPolicy:
             param = f"{at}.{field}" if at else field
             if field in self._supported:
                 if field in self._nested:
-                    for place, each in _objects_in(value, param):
+                    for place, each in objects_in(value, param):
                         warnings += self._nested[field].check(each, strict=strict, at=place)
             elif field in self._not_yet:
                 if not self._is_neutral(field, value):
@@ -184,14 +185,6 @@ def first_warnings(warnings: list[str]) -> list[str]:
 _TYPE: Final = "type"
 
 
-def _objects_in(value: object, at: str) -> Iterator[tuple[str, Body]]:
-    """A value that is an object, or the objects of a list, with their paths."""
-    if isinstance(value, dict):
-        yield at, value
-    elif isinstance(value, list):
-        yield from ((f"{at}[{i}]", each) for i, each in enumerate(value) if isinstance(each, dict))
-
-
 def policy_of(
     fields: Iterable[str],
     no_effect: Iterable[str] = (),
@@ -210,8 +203,8 @@ _CUSTOM: Final = policy_of(
     ("name", "description"), nested={"format": policy_of(("syntax", "definition", "grammar"))}
 )
 TOOL_POLICY: Final = policy_of(
-    ("name", "description", "parameters", "strict", "format"),
-    ("cache_control", "defer_loading"),
+    ("name", "description", "parameters", "strict", "format", *BREAKPOINTS),
+    ("defer_loading",),
     {"function": FUNCTION_POLICY, "custom": _CUSTOM},
     kinds=("function", "custom", None),
 )
@@ -228,8 +221,9 @@ CALL_POLICY: Final = policy_of(
 )
 """Fields of a call in a message."""
 _TEXTS: Final = ("text", "input_text", "output_text", "refusal", "summary_text", "reasoning_text")
-_PART_FIELDS: Final = ("text", "refusal")
-_PART_NO_EFFECT: Final = ("annotations", "cache_control", "citations", "id", "logprobs")
+_PART_FIELDS: Final = ("text", "refusal", *BREAKPOINTS)
+_PART_NO_EFFECT: Final = ("annotations", "citations", "id", "logprobs")
+CACHE_OPTIONS_POLICY: Final = FieldPolicy(CacheOptions, {}, no_effect=("comparison_response_id",))
 PART_POLICY: Final = policy_of(_PART_FIELDS, _PART_NO_EFFECT, kinds=(*_TEXTS, None))
 """Fields of a text part, which may leave out its type."""
 RESULT_POLICY: Final = policy_of(_PART_FIELDS, _PART_NO_EFFECT, kinds=_TEXTS)

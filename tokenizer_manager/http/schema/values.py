@@ -215,6 +215,14 @@ def objects(value: object, at: str) -> Iterator[tuple[str, Body]]:
         yield f"{at}[{index}]", without_nulls(item)
 
 
+def objects_in(value: object, at: str) -> Iterator[tuple[str, Body]]:
+    """A value that is an object, or the objects of a list, with their paths."""
+    if isinstance(value, dict):
+        yield at, value
+    elif isinstance(value, list):
+        yield from ((f"{at}[{i}]", each) for i, each in enumerate(value) if isinstance(each, dict))
+
+
 def one_of(value: object, allowed: Sequence[str], at: str) -> str:
     """A string from a set.
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import anthropic
 import pytest
@@ -97,7 +98,12 @@ def test_a_coding_agents_request_is_answered_and_counted(serve: Serve):
     counted = served.client.post(f"{PATH}/count_tokens?beta=true", json=body).json()
 
     assert [name for name, _ in events][-2:] == ["message_delta", "message_stop"]
-    assert events[0][1]["message"]["usage"]["input_tokens"] == counted["input_tokens"]
+    usage = events[0][1]["message"]["usage"]
+    assert usage["input_tokens"] + usage["cache_creation_input_tokens"] == counted["input_tokens"]
+    assert usage["cache_creation"] == {
+        "ephemeral_5m_input_tokens": usage["cache_creation_input_tokens"],
+        "ephemeral_1h_input_tokens": 0,
+    }
     assert len(served.engine.next_request().input_ids) == 4 * counted["input_tokens"]
 
 
@@ -115,11 +121,11 @@ def test_keys(serve: Serve, client_of: ClientOf):
 
 def test_errors_have_anthropics_form(serve: Serve, client_of: ClientOf):
     served = serve(say_all("x"))
-    reply = served.client.post(PATH, json=BODY | {"max_tokens": 0})
+    reply = served.client.post(PATH, json=BODY | {"max_tokens": -1})
     body = reply.json()
 
     assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
-    assert body["error"]["message"].startswith("max_tokens is 0")
+    assert body["error"]["message"].startswith("max_tokens is -1")
     assert body["request_id"] == reply.headers["request-id"] == reply.headers["x-request-id"]
     with pytest.raises(anthropic.NotFoundError):
         client_of(served).messages.create(model="other", max_tokens=9, messages=HI)
@@ -156,3 +162,59 @@ def test_a_full_queue_is_a_429_in_anthropics_form(serve: Serve):
     served.engine.loop.call_soon_threadsafe(served.services.manager.engine_died, "over")  # type: ignore[union-attr]
     assert [one.result(WAIT_S).status_code for one in waiting] == [503] * 3
     assert served.client.post(PATH, json=BODY).json()["error"]["type"] == "overloaded_error"
+
+
+# ---------------------------------------------------------------- the prefix cache
+
+CACHED = {"type": "ephemeral"}
+LONG: Any = [{"role": "user", "content": [{"type": "text", "text": "hi " * 100, "cache_control": CACHED}]}]
+
+
+@pytest.mark.parametrize(("ttl", "keep_s"), [(None, 300.0), ("5m", 300.0), ("1h", 3600.0)])
+def test_a_breakpoint_keeps_the_prompt_and_usage_says_what_it_wrote(
+    serve: Serve, client_of: ClientOf, ttl: Any, keep_s: float
+):
+    served = serve(say_all("x"), capacity=ROOMY)
+    system: Any = [{"type": "text", "text": "be brief", "cache_control": {"type": "ephemeral", "ttl": ttl}}]
+    usage = client_of(served).messages.create(model=MODEL, max_tokens=9, messages=LONG, system=system).usage
+    request = served.engine.next_request()
+
+    assert request.keep_s == keep_s
+    page_size, prompt_len = ROOMY.page_size, len(request.input_ids) // 4
+    written = prompt_len // page_size * page_size
+    assert (usage.input_tokens, usage.cache_creation_input_tokens) == (prompt_len - written, written)
+    creation = usage.cache_creation
+    assert creation is not None
+    times = creation.ephemeral_5m_input_tokens, creation.ephemeral_1h_input_tokens
+    assert times == ((0, written) if ttl == "1h" else (written, 0))
+
+
+def test_a_request_without_a_breakpoint_asks_nothing_of_the_cache(serve: Serve):
+    served = serve(say_all("x"), capacity=ROOMY)
+    usage = served.client.post(PATH, json=BODY).json()["usage"]
+
+    assert served.engine.next_request().keep_s is None
+    assert usage["cache_creation_input_tokens"] == 0 and "cache_creation" not in usage
+
+
+def test_a_breakpoint_of_another_time_is_refused(serve: Serve):
+    body = BODY | {"cache_control": {"type": "ephemeral", "ttl": "2h"}}
+    reply = serve(say_all("x")).client.post(PATH, json=body)
+    assert reply.status_code == 400 and "cache_control" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_tokens_at_all_computes_the_prompt_only(serve: Serve, client_of: ClientOf, stream: bool):
+    served = serve(say_all("never seen"), capacity=ROOMY)
+    tools: Any = [{"name": "t", "input_schema": {"type": "object"}}]
+    body: Any = {"model": MODEL, "max_tokens": 0, "messages": LONG, "tools": tools}
+    body["tool_choice"] = {"type": "any"}
+    if stream:
+        with client_of(served).messages.stream(**body) as events:
+            message = events.get_final_message()
+    else:
+        message = client_of(served).messages.create(**body)
+    request = served.engine.next_request()
+
+    assert (request.sampling.max_new_tokens, request.grammar, request.keep_s) == (1, None, 300.0)
+    assert (message.content, message.stop_reason, message.usage.output_tokens) == ([], "max_tokens", 0)

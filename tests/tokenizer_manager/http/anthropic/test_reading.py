@@ -182,7 +182,7 @@ def blocks(*content: dict[str, Any], role: str = "user") -> dict[str, Any]:
     ("fields", "param"),
     [
         ({"max_tokens": None}, "max_tokens"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"messages": []}, "messages"),
         (blocks(), "messages"),
         (blocks({"type": "image", "source": {}}), "messages[0].content[0].type"),

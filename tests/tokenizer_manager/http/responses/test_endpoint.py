@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import openai
 import pytest
@@ -43,6 +44,32 @@ def test_an_answer_in_one_piece(serve: Serve, client_of: ClientOf):
     assert answer.usage.input_tokens_details.cached_tokens == 4
     assert answer.usage.output_tokens == 5
     assert answer.usage.total_tokens == answer.usage.input_tokens + 5
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_is_kept_and_computed_without_an_answer(serve: Serve, client_of: ClientOf, stream: bool):
+    served = serve(say_all("never seen"), capacity=ROOMY)
+    options = {"ttl": "12h", "prewarm": True}
+    body: Any = {"model": MODEL, "input": "hi " * 100, "extra_body": {"prompt_cache_options": options}}
+    if stream:
+        with client_of(served).responses.create(**body, stream=True) as events:
+            answer = list(events)[-1].response
+    else:
+        answer = client_of(served).responses.create(**body)
+    request = served.engine.next_request()
+
+    assert (request.keep_s, request.sampling.max_new_tokens) == (43_200.0, 1)
+    assert (answer.status, answer.output, answer.usage.output_tokens) == ("completed", [], 0)
+    page_size = ROOMY.page_size
+    written = len(request.input_ids) // 4 // page_size * page_size
+    assert answer.usage.input_tokens_details.cache_write_tokens == written > 0
+
+
+def test_options_of_the_cache_that_do_not_exist_are_refused(serve: Serve):
+    served = serve(say_all("x"))
+    for options in ({"ttl": "1h"}, {"mode": "none"}, {"prewarm": 1}, "12h"):
+        reply = served.client.post(PATH, json={"input": "hi", "prompt_cache_options": options})
+        assert reply.status_code == 400 and reply.json()["error"]["param"].startswith("prompt_cache_options")
 
 
 def test_a_stream(serve: Serve, client_of: ClientOf):

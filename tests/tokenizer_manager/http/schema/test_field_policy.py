@@ -12,7 +12,7 @@ from engine.tokenizer_manager.http.schema.field_policy import (
     FieldPolicy,
 )
 
-CHAT = FieldPolicy(ChatRequest, CHAT_NOT_YET)
+CHAT = FieldPolicy(ChatRequest, CHAT_NOT_YET, no_effect=CHAT_NO_EFFECT)
 
 
 def test_honored_fields_and_those_without_effect_pass_silently():
