@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...launch.resolve.host_facts import HostFacts
-from ...launch.resolve.kernel_checks import KERNEL_FLAGS
+from ...launch.resolve.kernel_checks import runs_kernels
 from ...launch.resolve.nvidia_gpus import DEVICE_ORDER
 from ...launch.resolve.resolve import BF16_FLAGS
 from ...runtime.config.engine_config import EngineConfig
@@ -226,7 +226,7 @@ def check_gpu_kernels(torch: TorchFacts) -> Check:
 def check_cpu(torch: TorchFacts, host: HostFacts) -> Check:
     """Check which instructions the kernels can use, and name the cost of missing ones."""
     lacks = []
-    has_kernels = host.cpu_flags.issuperset(KERNEL_FLAGS)
+    has_kernels = runs_kernels(host)
     if not has_kernels and not host.cpu_flags.intersection(BF16_FLAGS):
         lacks.append("no bfloat16 instructions, so weights and keys are float32 and take twice the memory")
     if not has_kernels:
@@ -236,13 +236,14 @@ def check_cpu(torch: TorchFacts, host: HostFacts) -> Check:
         )
     if lacks:
         return warn("cpu", f"instructions: {torch.isa}; {'; '.join(lacks)}", "use a CPU with AVX2 for speed")
-    more = "" if torch.isa == "amx" else "; with AMX prompts would be faster"
+    wanted = "i8mm and bf16" if torch.isa.startswith("neon") else "AMX"
+    more = "" if torch.isa in ("amx", "neon_bf16") else f"; with {wanted} prompts would be faster"
     return ok("cpu", f"instructions: {torch.isa}{more}")
 
 
 def check_cpu_kernels(torch: TorchFacts, host: HostFacts) -> Check:
     """Check that the engine's own kernels are compiled or can be compiled."""
-    if not host.cpu_flags.issuperset(KERNEL_FLAGS):
+    if not runs_kernels(host):
         return ok("kernels", "torch's, on a CPU like this")
     if not torch.cpu_kernels_error:
         loaded = torch.loaded_isa or torch.isa

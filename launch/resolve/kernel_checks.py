@@ -63,8 +63,15 @@ def check_deterministic(config: EngineConfig, spec: ModelSpec) -> None:
 
 
 KERNEL_FLAGS: Final = frozenset(("avx2", "fma"))
-"""CPU features that the engine's kernels need. Without better instructions they multiply bfloat16 in float32 and bytes
-in 16 bits."""
+"""CPU features that the engine's kernels need on x86. Without better instructions they multiply bfloat16 in float32 and
+bytes in 16 bits."""
+ARM_KERNEL_FLAGS: Final = frozenset(("asimd",))
+"""The same of 64-bit ARM."""
+
+
+def runs_kernels(host: HostFacts) -> bool:
+    """Whether the CPU has the instructions of the engine's kernels."""
+    return any(host.cpu_flags.issuperset(flags) for flags in (KERNEL_FLAGS, ARM_KERNEL_FLAGS))
 
 
 def against_blocks(
@@ -83,7 +90,7 @@ def against_blocks(
             f"weights in blocks are multiplied with bfloat16 only, not with {dtype}",
             "use --dtype bfloat16",
         )
-    if not host.cpu_flags.issuperset(KERNEL_FLAGS):
+    if not runs_kernels(host):
         return (
             "weights in blocks are multiplied with AVX2 and FMA, which this CPU lacks",
             "use another CPU",

@@ -19,7 +19,7 @@ from ...runtime.config.engine_config import EngineConfig
 from ...runtime.config.model_choice import Quantization
 from ...runtime.errors import ConfigError
 from .host_facts import HostFacts, usable_threads
-from .kernel_checks import KERNEL_FLAGS, against_blocks, check_deterministic
+from .kernel_checks import against_blocks, check_deterministic, runs_kernels
 from .kind_settings import encoder_settings, encoder_step_tokens, state_settings
 from .pool_size import Device, PoolDecision, PoolSize
 from .rank_settings import check_ranks
@@ -209,7 +209,7 @@ class _Resolver:
         if native:
             return self.note("dtype", "bfloat16", f"the CPU multiplies bfloat16 ({native[0]})")
         ours = model_impl == "engine" and self.host.has_cpu_kernels
-        if ours and self.host.cpu_flags.issuperset(KERNEL_FLAGS):
+        if ours and runs_kernels(self.host):
             return self.note("dtype", "bfloat16", "half the memory; the engine multiplies it in float32")
         return self.note("dtype", "float32", "the CPU has no bfloat16 instructions, emulating them is slower")
 

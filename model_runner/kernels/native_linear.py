@@ -36,7 +36,7 @@ def reasons_against_compression(isa: Isa) -> list[str]:
             return [
                 f"without bfloat16 instructions ({isa}) matmuls of 7 and more tokens take longer with 12-bit weights"
             ]
-        case "amx" | "avx2_vnni" | "avx2" | "portable":
+        case "amx" | "avx2_vnni" | "avx2" | "neon_bf16" | "neon_i8mm" | "neon_dot" | "neon" | "portable":
             return [f"no kernel multiplies with 12-bit weights on {isa}"]
         case _:
             assert_never(isa)

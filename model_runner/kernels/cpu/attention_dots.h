@@ -22,7 +22,7 @@
 #define HAS_WORD_DOT 0
 #endif
 
-#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
+#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__)) || defined(__aarch64__)
 #define HAS_FUSED 1
 #else
 #define HAS_FUSED 0
@@ -38,6 +38,12 @@ ALWAYS_INLINE f32x16 load(const int8_t* p) {
 #elif defined(__AVX2__)
     return to_float(i32x16{(i32x8)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)),
                            (i32x8)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(p + LANES / 2)))});
+#elif defined(__aarch64__)
+    const int8x16_t bytes = vld1q_s8(p);
+    auto half = [](int16x8_t v) __attribute__((always_inline)) {
+        return i32x8{(i32x4)vmovl_s16(vget_low_s16(v)), (i32x4)vmovl_high_s16(v)};
+    };
+    return to_float(i32x16{half(vmovl_s8(vget_low_s8(bytes))), half(vmovl_high_s8(bytes))});
 #else
     int32_t numbers[LANES];
     for (int n = 0; n < LANES; ++n) numbers[n] = p[n];
@@ -51,7 +57,11 @@ ALWAYS_INLINE f32x16 to_float(f32x16 v) { return v; }
 
 // sum + a * b with a single rounding, if the CPU has FMA; the compiler cannot split or contract it differently.
 ALWAYS_INLINE f32x16 fused(f32x16 sum, f32x16 a, f32x16 b) {
-#if HAS_FUSED && defined(__AVX512F__)
+#if defined(__aarch64__)
+    return by_quarters([](f32x4 sum, f32x4 a, f32x4 b) __attribute__((always_inline)) {
+        return (f32x4)vfmaq_f32((float32x4_t)sum, (float32x4_t)a, (float32x4_t)b);
+    }, sum, a, b);
+#elif HAS_FUSED && defined(__AVX512F__)
     return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
 #elif HAS_FUSED
     return {(f32x8)_mm256_fmadd_ps((__m256)a.low, (__m256)b.low, (__m256)sum.low),
@@ -68,6 +78,10 @@ ALWAYS_INLINE u32x16 low_pairs(u32x16 a, u32x16 b) {
 #elif HAS_WORD_DOT
     return {(u32x8)_mm256_unpacklo_epi16((__m256i)a.low, (__m256i)b.low),
             (u32x8)_mm256_unpacklo_epi16((__m256i)a.high, (__m256i)b.high)};
+#elif defined(__aarch64__)
+    return by_quarters([](u32x4 a, u32x4 b) __attribute__((always_inline)) {
+        return (u32x4)vzip1q_u16((uint16x8_t)a, (uint16x8_t)b);
+    }, a, b);
 #else
     return a;  // not reached
 #endif
@@ -78,6 +92,10 @@ ALWAYS_INLINE u32x16 high_pairs(u32x16 a, u32x16 b) {
 #elif HAS_WORD_DOT
     return {(u32x8)_mm256_unpackhi_epi16((__m256i)a.low, (__m256i)b.low),
             (u32x8)_mm256_unpackhi_epi16((__m256i)a.high, (__m256i)b.high)};
+#elif defined(__aarch64__)
+    return by_quarters([](u32x4 a, u32x4 b) __attribute__((always_inline)) {
+        return (u32x4)vzip2q_u16((uint16x8_t)a, (uint16x8_t)b);
+    }, a, b);
 #else
     return b;
 #endif

@@ -107,7 +107,12 @@ class Packer {
 #if HAS_BF16_DOT
         if constexpr (Kind::NUMBERS == 2) {  // exact: bfloat16 has 8 significant bits
             f32x16 second = left >= 2 * LANES ? load(p + LANES) : f32x16{};
+#if defined(__aarch64__)
+            u16x16 low = round_to_bf16(load(p)), high = round_to_bf16(second);
+            return {u32x8{(u32x4)low.low, (u32x4)low.high}, u32x8{(u32x4)high.low, (u32x4)high.high}};
+#else
             return (u32x16)_mm512_cvtne2ps_pbh((__m512)second, (__m512)load(p));
+#endif
         }
 #endif
         if constexpr (Kind::NUMBERS == 1) return load(p);

@@ -19,6 +19,9 @@ constexpr int AT_ONCE = BlockCall::VECTORS;  // vectors of a panel
 #elif defined(__AVX2__)
 constexpr int ROW_TILE_ROWS = 4;  // 8 registers of dot products; accumulators are in memory
 constexpr int AT_ONCE = 1;
+#elif defined(__aarch64__)
+constexpr int ROW_TILE_ROWS = 4;  // 16 registers of dot products, 8 of weights, 1 splat; accumulators are in memory
+constexpr int AT_ONCE = 1;
 #else
 constexpr int ROW_TILE_ROWS = 1;
 constexpr int AT_ONCE = 1;

@@ -40,6 +40,10 @@ class Lookup {
 #elif defined(__AVX2__)
         return {(u32x8)_mm256_shuffle_epi8(values_, (__m256i)codes.low),
                 (u32x8)_mm256_shuffle_epi8(values_, (__m256i)codes.high)};
+#elif defined(__aarch64__)
+    const uint8x16_t values = vld1q_u8(values_);
+    return by_quarters([=](u32x4 codes) __attribute__((always_inline)) { return (u32x4)vqtbl1q_u8(values, (uint8x16_t)codes); },
+                       codes);
 #else
         uint8_t bytes[4 * LANES];
         put(bytes, codes);

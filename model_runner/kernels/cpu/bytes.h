@@ -4,7 +4,7 @@
 
 #include "simd.h"
 
-#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
+#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__)) || defined(__aarch64__)
 #define HAS_BYTE_DOT 1
 #else
 #define HAS_BYTE_DOT 0
@@ -17,8 +17,8 @@
 #define HAS_WORD_SUMS 0
 #endif
 
-// Multiply signed bytes, two products at a time in 16 bits.
-#if HAS_WORD_SUMS && !defined(__AVX512F__)
+// Multiply signed bytes: on AVX2 two products at a time in 16 bits; on ARM without i8mm there is no other way.
+#if (HAS_WORD_SUMS && !defined(__AVX512F__)) || (defined(__aarch64__) && !defined(__ARM_FEATURE_MATMUL_INT8))
 #define HAS_SIGNED_DOT 1
 #else
 #define HAS_SIGNED_DOT 0
@@ -47,9 +47,30 @@ ALWAYS_INLINE Vector add_pair_products(Vector sums, Vector a, Vector b) {
 }
 #endif
 
-// acc[i] += sum of a[4i + j] * b[4i + j] for j in 0..3; a is 64 unsigned, b 64 signed bytes.
+#if defined(__aarch64__)
+// acc[i] += sum of a[4i + j] * b[4i + j] for j in 0..3; signed bytes, those of b of magnitude at most 127.
+ALWAYS_INLINE i32x16 dot_signed(i32x16 acc, u32x16 a, u32x16 b) {
+    return by_quarters([](i32x4 acc, u32x4 a, u32x4 b) __attribute__((always_inline)) {
+#if defined(__ARM_FEATURE_DOTPROD)
+        return (i32x4)vdotq_s32((int32x4_t)acc, (int8x16_t)a, (int8x16_t)b);
+#else
+        int16x8_t low = vmull_s8(vget_low_s8((int8x16_t)a), vget_low_s8((int8x16_t)b));
+        return (i32x4)vpadalq_s16((int32x4_t)acc, vpaddq_s16(low, vmull_high_s8((int8x16_t)a, (int8x16_t)b)));
+#endif
+    }, acc, a, b);
+}
+#endif
+
+// acc[i] += sum of a[4i + j] * b[4i + j] for j in 0..3; a is 64 unsigned, b 64 signed bytes. On ARM without i8mm, those
+// of a are below 128.
 ALWAYS_INLINE i32x16 dot_bytes(i32x16 acc, u32x16 a, u32x16 b) {
-#if HAS_BYTE_DOT && !defined(__AVX512F__)
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+    return by_quarters([](i32x4 acc, u32x4 a, u32x4 b) __attribute__((always_inline)) {
+        return (i32x4)vusdotq_s32((int32x4_t)acc, (uint8x16_t)a, (int8x16_t)b);
+    }, acc, a, b);
+#elif defined(__aarch64__)
+    return dot_signed(acc, a, b);
+#elif HAS_BYTE_DOT && !defined(__AVX512F__)
     return {(i32x8)_mm256_dpbusd_avx_epi32((__m256i)acc.low, (__m256i)a.low, (__m256i)b.low),
             (i32x8)_mm256_dpbusd_avx_epi32((__m256i)acc.high, (__m256i)a.high, (__m256i)b.high)};
 #elif HAS_BYTE_DOT
@@ -77,7 +98,12 @@ ALWAYS_INLINE i32x16 dot_nibbles(i32x16 acc, u32x16 a, u32x16 b) {
 #endif
 }
 
-#if HAS_SIGNED_DOT
+#if HAS_SIGNED_DOT && defined(__aarch64__)
+
+ALWAYS_INLINE u32x16 magnitudes_of_bytes(u32x16 a) { return a; }  // not needed
+ALWAYS_INLINE i32x16 dot_signed_bytes(i32x16 acc, u32x16 a, u32x16, u32x16 b) { return dot_signed(acc, a, b); }
+
+#elif HAS_SIGNED_DOT
 
 ALWAYS_INLINE u32x16 magnitudes_of_bytes(u32x16 a) {
     return {(u32x8)_mm256_abs_epi8((__m256i)a.low), (u32x8)_mm256_abs_epi8((__m256i)a.high)};
@@ -149,6 +175,8 @@ ALWAYS_INLINE i32x16 round_to_int(f32x16 v) {
     return (i32x16)_mm512_cvtps_epi32((__m512)v);
 #elif defined(__AVX2__)
     return {(i32x8)_mm256_cvtps_epi32((__m256)v.low), (i32x8)_mm256_cvtps_epi32((__m256)v.high)};
+#elif defined(__aarch64__)
+    return by_quarters([](f32x4 v) __attribute__((always_inline)) { return (i32x4)vcvtnq_s32_f32((float32x4_t)v); }, v);
 #else
     // Not by adding 1.5 * 2^23: the compiler would fuse that addition with a preceding multiplication.
     float numbers[LANES];
@@ -166,6 +194,9 @@ ALWAYS_INLINE void store_bytes(int8_t* p, i32x16 v) {
 #if defined(__AVX512F__)
     __m128i bytes = _mm512_cvtepi32_epi8((__m512i)v);
     std::memcpy(p, &bytes, sizeof bytes);
+#elif defined(__aarch64__)
+    u16x16 words = narrowed((u32x16)v);
+    vst1q_s8(p, vuzp1q_s8((int8x16_t)words.low, (int8x16_t)words.high));
 #else
     int32_t numbers[LANES];
     put(numbers, v);
@@ -187,6 +218,11 @@ ALWAYS_INLINE f32x16 load_halves(const uint16_t* p) {
     get(v, p);
 #if defined(__AVX512F__)
     return (f32x16)_mm512_cvtph_ps((__m256i)v);
+#elif defined(__aarch64__)
+    auto half = [](u16x8 v) __attribute__((always_inline)) {
+        return f32x8{(f32x4)vcvt_f32_f16(vget_low_f16((float16x8_t)v)), (f32x4)vcvt_high_f32_f16((float16x8_t)v)};
+    };
+    return {half(v.low), half(v.high)};
 #else
     u32x16 bits = widened(v);
     f32x16 magnitude = (f32x16)((bits & 0x7fffu) << 13) * 0x1p112f;  // corrects the exponent bias

@@ -19,7 +19,19 @@ from ....launch.resolve.host_facts import COMPILERS
 
 logger = logging.getLogger(__name__)
 
-Isa = Literal["amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2", "portable"]
+Isa = Literal[
+    "amx",
+    "avx512_bf16",
+    "avx512_vnni",
+    "avx512",
+    "avx2_vnni",
+    "avx2",
+    "neon_bf16",
+    "neon_i8mm",
+    "neon_dot",
+    "neon",
+    "portable",
+]
 ISAS: Final[tuple[Isa, ...]] = get_args(Isa)
 """The best first, for CPUs with fast bfloat16 dot products (`has_slow_bf16`)."""
 
@@ -34,9 +46,20 @@ _NEEDED_FLAGS: Final[Mapping[Isa, tuple[str, ...]]] = {
     "avx512": _AVX512,
     "avx2_vnni": ("avx2", "fma", "avx_vnni"),
     "avx2": ("avx2", "fma"),
+    "neon_bf16": ("asimddp", "i8mm", "bf16"),
+    "neon_i8mm": ("asimddp", "i8mm"),
+    "neon_dot": ("asimddp",),
+    "neon": ("asimd",),
     "portable": (),
 }
-"""CPU flags as in /proc/cpuinfo."""
+"""CPU flags as in /proc/cpuinfo, where ARM's are called features."""
+
+_ARM_OPTIONS: Final[Mapping[str, str]] = {
+    "neon_bf16": "-march=armv8.2-a+dotprod+i8mm+bf16",
+    "neon_i8mm": "-march=armv8.2-a+dotprod+i8mm",
+    "neon_dot": "-march=armv8.2-a+dotprod",
+    "neon": "-march=armv8-a",
+}
 
 _COOPER_LAKE: Final = (
     "85"  # CPU model with bfloat16 dot products as fast as FMA, like all AMD CPUs that have them
@@ -101,12 +124,13 @@ def reason_against_tiles() -> str:
 
 def cpu_flags() -> frozenset[str]:
     """The flags of this CPU in /proc/cpuinfo; empty if that does not exist."""
-    return frozenset(_cpuinfo().get("flags", "").split())
+    facts = _cpuinfo()
+    return frozenset(facts.get("flags", facts.get("Features", "")).split())  # x86, ARM
 
 
 def _cpuinfo() -> dict[str, str]:
-    """The entry of the first CPU in /proc/cpuinfo, if it is an x86 CPU."""
-    if platform.machine() not in ("x86_64", "AMD64"):
+    """The entry of the first CPU in /proc/cpuinfo, if it is an x86 or a 64-bit ARM CPU."""
+    if platform.machine() not in ("x86_64", "AMD64", "aarch64"):
         return {}
     try:
         first, _, _ = Path("/proc/cpuinfo").read_text().partition("\n\n")
@@ -118,6 +142,8 @@ def _cpuinfo() -> dict[str, str]:
 
 def compiler_options(isa: Isa) -> tuple[str, ...]:
     """Compiler options for the ISA target. AMX needs none: its instructions are inline assembly (`amx.h`)."""
+    if isa in _ARM_OPTIONS:
+        return (_ARM_OPTIONS[isa],)
     options = tuple(f"-m{flag.replace('_', '')}" for flag in _NEEDED_FLAGS[isa] if flag not in _AMX)
     return (*options, "-DHAS_AMX") if isa == "amx" else options
 

@@ -12,7 +12,7 @@
 
 #include "simd.h"
 
-#if HAS_BF16_DOT && !defined(HAS_AMX)
+#if defined(__AVX512BF16__) && !defined(HAS_AMX)
 #include <unistd.h>
 #endif
 
@@ -20,7 +20,7 @@ namespace engine {
 
 // FETCH_INTO: the cache (3: L1, 2: L2) for data that several row tiles read.
 // READS_AHEAD: whether data that is read once is prefetched, too, into L1.
-#if HAS_BF16_DOT && !defined(HAS_AMX)
+#if defined(__AVX512BF16__) && !defined(HAS_AMX)
 constexpr int FETCH_INTO = 2;
 
 inline bool has_large_first_level() {

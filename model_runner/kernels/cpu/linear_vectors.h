@@ -60,7 +60,7 @@ struct VectorLinear : LinearCall {
     static_assert(!COMPRESSED || COMPRESSES);
     static_assert(PER_PANEL <= 4 && SHORT_STEP / LINE <= 4, "two row tiles prefetch two lines each");
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || HAS_BF16_DOT
     static constexpr bool IS_SHORT = false;
 #else
     static constexpr bool IS_SHORT = true;

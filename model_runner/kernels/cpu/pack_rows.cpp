@@ -38,6 +38,11 @@ ALWAYS_INLINE float power_of_2(int exponent) { return std::ldexp(1.0f, exponent)
 ALWAYS_INLINE u16x16 to_halves(f32x16 v) {
 #if defined(__AVX512F__)
     return (u16x16)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__aarch64__)
+    auto half = [](f32x8 v) __attribute__((always_inline)) {
+        return (u16x8)vcvt_high_f16_f32(vcvt_f16_f32((float32x4_t)v.low), (float32x4_t)v.high);
+    };
+    return {half(v.low), half(v.high)};
 #else
     u32x16 sign = (u32x16)v >> 16 & 0x8000u, bits = (u32x16)v & 0x7fffffffu;
     u32x16 normal = (bits + 0xfffu + ((bits >> 13) & 1u) - (112u << 23)) >> 13;

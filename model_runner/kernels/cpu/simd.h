@@ -11,9 +11,11 @@
 
 #if defined(__SSE2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
-#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#if (defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define HAS_BF16_DOT 1
 #else
 #define HAS_BF16_DOT 0
@@ -55,6 +57,15 @@ typedef VectorPair<f32x8> f32x16;
 typedef VectorPair<i32x8> i32x16;
 typedef VectorPair<u32x8> u32x16;
 typedef VectorPair<u16x8> u16x16;
+#endif
+
+// Calls work(quarter, ...) for the four quarters of vectors of four registers: work on NEON's.
+#if defined(__aarch64__)
+template <class Work, class... Vectors>
+ALWAYS_INLINE auto by_quarters(const Work& work, const Vectors&... v) {
+    typedef VectorPair<decltype(work(v.low.low...))> Half;
+    return VectorPair<Half>{Half{work(v.low.low...), work(v.low.high...)}, Half{work(v.high.low...), work(v.high.high...)}};
+}
 #endif
 
 struct bf16 {
@@ -151,7 +162,12 @@ ALWAYS_INLINE f32x16 load(const bf16* p) {
 ALWAYS_INLINE void store(float* p, f32x16 v) { put(p, v); }
 
 ALWAYS_INLINE u16x16 round_to_bf16(f32x16 v) {
-#if HAS_BF16_DOT
+#if HAS_BF16_DOT && defined(__aarch64__)
+    auto half = [](f32x8 v) __attribute__((always_inline)) {
+        return (u16x8)vcvtq_high_bf16_f32(vcvtq_low_bf16_f32((float32x4_t)v.low), (float32x4_t)v.high);
+    };
+    return {half(v.low), half(v.high)};
+#elif HAS_BF16_DOT
     __m256bh rounded = _mm512_cvtneps_pbh((__m512)v);
     return (u16x16)rounded;
 #else
@@ -286,7 +302,11 @@ ALWAYS_INLINE float exp2_small(float x) { return exp2_small(splat(x))[0]; }
 
 // acc[i] += a[2i] * b[2i] + a[2i + 1] * b[2i + 1]; a and b are 32 bfloat16 values.
 ALWAYS_INLINE f32x16 dot_pairs(f32x16 acc, u32x16 a, u32x16 b) {
-#if HAS_BF16_DOT
+#if HAS_BF16_DOT && defined(__aarch64__)
+    return by_quarters([](f32x4 acc, u32x4 a, u32x4 b) __attribute__((always_inline)) {
+        return (f32x4)vbfdotq_f32((float32x4_t)acc, (bfloat16x8_t)a, (bfloat16x8_t)b);
+    }, acc, a, b);
+#elif HAS_BF16_DOT
     return (f32x16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
 #else
     acc += (f32x16)(a << 16) * (f32x16)(b << 16);

@@ -61,6 +61,10 @@ ALWAYS_INLINE i32x16 load_bytes(const uint8_t* p) {
 #elif defined(__AVX2__)
     __m128i all = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
     return {(i32x8)_mm256_cvtepu8_epi32(all), (i32x8)_mm256_cvtepu8_epi32(_mm_srli_si128(all, 8))};
+#elif defined(__aarch64__)
+    const uint8x16_t bytes = vld1q_u8(p);
+    u16x16 words = {(u16x8)vmovl_u8(vget_low_u8(bytes)), (u16x8)vmovl_high_u8(bytes)};
+    return (i32x16)widened(words);
 #else
     int32_t numbers[LANES];
     for (int n = 0; n < LANES; ++n) numbers[n] = p[n];

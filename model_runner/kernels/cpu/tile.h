@@ -13,6 +13,8 @@ namespace engine {
 constexpr int TILE_ROWS = 6, TILE_VECTORS = 4;  // 24 accumulators, 4 columns, 1 splat: 29 of 32 registers
 #elif defined(__AVX2__)
 constexpr int TILE_ROWS = 6, TILE_VECTORS = 1;  // in register pairs: 12 accumulators, 2 columns, 1 splat, 1 mask
+#elif defined(__aarch64__)
+constexpr int TILE_ROWS = 6, TILE_VECTORS = 1;  // in four registers each: 24 accumulators, 4 columns, 1 splat
 #else
 constexpr int TILE_ROWS = 2, TILE_VECTORS = 1;
 #endif

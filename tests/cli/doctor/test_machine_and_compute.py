@@ -176,6 +176,20 @@ def test_a_cpu_without_bfloat16_instructions_is_well_where_our_kernels_multiply_
     assert not_well(check_compute(torch(isa="avx512_vnni"), on, config())) == []
 
 
+@pytest.mark.parametrize(
+    ("isa", "text"),
+    [
+        ("neon_dot", "instructions: neon_dot; with i8mm and bf16 prompts would be faster"),
+        ("neon_bf16", "instructions: neon_bf16"),
+    ],
+)
+def test_the_instructions_of_arm_are_named(isa, text):
+    on = host(cpu_flags=frozenset({"fp", "asimd", "asimddp"}))
+    checks = {check.code: check for check in check_compute(torch(isa=isa, loaded_isa=isa), on, config())}
+    assert (checks["cpu"].text, checks["cpu"].is_well) == (text, True)
+    assert checks["kernels"].text == f"the engine's own, for {isa}"
+
+
 def test_a_gpu_that_is_not_asked_for_is_no_matter():
     assert not_well(check_compute(cuda_torch(capability=None), GPU_HOST, config(device="cpu"))) == []
 

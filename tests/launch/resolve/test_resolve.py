@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from engine.launch.resolve.host_facts import HostFacts
-from engine.launch.resolve.kernel_checks import KERNEL_FLAGS
+from engine.launch.resolve.kernel_checks import ARM_KERNEL_FLAGS, KERNEL_FLAGS
 from engine.launch.resolve.memory_budget import MOST_OF_LEFT, RUNTIME_BYTES, capacity_of, plan_memory
 from engine.launch.resolve.nvidia_gpus import GpuFacts
 from engine.launch.resolve.resolve import resolve
@@ -263,6 +263,7 @@ def test_where_blocks_cannot_be_multiplied_a_file_is_dequantized_and_a_wish_refu
 
 def test_the_flags_for_blocks_are_those_of_the_kernels():
     assert usable_isas(KERNEL_FLAGS)[0] == "avx2"
+    assert usable_isas(ARM_KERNEL_FLAGS)[0] == "neon"
     assert all(usable_isas(KERNEL_FLAGS - {flag})[0] == "portable" for flag in KERNEL_FLAGS)
 
 
@@ -396,6 +397,8 @@ def test_resolving_twice_changes_nothing(settings):
         ({"cpu_flags": frozenset({"avx512f"})}, "float32", "no bfloat16"),
         ({"cpu_flags": frozenset({"asimd", "bf16"})}, "bfloat16", "bf16"),
         ({"cpu_flags": KERNEL_FLAGS}, "bfloat16", "in float32"),
+        ({"cpu_flags": ARM_KERNEL_FLAGS | {"asimddp"}}, "bfloat16", "in float32"),
+        ({"cpu_flags": ARM_KERNEL_FLAGS | {"bf16"}}, "bfloat16", "multiplies bfloat16 (bf16)"),
         ({"cpu_flags": KERNEL_FLAGS, "has_cpu_kernels": False}, "float32", "no bfloat16"),
     ],
 )

@@ -19,7 +19,8 @@ from engine.model_runner.attention.cpu_native import CpuNativeAttention
 from engine.model_runner.kernels.cpu.compiler import ISAS, runnable_isas
 from engine.model_runner.memory.io_buffers import InputBuffers
 from tests.model_runner.attention.paged_batches import Pages, assert_close, batches, spec_of, whole_texts
-from tests.model_runner.kernels.cpu.conftest import best_library, library_of
+from tests.model_runner.kernels.cpu.conftest import COMPILES, COMPILES_FOR_GUEST, best_library, library_of
+from tests.model_runner.kernels.cpu.guest import CPUS
 from tests.selection import examples
 
 __all__ = ["best_library"]  # fixture
@@ -29,10 +30,14 @@ SLOWDOWN = 6 if "ENGINE_TEST_SANITIZE" in os.environ else 1
 
 
 # The best level always, and what is emulated of it where the CPU lacks it; the others compile in slow runs.
-_SLOW = (pytest.mark.slow, pytest.mark.timeout(600))
 _BEST = runnable_isas()[0]
-_LEVELS = [isa if isa == _BEST else pytest.param(isa, marks=_SLOW) for isa in ISAS]
-_EMULATED = "emulated" if _BEST in ("avx512_bf16", "avx512_vnni") else pytest.param("emulated", marks=_SLOW)
+_LEVELS = [
+    isa if isa == _BEST else pytest.param(isa, marks=COMPILES_FOR_GUEST if isa in CPUS else COMPILES)
+    for isa in ISAS
+]
+_EMULATED = (
+    "emulated" if _BEST in ("avx512_bf16", "avx512_vnni") else pytest.param("emulated", marks=COMPILES)
+)
 
 
 @pytest.fixture(params=[*_LEVELS, _EMULATED])

@@ -29,6 +29,10 @@ DECISIONS: dict[Isa, str] = {
     "avx512": SLOWER,
     "avx2_vnni": NO_PRODUCTS,
     "avx2": NO_PRODUCTS,
+    "neon_bf16": NO_PRODUCTS,
+    "neon_i8mm": NO_PRODUCTS,
+    "neon_dot": NO_PRODUCTS,
+    "neon": NO_PRODUCTS,
     "portable": NO_PRODUCTS,
 }
 

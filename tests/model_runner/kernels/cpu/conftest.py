@@ -1,4 +1,5 @@
-"""The compiled kernels under test: those of this CPU in every run, those of lesser CPUs in slow ones.
+"""The compiled kernels under test: those of this CPU in every run, those of lesser CPUs in slow ones, also
+those of ARM, run by qemu (`guest.py`).
 
 One more has AMX in plain C++ (`amx.h`), so that what is built on it is tested on every CPU.
 
@@ -22,10 +23,13 @@ from engine.model_runner.kernels.cpu.compiler import ISAS, Isa, NoLibraryError, 
 from engine.model_runner.kernels.cpu.library import load_library, open_library
 from engine.model_runner.memory.huge_pages import WeightMemory
 
+from .guest import BUILD_LIMIT_S, CPUS, library_of_guest
+
 SANITIZE = ("-fsanitize=address", "-fno-omit-frame-pointer", "-O1")
 _USABLE = runnable_isas()
 # The first test of a level compiles it, maybe behind another worker that compiles another one.
 COMPILES = (pytest.mark.slow, pytest.mark.timeout(600))
+COMPILES_FOR_GUEST = (pytest.mark.slow, pytest.mark.timeout(2 * BUILD_LIMIT_S))
 EMULATED = "emulated amx"
 # Of the levels without AMX that with most in common.
 WITHOUT_AMX: Isa = "avx512_bf16" if "avx512_bf16" in _USABLE else next(isa for isa in _USABLE if isa != "amx")
@@ -39,6 +43,8 @@ class UsedMemory(WeightMemory):
 
 
 def library_of(isa: Isa, *options: str) -> ctypes.CDLL:
+    if isa in CPUS and isa not in _USABLE and "ENGINE_TEST_SANITIZE" not in os.environ:
+        return library_of_guest(isa)
     if isa not in _USABLE:
         pytest.skip(f"{isa} cannot run here")
     try:
@@ -54,7 +60,8 @@ def library_of(isa: Isa, *options: str) -> ctypes.CDLL:
 def _levels() -> Iterator[Any]:
     in_every_run = {_USABLE[0], EMULATED} if "ENGINE_TEST_SANITIZE" in os.environ else {_USABLE[0]}
     for level in (*ISAS, EMULATED):
-        yield level if level in in_every_run else pytest.param(level, marks=COMPILES)
+        slow = COMPILES_FOR_GUEST if level in CPUS else COMPILES
+        yield level if level in in_every_run else pytest.param(level, marks=slow)
 
 
 @pytest.fixture(params=_levels())

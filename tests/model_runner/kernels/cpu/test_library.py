@@ -29,6 +29,7 @@ from engine.model_runner.kernels.native import reasons_against_native
 from tests.model_runner.attention.paged_batches import spec_of
 
 AVX2 = frozenset({"sse2", "avx2", "fma"})
+NEON = frozenset({"fp", "asimd", "evtstrm", "crc32"})
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 AVX512_VNNI = AVX512 | {"avx512_vnni"}
 AVX512_BF16 = AVX512_VNNI | {"avx512_bf16"}
@@ -84,7 +85,7 @@ class TestTheNextLevel:
 
     @pytest.fixture(autouse=True)
     def on_a_cpu_with_amx(self, monkeypatch):
-        self.has(monkeypatch, *isa_module.ISAS)
+        self.has(monkeypatch, *usable_isas(AMX | {"avx_vnni"}))
         monkeypatch.setattr(module, "open_library", lambda path: path)
 
     def has(self, monkeypatch, *levels):
@@ -157,6 +158,14 @@ def test_a_library_that_does_not_load_is_a_reason(compiler, tmp_path):
         (AMX - {"avx512_vnni"}, ["avx512", "avx2", "portable"]),
         (AVX512 | {"avx512_bf16"}, ["avx512", "avx2", "portable"]),
         (AVX512 - {"avx512vl"} | {"avx512_bf16", "avx512_vnni"}, ["avx2", "portable"]),
+        (NEON, ["neon", "portable"]),  # Cortex-A72
+        (NEON | {"asimddp"}, ["neon_dot", "neon", "portable"]),  # Neoverse N1, M1
+        (NEON | {"asimddp", "i8mm"}, ["neon_i8mm", "neon_dot", "neon", "portable"]),
+        (NEON | {"asimddp", "bf16"}, ["neon_dot", "neon", "portable"]),
+        (
+            NEON | {"asimddp", "i8mm", "bf16"},  # Neoverse V1, N2, M2
+            ["neon_bf16", "neon_i8mm", "neon_dot", "neon", "portable"],
+        ),
     ],
 )
 def test_levels_by_the_cpu_s_flags(flags, isas):
@@ -193,6 +202,17 @@ def test_whose_dot_products_are_slow_is_told_by_the_cpu_s_name(monkeypatch, vend
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     assert isa_module.has_slow_bf16() is slow
     assert cpu_flags() == {"avx2", "fma"}
+
+
+@pytest.mark.parametrize(
+    ("machine", "flags"), [("aarch64", {"fp", "asimd", "asimddp"}), ("armv7l", set()), ("riscv64", set())]
+)
+def test_features_of_arm_are_flags(monkeypatch, machine, flags):
+    lines = "processor\t: 0\nBogoMIPS\t: 50.00\nFeatures\t: fp asimd asimddp\nCPU implementer\t: 0x41\n"
+    monkeypatch.setattr(Path, "read_text", lambda path: f"{lines}\nprocessor\t: 1\nFeatures\t: fp\n")
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    assert cpu_flags() == flags
+    assert not isa_module.has_slow_bf16()
 
 
 def test_this_cpu_can_run_something():
