@@ -7,7 +7,7 @@ chooses those objects.
 from __future__ import annotations
 
 from ..runtime.config.chaos_spec import parse_chaos
-from ..runtime.config.engine_config import CacheConfig, SchedulerConfig
+from ..runtime.config.engine_config import CacheConfig, KVWriteName, SchedulerConfig
 from ..runtime.feasibility import Capacity, pages_for
 from .adapters.adapter_slots import AdapterSlots
 from .adapters.adapter_table import AdapterTable
@@ -194,7 +194,7 @@ class SchedulerParts:
             stop_rules=stop_rules,
             stats=self.stats,
             by_priority=policy.by_priority,
-            has_disk=cache.kv_disk is not None,
+            kv_write=None if cache.kv_disk is None else cache.kv_write,
         )
 
 
@@ -210,10 +210,18 @@ def _make_transfer(
     stop_rules: StopRules,
     stats: SchedulerStats,
     by_priority: bool,
-    has_disk: bool,
+    kv_write: KVWriteName | None,
 ) -> TransferRole:
-    if has_disk:
-        return DiskTier(requests, cache, memory.kv, incoming, reservations, by_priority=by_priority)
+    if kv_write is not None:
+        return DiskTier(
+            requests,
+            cache,
+            memory.kv,
+            incoming,
+            reservations,
+            by_priority=by_priority,
+            writes_through=kv_write == "through",
+        )
     timeout_s = config.disaggregation_timeout
     match config.disaggregation_mode:
         case "prefill":

@@ -40,8 +40,8 @@ class KVThread(Protocol):
         """Hand the scheduler's commands to the thread; never blocks."""
         ...
 
-    def close(self) -> None:
-        """End the thread."""
+    def close(self, timeout_s: float = ...) -> None:
+        """End the thread, and wait so long for it."""
         ...
 
 
@@ -66,6 +66,7 @@ class EventLoop:
         adapters: AdapterReader | None = None,
         kv_events: KVEvents | None = None,
         transfer: KVThread | None = None,
+        drain_timeout_s: float = 0.0,
         replica: int = 0,
     ) -> None:
         """Take the parts.
@@ -79,8 +80,10 @@ class EventLoop:
             overlap, grammars, adapters: see `Pipeline`.
             kv_events: publishes changes of the prefix cache, which the scheduler records; None: nothing does.
             transfer: moves KV between engines, or to and from a disk; None: nothing does.
+            drain_timeout_s: time that the last commands of the scheduler may take when the engine stops in good order.
             replica: the scheduler's number, for its reports.
         """
+        self._drain_timeout_s = drain_timeout_s
         self._scheduler = scheduler
         self._inbox = inbox
         self._outbox = outbox
@@ -113,6 +116,10 @@ class EventLoop:
         try:
             while not self._child.stop_requested():
                 self.step()
+            if self._transfer is not None and self._child.stops_in_order:
+                self._transfer.send(self._scheduler.close())
+                self._transfer.close(self._drain_timeout_s)
+                self._transfer = None
         finally:
             self._recorder.close()
             self._kv_events.close()

@@ -129,6 +129,7 @@ def main(child: Child) -> None:
         adapters=adapters,
         kv_events=kv_events,
         transfer=transfer,
+        drain_timeout_s=config.server.drain_timeout,
         replica=settings.replica,
     )
     for adapter in settings.adapters:

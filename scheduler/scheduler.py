@@ -42,6 +42,7 @@ from ..runtime.messages import (
     CallDone,
     Finish,
     FinishKind,
+    FlushCache,
     GenerateRequest,
     GrammarReady,
     KVHandoff,
@@ -166,6 +167,8 @@ class Scheduler:
             case GrammarReady():
                 self._take_grammar(message, now_s)
             case Call():
+                if isinstance(message.request, FlushCache):
+                    self._change(self._transfer.flushed(now_s), now_s)
                 self._parts.calls.handle(message, now_s, self._end_users_of)
             case AdapterRead(store_id=store_id, error=error):
                 self._parts.calls.adapter_read(store_id, error, now_s, self._end_users_of)
@@ -188,6 +191,11 @@ class Scheduler:
 
     def take_transfer_commands(self) -> Sequence[Command]:
         """Take the commands for the thread that moves KV: with `--disaggregation-mode` or `--kv-disk`."""
+        return self._transfer.take_commands()
+
+    def close(self) -> Sequence[Command]:
+        """The engine stops in good order: the last commands for the thread that moves KV. No other call follows."""
+        self._transfer.close()
         return self._transfer.take_commands()
 
     def adapter(self, fingerprint: str) -> Adapter | None:
@@ -394,7 +402,7 @@ class Scheduler:
         """Take the result of a step; see `ResultSettler.settle`. Call once per batch, in the order of planning."""
         rows = self._parts.settler.settle(batch, result, now_s, refused)
         self._answers.rows(rows)
-        self._transfer.settled(batch)
+        self._transfer.settled(batch, result.forward_s)
         self.decisions.append(
             Settled(
                 now_s,

@@ -286,8 +286,10 @@ class ChildWatch:
         for child in self.children:
             child.show_stacks()
 
-    def stop(self, cause: str | None = None) -> list[ChildProcess]:
+    def stop(self, cause: str | None = None, *, drain_s: float | None = None) -> list[ChildProcess]:
         """Tell the ready children to end, and give them a few seconds; `cause` is for the clients.
+
+        With `drain_s` schedulers write first what a disk tier should keep, for at most so long.
 
         Their failures are no longer root causes. Another signal ends the wait.
 
@@ -299,11 +301,12 @@ class ChildWatch:
         # Model runners last: the scheduler may be in the middle of a step, which it cannot finish without them.
         runners = [child for child in at_work if child.role is Role.MODEL_RUNNER]
         others = [child for child in at_work if child.role is not Role.MODEL_RUNNER]
-        deadline_s = time.monotonic() + STOP_GRACE_S
+        deadline_s = time.monotonic() + max(STOP_GRACE_S, drain_s or 0.0)
         for children in (others, runners):
             for child in children:
                 tell_clients = cause and child.role is Role.TOKENIZER_MANAGER
-                child.request_stop(PeerDied(cause) if cause and tell_clients else Stop(drain=False))
+                drains = drain_s is not None and child.role is Role.SCHEDULER
+                child.request_stop(PeerDied(cause) if cause and tell_clients else Stop(drain=drains))
             while late := [child for child in children if not child.has_ended()]:
                 if time.monotonic() > deadline_s or len(self._signals.received) > num_signals:
                     logger.warning("killing children=%s", ",".join(child.label for child in late))

@@ -176,6 +176,11 @@ class Child:
         self._read()
         return self._stop is not None
 
+    @property
+    def stops_in_order(self) -> bool:
+        """Whether the requested stop is that of the engine, after a drain: there is time for what should outlive it."""
+        return self._stop is not None and self._stop.drain
+
     async def next_order(self) -> Order:
         """The supervisor's next order (tokenizer manager), after the `PeersReady` that `wait_for_peers` consumed.
 

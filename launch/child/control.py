@@ -195,7 +195,7 @@ class PeerDied(Message, frozen=True):
 
 
 class Stop(Message, frozen=True):
-    """Exit; with `drain`, finish running requests first (tokenizer manager only, for at most `drain_timeout`)."""
+    """Exit; with `drain`, first finish running requests, or what a disk should keep, for at most `drain_timeout`."""
 
     drain: bool
 

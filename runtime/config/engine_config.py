@@ -51,6 +51,7 @@ PreemptionModeName = Literal["cost", "recompute", "swap"]
 EstimatorName = Literal["ratio", "beta", "full", "none"]
 LengthEstimate = Literal["max-tokens", "tenant-average"]
 EvictionPolicyName = Literal["lru", "lfu", "fifo", "slru", "priority"]
+KVWriteName = Literal["selective", "through"]
 PresetName = Literal["chat", "rag", "agents", "batch", "latency"]
 
 DERIVED: Final = {"derived": True}
@@ -198,6 +199,11 @@ class CacheConfig:
     kv_disk_size: Annotated[
         float, "With --kv-disk: GiB that the folder may take; never more than half of the free space."
     ] = 8.0
+    kv_write: Annotated[
+        KVWriteName,
+        "With --kv-disk: store what a second request uses, and the rest while no request runs (selective), or each "
+        "prompt at its end (through).",
+    ] = "selective"
     swap_space: Annotated[float | Auto, "Host memory in GiB for the KV of requests that are swapped out."] = (
         "auto"
     )

@@ -139,7 +139,7 @@ class KvDisk:
         for command in commands:
             self._commands.put(command)
 
-    def close(self, timeout_s: float = 5.0) -> None:
+    def close(self, timeout_s: float = 0.5) -> None:
         """End the thread, after the jobs that it can do in this time."""
         self._ends_s = time.monotonic() + timeout_s
         self._commands.put(None)

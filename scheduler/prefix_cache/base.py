@@ -80,11 +80,15 @@ class Lease:
         num_pages: length of the prefix.
         node: the node at which it ends; only the cache uses it.
         priority: of the request.
+        is_use: whether it counts as a use of its pages, for the order of eviction; not if they are only copied.
     """
 
-    __slots__ = ("extra_key", "node", "num_pages", "priority")
+    __slots__ = ("extra_key", "is_use", "node", "num_pages", "priority")
 
-    def __init__(self, extra_key: str, num_pages: int, node: Any, priority: int = 0) -> None:
+    def __init__(
+        self, extra_key: str, num_pages: int, node: Any, priority: int = 0, *, is_use: bool = True
+    ) -> None:
+        self.is_use = is_use
         self.extra_key = extra_key
         self.num_pages = num_pages
         self.node = node
@@ -140,9 +144,9 @@ class PrefixCache:
         """Number of evictable pages that become locked if the match is locked."""
         return 0
 
-    def lock(self, extra_key: str, match: PrefixMatch, priority: int = 0) -> Lease:
-        """Lease a match that is still valid, for a request of this priority."""
-        return Lease(extra_key, 0, None, priority)
+    def lock(self, extra_key: str, match: PrefixMatch, priority: int = 0, *, is_use: bool = True) -> Lease:
+        """Lease a match that is still valid, for a request of this priority; `is_use`: see `Lease`."""
+        return Lease(extra_key, 0, None, priority, is_use=is_use)
 
     def pages_of(self, lease: Lease) -> IntArray:
         """[lease.num_pages] the leased pages, in order."""

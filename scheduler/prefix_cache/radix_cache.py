@@ -151,14 +151,15 @@ class RadixCache(PrefixCache):
             node = node.parent
         return count
 
-    def lock(self, extra_key: str, match: PrefixMatch, priority: int = 0) -> Lease:
+    def lock(self, extra_key: str, match: PrefixMatch, priority: int = 0, *, is_use: bool = True) -> Lease:
         node = self._end_of(match)
         if node is None:
             node = self._root(extra_key)
         if match.checkpoint and self._checkpoints is not None:
             self._checkpoints.used(node)
-        self._lock_path(node, None, priority)
-        return Lease(extra_key, match.num_pages, node, priority)
+        lease = Lease(extra_key, match.num_pages, node, priority, is_use=is_use)
+        self._lock_path(lease, None)
+        return lease
 
     def pages_of(self, lease: Lease) -> IntArray:
         runs = [node.pages for node in path_to_root(lease.node)]
@@ -194,8 +195,8 @@ class RadixCache(PrefixCache):
             kept.append(child.pages)
             offset += len(child.key)
             node = child
-        self._lock_path(node, lease.node, lease.priority)
-        lease.node = node
+        begin, lease.node = lease.node, node
+        self._lock_path(lease, begin)
         lease.num_pages += len(pages)
         return np.concatenate(kept) if kept else EMPTY
 
@@ -204,7 +205,8 @@ class RadixCache(PrefixCache):
         for node in path_to_root(lease.node):
             node.lock_ref -= 1
             # The rank of a node that only this lease used has no entry yet, so it may be the lowest.
-            node.last_access = 0 if once and node.num_uses == 1 else self._clock
+            if lease.is_use:
+                node.last_access = 0 if once and node.num_uses == 1 else self._clock
             if not node.lock_ref:
                 self._locked_pages -= len(node.pages)
                 self._evictable_pages += len(node.pages)
@@ -453,17 +455,17 @@ class RadixCache(PrefixCache):
         self._generation += 1
         return upper
 
-    def _lock_path(self, node: RadixNode, stop: RadixNode | None, priority: int) -> None:
-        """Count one more lease on `node` and its ancestors below `stop`, from which on it is counted already."""
-        for each in path_to_root(node):
+    def _lock_path(self, lease: Lease, stop: RadixNode | None) -> None:
+        """Count a lease on its node and the ancestors below `stop`, from which on it is counted already."""
+        for each in path_to_root(lease.node):
             if each is stop:
                 break
             if not each.lock_ref:
                 self._evictable_pages -= len(each.pages)
                 self._locked_pages += len(each.pages)
             each.lock_ref += 1
-            each.num_uses += 1
-            each.priority = max(each.priority, priority)
+            each.num_uses += lease.is_use
+            each.priority = max(each.priority, lease.priority)
 
     def _common_pages(self, key: bytes, token_ids: bytes, offset: int, end: int) -> int:
         count = min(len(key), end - offset) // TOKEN_ID_BYTES

@@ -28,7 +28,7 @@ class Place(enum.Enum):
     GONE = enum.auto()
 
 
-KV_IS_HERE: Final = ("received", "not received", "computed here")
+KV_IS_HERE: Final = ("received", "not received", "computed here", "loaded", "not loaded")
 """Events of a `Handover` after which a request waits as any other."""
 
 
@@ -195,7 +195,9 @@ class RequestStory:
 
     def _hand_over(self, record: Handover) -> None:
         self.episodes.append(Episode(record, record.now_s, record.now_s))
-        if record.event in KV_IS_HERE and self._place is Place.RECEIVING:
+        if record.event == "looked up":
+            self._place = Place.RECEIVING
+        elif record.event in KV_IS_HERE and self._place is Place.RECEIVING:
             self._place = Place.WAITING
 
     def _arrive(self, arrived: Arrived) -> None:

@@ -108,6 +108,7 @@ def _sentence(story: RequestStory, now_s: float) -> str:
         _waiting_words(story, now_s),
         *_grammar_words(story),
         *_prompt_words(story),
+        *_disk_words(story),
         *_cache_words(story),
         *_retraction_words(story),
         *_end_words(story, now_s),
@@ -182,6 +183,14 @@ def _prompt_words(story: RequestStory) -> Iterator[str]:
         reasons = "; ".join(reason.text for reason in cuts) or Reason.CHUNKED.text
         tokens = counted(num_tokens, "token", commas=True)
         yield f"computed its prompt in {counted(num_chunks, 'chunk')}, {tokens} ({reasons})"
+
+
+def _disk_words(story: RequestStory) -> Iterator[str]:
+    for each in story.episodes:
+        if isinstance(each.cause, Handover) and each.cause.event == "loaded":
+            yield f"loaded {each.cause.detail}"
+        elif isinstance(each.cause, Handover) and each.cause.event == "not loaded":
+            yield f"loaded nothing from disk, because {each.cause.detail}"
 
 
 def _cache_words(story: RequestStory) -> Iterator[str]:

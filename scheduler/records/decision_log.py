@@ -111,10 +111,11 @@ class Arrived(msgspec.Struct, tag="arrived", array_like=True, gc=False):
 
 
 class Handover(msgspec.Struct, tag="handover", array_like=True, gc=False):
-    """Something happened to the KV of a prompt that one engine computes and another one decodes.
+    """Something happened to the KV of a prompt that one engine computes and another one decodes, or that a disk has.
 
     Attributes:
-        event: "claimed", "received", "not received", "computed here", "unclaimed", "sent", "not sent".
+        event: "claimed", "received", "not received", "computed here", "unclaimed", "sent", "not sent"; of a disk:
+            "looked up", "loading", "loaded", "not loaded".
         detail: figures or a reason, in words.
     """
 

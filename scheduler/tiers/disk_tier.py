@@ -11,22 +11,25 @@ Like the scheduler, it does no I/O and uses no clock: commands for the I/O threa
 A request that has ended, or waits too long, leaves RECEIVING at once. Its pages stay `incoming` until `Loaded` says
 that nothing will be written to them any more. So the disk can delay a request for a bounded time, and never fail it.
 
-A prompt is stored when its last chunk is settled: a lease keeps its pages until `Stored`.
+What a second request uses is stored at once, the rest while no request runs, and when the engine stops: so prompts that
+come once cost a busy engine nothing. A lease keeps pages until `Stored`.
 """
 
 from __future__ import annotations
 
 import logging
 import operator
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ...runtime.feasibility import pages_for
 from ...runtime.messages import TokenOutput
+from ...runtime.step_plan import ForwardMode
 from ...runtime.transport.kv_tiers import (
     CancelLoad,
+    Forget,
     Found,
     Loaded,
     LoadPages,
@@ -57,6 +60,12 @@ LOAD_SHARE: Final = 8
 STORE_SHARE: Final = 16
 """Pages that are locked while they are stored are at most 1/16 of the pool, unless it is a single prompt."""
 MAX_STORES_WAITING: Final = 64
+KEPT_PROMPTS: Final = 128
+"""The last prompts; those of them that are not stored yet are stored when there is time."""
+
+WORTH_SHARE: Final = 0.7
+"""A prompt is loaded if that takes less than this share of the time of computing it."""
+_RATE_WEIGHT: Final = 0.3
 
 LOOK_UP_LIMIT_S: Final = 2.0
 ROOM_LIMIT_S: Final = 60.0
@@ -93,9 +102,8 @@ class _Fetch:
     began_s: float = 0.0
 
 
-@dataclass(slots=True)
-class _Prompt:
-    """A prompt to be stored: its namespace, and int32 bytes of its whole pages."""
+class _Prompt(NamedTuple):
+    """A prompt or its beginning: the namespace, and int32 bytes of whole pages."""
 
     namespace: str
     token_ids: bytes
@@ -129,8 +137,14 @@ class DiskTier(TransferRole):
         reservations: Reservations,
         *,
         by_priority: bool,
+        writes_through: bool = False,
     ) -> None:
-        """`by_priority`: requests of the highest priority are loaded first."""
+        """Take the parts.
+
+        Args:
+            by_priority: requests of the highest priority are loaded first.
+            writes_through: each prompt is stored at its end.
+        """
         self._requests = requests
         self._cache = cache
         self._kv = kv
@@ -147,6 +161,11 @@ class DiskTier(TransferRole):
         self._is_late = False  # an answer is overdue: nothing is asked until the next one
         self._stores: dict[int, Lease] = {}  # by job
         self._to_store: deque[_Prompt] = deque(maxlen=MAX_STORES_WAITING)
+        self._writes_through = writes_through
+        self._prompts: OrderedDict[_Prompt, bool] = (
+            OrderedDict()
+        )  # the last ones, and whether they are stored
+        self._prefill_s_per_token: float | None = None  # of steps that compute prompts alone
         self._commands: list[TierCommand] = []
         self._counts = _Counts()
 
@@ -169,6 +188,8 @@ class DiskTier(TransferRole):
         return (Step(req.rid, "looked up"),)
 
     def plan(self, now_s: float) -> Changes:
+        if not self._requests:
+            self._store_one_more()
         if not self._fetches:
             return NO_CHANGES
         self._loaded = [each for each in self._loaded if each[0].status in _QUEUED]
@@ -183,13 +204,15 @@ class DiskTier(TransferRole):
         self._load_waiting(now_s, steps)
         return Changes(steps) if steps else NO_CHANGES
 
-    def settled(self, batch: ScheduleBatch) -> None:
-        """Store the prompts that end in the step."""
+    def settled(self, batch: ScheduleBatch, forward_s: float) -> None:
+        num_tokens = batch.plan.total_num_scheduled_tokens
+        if batch.plan.mode is ForwardMode.EXTEND and num_tokens:
+            sample, last = forward_s / num_tokens, self._prefill_s_per_token
+            self._prefill_s_per_token = sample if last is None else last + _RATE_WEIGHT * (sample - last)
         for idx in range(batch.num_extends):
             req = batch.reqs[idx]
-            num_pages = req.prompt_len // self._kv.page_size
-            if batch.end[idx] >= req.prompt_len and num_pages >= self._min_pages and _may_persist(req):
-                self._to_store.append(_Prompt(req.extra_key, req.fill_ids[: num_pages * self._page_bytes]))
+            if batch.end[idx] >= req.prompt_len and _may_persist(req):
+                self._note_prompt(req)
         self._store_waiting()
 
     def answered(self, rows: Sequence[TokenOutput], now_s: float) -> Sequence[Step]:
@@ -202,11 +225,12 @@ class DiskTier(TransferRole):
         self._is_late = False
         match message:
             case Found(job=job) if (fetch := self._fetches.get(job)) and fetch.found is None:
-                if message.num_pages > 0:
+                why = self._reason_against(fetch.req, message)
+                if not why:
                     fetch.found, fetch.expires_s = message, now_s + ROOM_LIMIT_S
                     return NO_CHANGES  # the next pass loads it
                 self._leave(fetch)
-                return Changes([self._go_on(fetch.req, "not on disk", "", now_s)])
+                return Changes([self._go_on(fetch.req, "not loaded", why, now_s)])
             case Loaded(job=job) if job in self._draining:
                 self._incoming.give_back(self._draining.pop(job))
             case Loaded(job=job) if (fetch := self._fetches.get(job)) and fetch.lease is not None:
@@ -219,9 +243,27 @@ class DiskTier(TransferRole):
                 self._counts.store_s += message.seconds
                 self._note_error("store", message.error)
                 self._store_waiting()
+                if not self._requests:
+                    self._store_one_more()
             case _:
                 pass  # of a job that has ended
         return NO_CHANGES
+
+    def flushed(self, now_s: float) -> Changes:
+        """The disk forgets, too; what it is asked for now is not loaded."""
+        self._to_store.clear()
+        self._prompts.clear()
+        self._commands.append(Forget())
+        steps = []
+        for fetch in [*self._fetches.values()]:
+            self._leave(fetch)
+            steps.append(self._go_on(fetch.req, "not loaded", "the cache was flushed", now_s))
+        return Changes(steps)
+
+    def close(self) -> None:
+        newest = [prompt for prompt, is_stored in reversed(self._prompts.items()) if not is_stored]
+        for prompt in (*self._to_store, *newest):
+            self._store(prompt)
 
     def take_commands(self) -> list[TierCommand]:
         commands, self._commands = self._commands, []
@@ -275,7 +317,9 @@ class DiskTier(TransferRole):
             elif self._reservations.leave_room(
                 missing + self._kv.unlocked_pages(match), self._kv.available_pages
             ):
-                self._load(fetch, self._cache.lock(req.extra_key, match, req.priority), missing, now_s)
+                self._load(
+                    fetch, self._cache.lock(req.extra_key, match, req.priority, is_use=False), missing, now_s
+                )
                 steps.append(Step(req.rid, "loading", f"{missing} of {found.num_pages} pages on disk"))
             elif self._requests.num_with_row or self._is_loading:
                 return  # they end, and give memory back
@@ -296,6 +340,23 @@ class DiskTier(TransferRole):
             and fetch.req.fill_ids.startswith(req.fill_ids[:end])
             for fetch, lease in self._loading()
         )
+
+    def _reason_against(self, req: Req, found: Found) -> str:
+        """Reason not to load what was found; "" if it is worth the time. An unknown time is tried."""
+        missing = found.num_pages - self._kv.match(req).num_pages
+        if missing <= 0:
+            return (
+                "the disk has no more of it than the prefix cache"
+                if found.num_pages
+                else "the disk has none of it"
+            )
+        if self._prefill_s_per_token is None:
+            return ""
+        load_s = found.seconds_estimate * missing / found.num_pages
+        compute_s = missing * self._kv.page_size * self._prefill_s_per_token
+        if load_s < WORTH_SHARE * compute_s:
+            return ""
+        return f"loading it was estimated at {load_s:.3f} s, computing it at {compute_s:.3f} s"
 
     def _may_load(self, num_pages: int) -> bool:
         counts = [len(fetch.pages) for fetch, _ in self._loading()]
@@ -334,12 +395,16 @@ class DiskTier(TransferRole):
         self._counts.load_s += message.seconds
         if not count:
             return self._go_on(req, "not loaded", message.error or "the disk has lost it", now_s)
-        if not req.num_delivered:
-            req.loaded_tokens = count * self._kv.page_size
-        self._loaded.append((req, count))
-        seconds = now_s - fetch.began_s
         tokens = count * self._kv.page_size
-        return self._go_on(req, "loaded", f"{tokens:,} tokens from disk in {seconds:.3f} s", now_s)
+        if not req.num_delivered:
+            req.loaded_tokens = tokens
+        self._loaded.append((req, count))
+        words = f"{tokens:,} of {req.prompt_len:,} prompt tokens from disk in {now_s - fetch.began_s:.3f} s"
+        if fetch.found is not None and fetch.found.num_pages:
+            words += f" ({fetch.found.num_bytes * count / fetch.found.num_pages / 1e6:,.1f} MB)"
+        if self._prefill_s_per_token is not None:
+            words += f"; computing them was estimated at {tokens * self._prefill_s_per_token:.3f} s"
+        return self._go_on(req, "loaded", words, now_s)
 
     def _leave(self, fetch: _Fetch) -> None:
         """Drop a fetch; if it is being loaded, its pages stay taken until the I/O thread has answered."""
@@ -366,24 +431,54 @@ class DiskTier(TransferRole):
 
     # ------------------------------------------------------------ stores
 
+    def _note_prompt(self, req: Req) -> None:
+        """A prompt is computed: queue the part that another request has used before, and remember the whole."""
+        num_pages, used_pages = req.prompt_len // self._kv.page_size, req.cached_tokens // self._kv.page_size
+        if num_pages - used_pages >= self._min_pages or self._writes_through:
+            self._remember(req, num_pages, is_stored=self._writes_through)
+        if not req.loaded_tokens:  # else the disk has it
+            self._remember(req, used_pages, is_stored=True)
+
+    def _remember(self, req: Req, num_pages: int, *, is_stored: bool) -> None:
+        prompt = _Prompt(req.extra_key, req.fill_ids[: num_pages * self._page_bytes])
+        was_stored = self._prompts.pop(prompt, False)
+        if num_pages < self._min_pages:
+            return
+        self._prompts[prompt] = is_stored or was_stored
+        if is_stored and not was_stored:
+            self._to_store.append(prompt)
+        if len(self._prompts) > KEPT_PROMPTS:
+            self._prompts.popitem(last=False)
+
     def _store_waiting(self) -> None:
-        """Order the stores of prompts that have ended, up to the first one that must wait."""
+        """Order the stores that are queued, up to the first one that must wait."""
         most = self._kv.num_pages // STORE_SHARE
         while self._to_store:
-            prompt = self._to_store[0]
-            match = self._cache.match(prompt.namespace, prompt.token_ids, self._kv.num_pages)
-            num_pages = match.num_pages
+            num_pages = min(self._kv.num_pages, len(self._to_store[0].token_ids) // self._page_bytes)
             if self._stores and self._incoming.num_read + num_pages > most:
                 return
-            self._to_store.popleft()
-            if num_pages < self._min_pages:
-                continue  # evicted, or its step has failed
-            self._last_job += 1
-            self._incoming.num_read += num_pages
-            lease = self._stores[self._last_job] = self._cache.lock(prompt.namespace, match)
-            token_ids = prompt.token_ids[: num_pages * self._page_bytes]
-            pages = self._cache.pages_of(lease).tobytes()
-            self._commands.append(StorePages(self._last_job, prompt.namespace, token_ids, 0, pages))
+            self._store(self._to_store.popleft())
+
+    def _store_one_more(self) -> None:
+        """No request runs: store the newest prompt that is not stored, one at a time."""
+        while not (self._stores or self._to_store):
+            newest = next((each for each in reversed(self._prompts) if not self._prompts[each]), None)
+            if newest is None:
+                return
+            self._prompts[newest] = True
+            self._store(newest)
+
+    def _store(self, prompt: _Prompt) -> None:
+        """Order the store of the part of a prompt that the prefix cache has; unless that is too short."""
+        match = self._cache.match(prompt.namespace, prompt.token_ids, self._kv.num_pages)
+        if match.num_pages < self._min_pages:
+            return  # evicted, or its step has failed
+        self._last_job += 1
+        self._incoming.num_read += match.num_pages
+        lease = self._stores[self._last_job] = self._cache.lock(prompt.namespace, match, is_use=False)
+        token_ids = prompt.token_ids[: match.num_pages * self._page_bytes]
+        pages = self._cache.pages_of(lease).tobytes()
+        self._commands.append(StorePages(self._last_job, prompt.namespace, token_ids, 0, pages))
 
 
 def _may_persist(req: Req) -> bool:

@@ -157,7 +157,7 @@ class PrefillRole(TransferRole):
                 )
         return Changes(steps) if steps else NO_CHANGES
 
-    def settled(self, batch: ScheduleBatch) -> None:
+    def settled(self, batch: ScheduleBatch, forward_s: float) -> None:
         self._settled_step = batch.plan.step_id  # pages in the cache are of this step or of earlier ones
         if self._rids:
             for req in batch.reqs[: batch.num_extends]:

@@ -99,8 +99,8 @@ class TransferRole:
         """A pass begins: claim prompts, and end what has taken too long."""
         return NO_CHANGES
 
-    def settled(self, batch: ScheduleBatch) -> None:
-        """A step is settled; pages of its prompt chunks are cached."""
+    def settled(self, batch: ScheduleBatch, forward_s: float) -> None:
+        """A step is settled, which took `forward_s`; pages of its prompt chunks are cached."""
 
     def answered(self, rows: Sequence[TokenOutput], now_s: float) -> Sequence[Step]:
         """Rows are sent; requests that have ended are among them."""
@@ -109,6 +109,13 @@ class TransferRole:
     def handle(self, message: News, now_s: float) -> Changes:
         """Take a message of the `LinkThread`, or of the I/O thread of a disk tier."""
         return NO_CHANGES
+
+    def flushed(self, now_s: float) -> Changes:
+        """The prefix cache is about to be emptied at a client's wish."""
+        return NO_CHANGES
+
+    def close(self) -> None:
+        """The engine stops, and no other call but `take_commands` follows: give the last commands."""
 
     def take_commands(self) -> Sequence[Command]:
         """Take the commands for the thread that moves KV since the last call."""

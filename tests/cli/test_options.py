@@ -80,6 +80,7 @@ SERVE_FLAGS = """
 --kv-events
 --kv-events-config
 --kv-events-replay
+--kv-write
 --language-model-only
 --length-ageing
 --length-estimate

@@ -88,10 +88,10 @@ class LinkThread:
         for command in commands:
             self._commands.put(command)
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = 5.0) -> None:
         """End the thread; transfers that are under way fail at the other engine."""
         self._commands.put(None)
-        self._thread.join(timeout=5.0)
+        self._thread.join(timeout_s)
         self._commands.close_sender()
         self._context.destroy(linger=0)
 

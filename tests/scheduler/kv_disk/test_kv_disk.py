@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -57,6 +58,9 @@ def make_pool(seed: int, dtype: torch.dtype = torch.bfloat16) -> KVPool:
     return pool
 
 
+NUMBERS = itertools.count()
+
+
 class Engine:
     """A pool and its disk."""
 
@@ -66,7 +70,7 @@ class Engine:
         self.pool = make_pool(seed, more.pop("dtype", torch.bfloat16))
         self.memory = PageMemory(self.pool)
         self._news: list[TierNews] = []
-        endpoint = f"inproc://kv disk {id(self)}"
+        endpoint = f"inproc://kv disk {next(NUMBERS)}"
         self._inbox = Inbox(endpoint, msgspec.msgpack.Decoder(TierNews))
         self.disk = KvDisk(
             root,

@@ -7,7 +7,17 @@ from typing import Any
 import pytest
 
 from engine.runtime.messages import FinishKind
-from engine.runtime.transport.kv_tiers import CancelLoad, Found, Loaded, LoadPages, LookUp, Stored, StorePages
+from engine.runtime.transport.kv_tiers import (
+    CancelLoad,
+    Forget,
+    Found,
+    Loaded,
+    LoadPages,
+    LookUp,
+    Stored,
+    StorePages,
+)
+from engine.scheduler.queries.why import explain
 from engine.scheduler.tiers import disk_tier
 
 from .fake_disk import DiskHarness, FakeDisk, ints
@@ -44,7 +54,7 @@ def test_a_prompt_is_stored_once_it_is_computed_and_found_after_a_restart(warm: 
     rid = warm.submit(prompt=PROMPT)
     warm.run_until_idle()
 
-    assert kinds(warm.disk) == [LookUp, LoadPages, StorePages]
+    assert kinds(warm.disk) == [LookUp, LoadPages], "what was loaded is not stored again"
     usage = warm.answers[rid].rows[-1].usage
     assert usage.cached_tokens == 40
     assert warm.events(rid) == ["looked up", "loading", "loaded"]
@@ -74,6 +84,93 @@ def test_short_prompts_prompt_logprobs_and_salts_ask_no_disk_and_are_not_stored(
 
     assert [order for order in kinds(warm.disk) if order is not StorePages] == []
     assert all(not order.namespace for order in warm.disk.orders if isinstance(order, StorePages))
+
+
+def test_a_busy_engine_stores_what_a_second_request_uses_alone() -> None:
+    harness = DiskHarness(num_pages=128)
+    harness.submit(prompt=[95], max_new_tokens=200)  # it runs all the time
+    harness.submit(prompt=PROMPT)
+    for _ in range(20):
+        harness.step()
+    assert StorePages not in kinds(harness.disk)
+    harness.submit(prompt=[*PROMPT[:24], *range(60, 80)])
+    for _ in range(20):
+        harness.step()
+    (store,) = [order for order in harness.disk.orders if isinstance(order, StorePages)]
+    assert (len(ints(store.pages)), len(store.token_ids)) == (6, 24 * 4)
+    harness.run_until_idle()
+    lengths = [len(ints(order.pages)) for order in harness.disk.orders if isinstance(order, StorePages)]
+    assert lengths == [6, 11, 10], "and the rest when nothing runs, the newest first"
+
+
+def test_through_stores_each_prompt_at_its_end() -> None:
+    harness = DiskHarness(cache={"kv_write": "through"})
+    harness.submit(prompt=[95], max_new_tokens=200)
+    harness.submit(prompt=PROMPT)
+    for _ in range(20):
+        harness.step()
+    assert kinds(harness.disk).count(StorePages) == 1
+
+
+def test_an_engine_that_stops_stores_the_rest() -> None:
+    harness = DiskHarness()
+    harness.submit(prompt=[95], max_new_tokens=200)
+    for number in range(3):
+        harness.submit(prompt=[number + 1, *PROMPT])
+    for _ in range(30):
+        harness.step()
+    assert StorePages not in kinds(harness.disk)
+    orders = harness.scheduler.close()
+    assert [type(order) for order in orders] == [StorePages] * 3
+
+
+def test_a_load_that_takes_longer_than_computing_is_left(warm: DiskHarness) -> None:
+    warm.submit(prompt=[70] * 30)  # now the time of computing is known: 0.01 s
+    warm.run_until_idle()
+    warm.disk.estimate_s = 0.5
+    rid = warm.submit(prompt=PROMPT)
+    warm.run_until_idle()
+    assert LoadPages not in kinds(warm.disk)
+    assert warm.events(rid) == ["looked up", "not loaded"]
+
+
+def test_a_flush_forgets_the_disk_and_loads_nothing_that_was_asked_for(warm: DiskHarness) -> None:
+    warm.disk.answers_itself = False
+    rid = warm.submit(prompt=PROMPT)
+    warm.answer()
+    warm.step()
+    warm.flush()
+    assert kinds(warm.disk) == [LookUp, LoadPages, Forget, CancelLoad]
+    assert not warm.disk.pages
+    assert warm.status(rid) == "waiting"
+    warm.disk.answers_itself = True
+    warm.run_until_idle()
+    assert warm.answers[rid].rows[-1].usage.cached_tokens == 0
+
+
+def test_why_names_the_disk(warm: DiskHarness) -> None:
+    warm.submit(prompt=[70] * 30)
+    warm.run_until_idle()
+    rid = warm.submit(prompt=PROMPT)
+    warm.run_until_idle()
+    explanation = explain(warm.scheduler.decisions, rid)
+    assert "loaded 40 of 41 prompt tokens from disk in 0.0" in explanation.sentence
+    assert "MB); computing them was estimated at 0.0" in explanation.sentence
+    assert [row[2] for row in explanation.rows][1:4] == ["looked up", "loading", "loaded"]
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "slru"])
+def test_copies_count_as_no_use(policy: Any) -> None:
+    """The order of eviction is that of an engine without a disk."""
+    orders = []
+    for kv_disk in (None, "folder"):
+        harness = DiskHarness(num_pages=40, cache={"eviction_policy": policy, "kv_disk": kv_disk})
+        for prompt in (PROMPT, PROMPT, [5, *PROMPT], [6, *PROMPT]):
+            harness.submit(prompt=prompt, max_new_tokens=1)
+            harness.run_until_idle()
+        cache = harness.prefix_cache
+        orders.append([int(page) for _ in range(cache.evictable_pages) for page in cache.evict(1)])
+    assert orders[0] == orders[1]
 
 
 def test_a_part_that_the_prefix_cache_has_is_not_loaded() -> None:

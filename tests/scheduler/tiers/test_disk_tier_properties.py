@@ -47,6 +47,7 @@ class DiskMachine(SchedulerMachine):
         min_tokens=st.sampled_from([1, 4, 16]),
         estimate_s=st.sampled_from([0.0, 0.001, 20.0]),
         answers_itself=st.booleans(),
+        kv_write=st.sampled_from(["selective", "through"]),
         news=st.randoms(use_true_random=False),
     )
     def make(
@@ -57,6 +58,7 @@ class DiskMachine(SchedulerMachine):
         min_tokens: int = 4,
         estimate_s: float = 0.0,
         answers_itself: bool = False,
+        kv_write: str = "through",
         **config: Any,
     ) -> None:
         self.patch = pytest.MonkeyPatch()
@@ -64,12 +66,15 @@ class DiskMachine(SchedulerMachine):
         self.folder = tempfile.TemporaryDirectory()
         burst_ms = 0.0 if overlap else multi_step_ms
         self.harness = self.new_harness(
-            max_model_len=120, overlap=overlap, multi_step_ms=burst_ms, cache={"kv_disk": "folder"}, **config
+            max_model_len=120,
+            overlap=overlap,
+            multi_step_ms=burst_ms,
+            cache={"kv_disk": "folder", "kv_write": kv_write},
+            **config,
         )
         self.harness.has_news = lambda: news.random() < 0.2
         self.harness.disk.answers_itself = answers_itself
         self.harness.disk.estimate_s = estimate_s
-        self.num_stored = 0
 
     def new_harness(self, **config: Any) -> DiskHarness:
         harness = record(Path(self.folder.name) / "log", kind=DiskHarness, **config)
@@ -157,6 +162,7 @@ def test_prompts_through_a_small_tree_and_a_disk_get_the_tokens_that_they_get_al
     for _ in range(1 + restarts):
         harness = DiskHarness(
             disk=disk,
+            cache={"kv_write": "through"},
             page_size=page_size,
             num_pages=160 // page_size,
             max_model_len=96,
