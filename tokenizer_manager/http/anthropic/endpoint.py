@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, assert_never
 
 import msgspec
@@ -27,10 +27,12 @@ from ..schema.accounting import truncated_of, usage_of
 from ..schema.cache_fields import CONTROL_S
 from ..services import Engine
 from .convert import read_count, read_messages, user_of
+from .diagnostics import diagnose
 from .wire import (
     Block,
     CacheCreation,
     CountBody,
+    Diagnostics,
     MessageBody,
     MessageDelta,
     MessageEvent,
@@ -97,9 +99,16 @@ class _Writer:
         room = max_new_tokens_for(len(generation.choices[0].prompt_ids), engine.manager.capacity)
         self._is_cut = room < request.max_tokens
         self._begun = False
+        message_id = generation.id.replace("-", "_")
+        self._diagnose: Callable[[int], Diagnostics | None] | None = None
+        if request.diagnostics is not None:
+            page_size = engine.manager.capacity.page_size
+            self._diagnose = diagnose(
+                request.diagnostics, generation, message_id, engine.recent_items, page_size
+            )
         self.stream = MessageStream(
             MessageBody(
-                id=generation.id.replace("-", "_"),
+                id=message_id,
                 model=request.model or engine.served_model,
                 usage=self._usage(),
                 warnings=generation.request.warnings or UNSET,
@@ -108,8 +117,11 @@ class _Writer:
 
     def events(self, row: Row, deltas: Sequence[Delta]) -> bytes:
         """The events for a row, after the first ones."""
-        begin = b"" if self._begun else self.stream.begin(self._usage())
-        self._begun = True
+        begin = b""
+        if not self._begun:
+            self._begun = True
+            self._note_diagnostics()
+            begin = self.stream.begin(self._usage())
         return begin + self.stream.events(deltas)
 
     def closing(self) -> bytes:
@@ -119,6 +131,7 @@ class _Writer:
             RequestError: the request was aborted; the API has no stop reason for that.
         """
         stop_reason, stop_sequence = self._stop()
+        self._note_diagnostics()
         return self.stream.complete(stop_reason, stop_sequence, self._usage())
 
     def _stop(self) -> tuple[StopReason, str | None]:
@@ -135,6 +148,10 @@ class _Writer:
                 return "stop_sequence", matched
             case _:
                 return "end_turn", None
+
+    def _note_diagnostics(self) -> None:
+        if self._diagnose is not None:
+            self.stream.body.diagnostics = self._diagnose(self._generation.choices[0].usage.cached_tokens)
 
     def _usage(self) -> MessageUsage:
         generation, tokenizer = self._generation, self._engine.tokenizer

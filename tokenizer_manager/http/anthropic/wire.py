@@ -53,6 +53,12 @@ else:
     )
 
 
+class DiagnosticsFields(msgspec.Struct, kw_only=True):
+    """`diagnostics`: asks why the prompt of an earlier message was not found in the prefix cache."""
+
+    previous_message_id: str | None = None
+
+
 class MessagesRequest(_Numbers, kw_only=True):
     """Body of `POST /v1/messages`."""
 
@@ -61,6 +67,7 @@ class MessagesRequest(_Numbers, kw_only=True):
     stream: bool | None = None
     metadata: dict[str, Any] | None = None
     cache_control: CacheControl | None = None
+    diagnostics: DiagnosticsFields | None = None
 
 
 class Metadata(msgspec.Struct, kw_only=True):
@@ -91,7 +98,6 @@ _NOT_YET: Final[NotYet] = {
 }
 _NO_EFFECT: Final = {
     "context_management",  # with a warning where it is an edit, see reading.py
-    "diagnostics",
     "inference_geo",
     "metadata",
     "service_tier",
@@ -112,7 +118,12 @@ MESSAGES_POLICY: Final = FieldPolicy(
     MessagesRequest,
     _NOT_YET,
     no_effect=_NO_EFFECT - {"metadata"},
-    nested=_NESTED | {"metadata": FieldPolicy(Metadata, {}, no_effect=())},
+    nested=_NESTED
+    | {
+        "cache_control": FieldPolicy(CacheControl, {}, no_effect=()),
+        "diagnostics": FieldPolicy(DiagnosticsFields, {}, no_effect=()),
+        "metadata": FieldPolicy(Metadata, {}, no_effect=()),
+    },
 )
 COUNT_POLICY: Final = FieldPolicy(
     CountTokensRequest,
@@ -120,6 +131,7 @@ COUNT_POLICY: Final = FieldPolicy(
     no_effect=_NO_EFFECT
     | {
         "cache_control",
+        "diagnostics",
         "max_tokens",
         "stop_sequences",
         "stream",
@@ -186,6 +198,19 @@ class MessageUsage(msgspec.Struct, kw_only=True):
     truncated: Truncated | UnsetType = UNSET
 
 
+class CacheMissReason(msgspec.Struct):
+    """The part that differs from the prompt of the earlier message, and its tokens that were not cached."""
+
+    type: str
+    cache_missed_input_tokens: int | UnsetType = UNSET
+
+
+class Diagnostics(msgspec.Struct):
+    """`diagnostics` of a message."""
+
+    cache_miss_reason: CacheMissReason
+
+
 class MessageBody(msgspec.Struct, kw_only=True):
     """The message in one piece, and at the beginning of a stream."""
 
@@ -197,6 +222,7 @@ class MessageBody(msgspec.Struct, kw_only=True):
     stop_reason: StopReason | None = None
     stop_sequence: str | None = None
     usage: MessageUsage
+    diagnostics: Diagnostics | UnsetType | None = UNSET
     warnings: list[str] | UnsetType = UNSET
 
 

@@ -147,6 +147,7 @@ NOTES: Final[Mapping[str, str]] = {
     "safety_identifier": "The tenant, where `user` is absent.",
     "prompt_cache_options": "`ttl` keeps the prompt for 30m or 12h, `mode: explicit` only one with a breakpoint; "
     "`prewarm` computes the prompt only.",
+    "diagnostics": "`previous_message_id`: the answer says which part of that message's prompt has changed.",
     "cache_control": "A breakpoint: keeps the prompt for its `ttl`, 5m or 1h.",
     "queue_timeout": "Seconds until it must have started.",
     "timeout": "Seconds until it must have ended.",

@@ -218,3 +218,66 @@ def test_no_tokens_at_all_computes_the_prompt_only(serve: Serve, client_of: Clie
 
     assert (request.sampling.max_new_tokens, request.grammar, request.keep_s) == (1, None, 300.0)
     assert (message.content, message.stop_reason, message.usage.output_tokens) == ([], "max_tokens", 0)
+
+
+# ---------------------------------------------------------------- diagnostics
+
+TOOLS: Any = [{"name": "t", "input_schema": {"type": "object"}}]
+TURN: Any = {"model": MODEL, "max_tokens": 9, "system": "be brief", "tools": TOOLS}
+ASKED: Any = [{"role": "user", "content": "hi " * 100}]
+MOVED: Any = [{"role": "user", "content": [{"type": "text", "text": "hi " * 100, "cache_control": CACHED}]}]
+ANSWERED: Any = [{"role": "assistant", "content": "x"}, {"role": "user", "content": "go on"}]
+
+
+@pytest.mark.parametrize(
+    ("cached", "turn", "kind"),
+    [
+        (10_000, TURN | {"messages": [*ASKED, *ANSWERED]}, None),
+        (10_000, TURN | {"messages": [*MOVED, *ANSWERED]}, None),
+        (0, TURN | {"messages": [*ASKED, *ANSWERED]}, "unavailable"),
+        (0, TURN | {"messages": [*ASKED, *ANSWERED], "tools": []}, "tools_changed"),
+        (0, TURN | {"messages": [*ASKED, *ANSWERED], "tools": [], "system": "be long"}, "system_changed"),
+        (0, TURN | {"messages": ANSWERED[1:]}, "messages_changed"),
+        (16, TURN | {"messages": [{"role": "user", "content": "ho"}, *ANSWERED]}, "messages_changed"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_diagnostics_name_the_part_that_has_changed(
+    serve: Serve, client_of: ClientOf, cached: int, turn: Any, kind: str | None, stream: bool
+):
+    client = client_of(serve(say_all("x", cached=cached), capacity=ROOMY))
+    first = client.messages.create(**TURN, messages=ASKED, diagnostics={"previous_message_id": None})
+    assert first.diagnostics is None
+    asks: Any = {"diagnostics": {"previous_message_id": first.id}}
+    if stream:
+        with client.messages.stream(**turn, **asks) as events:
+            message = events.get_final_message()
+    else:
+        message = client.messages.create(**turn, **asks)
+
+    if kind is None:
+        assert message.diagnostics is None
+        return
+    assert message.diagnostics is not None and message.diagnostics.cache_miss_reason is not None
+    reason: Any = message.diagnostics.cache_miss_reason
+    assert reason.type == kind
+    if kind != "unavailable":
+        prompt_len = first.usage.input_tokens + first.usage.cache_read_input_tokens
+        assert reason.cache_missed_input_tokens == prompt_len - cached
+
+
+def test_messages_that_are_not_known_have_no_diagnosis(serve: Serve, client_of: ClientOf):
+    served = serve(say_all("x"), capacity=ROOMY, api_key=("a", "b"))
+
+    def ask(key: str, **fields: Any) -> Any:
+        headers = {"x-api-key": key}
+        return served.client.post(PATH, json=TURN | {"messages": ASKED} | fields, headers=headers).json()
+
+    silent = ask("a")
+    assert "diagnostics" not in silent
+    known = ask("a", diagnostics={})
+    for key, message_id in (("a", silent["id"]), ("b", known["id"]), ("a", "msg_of_yesterday")):
+        answer = ask(key, diagnostics={"previous_message_id": message_id})
+        assert answer["diagnostics"] == {"cache_miss_reason": {"type": "previous_message_not_found"}}
+    wrong = ask("a", diagnostics={"previous_message_id": 5})
+    assert wrong["error"]["message"].startswith("diagnostics.previous_message_id")
