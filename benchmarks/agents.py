@@ -1,17 +1,23 @@
 """Eviction and the queue's order, for coding agents that are more than the pool holds, in simulation.
 
     python benchmarks/agents.py [--seeds 2] [--num-requests 600]
+    python benchmarks/agents.py --url http://127.0.0.1:30000 --num-agents 8 --scale 0.015 --num-requests 160
 
 Each row is an order of the queue, with and without the rule that eviction takes the cached prefixes of waiting requests
 last (`scheduler/prefix_cache/wants.py`). Llama-3.2-1B on two CPU cores by data sheet (as `engine simulate --device
 cpu-2`), lengths of published traces divided by 16, a closed loop (`simulator/agent_workload.py`): an agent sends its
-next turn some seconds after the answer. Figures are medians over seeds; ratios are to `fcfs` without the rule.
+next turn some seconds after the answer. Figures are medians over seeds; ratios are to `fcfs` without the rule. With
+`--url` the same agents ask a server, whose pool should hold about half of their prompts (`--max-total-tokens`).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Final
 from unittest import mock
@@ -25,6 +31,7 @@ from engine.simulator.facts import DEVICES, MODELS
 from engine.simulator.generated_workloads import Arrival
 from engine.simulator.report import Report
 from engine.simulator.setup import replica_settings
+from engine.simulator.sim_request import FILLER_TOKEN, SimRequest
 
 LOADS: Final = ((12, 20_000), (20, 30_000), (30, 40_000))  # agents, tokens of the pool
 ROWS: Final[tuple[tuple[SchedulePolicyName, bool], ...]] = (
@@ -50,6 +57,54 @@ def run(policy: SchedulePolicyName, num_agents: int, pool: int, arrival: Arrival
         return simulate(requests, replica_settings(config, model, device), Roofline(model, device))
 
 
+def ask(url: str, request: SimRequest) -> tuple[int, int, float]:
+    """Send one turn, answered with filler; return its tokens, the cached ones, and the seconds to the first answer."""
+    body = {
+        "prompt": memoryview(request.input_ids).cast("i").tolist(),
+        "max_tokens": request.output_len,
+        "ignore_eos": True,
+        "temperature": 0.0,
+        "logit_bias": {str(FILLER_TOKEN): 100.0},
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    headers = {"Content-Type": "application/json"}
+    message = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
+    begin_s, first_s, usage = time.monotonic(), 0.0, None
+    with urllib.request.urlopen(message, timeout=600) as reply:
+        for line in reply:
+            if line.startswith(b"data: {"):
+                first_s = first_s or time.monotonic() - begin_s
+                usage = json.loads(line[6:]).get("usage") or usage
+    assert usage is not None
+    return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"], first_s
+
+
+def run_on_server(url: str, agents: Agents, arrival: Arrival) -> None:
+    """Let each agent ask in a thread of its own, and print hits and times to the first token."""
+    turns: list[tuple[int, int, float]] = []
+    start_s = time.monotonic()
+
+    def work(first: SimRequest) -> None:
+        request: SimRequest | None = first
+        while request is not None:
+            time.sleep(max(0.0, request.arrival_s - (time.monotonic() - start_s)))
+            turns.append(ask(url, request))
+            assert request.next_turn is not None
+            request = request.next_turn(time.monotonic() - start_s)
+
+    firsts = list(agents.requests(arrival))
+    with ThreadPoolExecutor(len(firsts)) as pool:
+        list(pool.map(work, firsts))
+    prompt, cached, first_s = zip(*turns, strict=True)
+    p99 = sorted(first_s)[len(turns) * 99 // 100]
+    print(
+        f"hits {sum(cached) / sum(prompt):.3f}, TTFT mean {statistics.mean(first_s):.2f} s, P99 {p99:.1f} s, "
+        f"{len(turns)} turns of {statistics.mean(prompt):.0f} tokens in {time.monotonic() - start_s:.0f} s",
+        flush=True,
+    )
+
+
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(
@@ -57,7 +112,14 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--num-requests", type=int, default=600)
+    parser.add_argument("--url", help="of a server, instead of a simulation")
+    parser.add_argument("--num-agents", type=int, default=8)
+    parser.add_argument("--scale", type=float, default=1 / 64)
     arguments = parser.parse_args()
+    if arguments.url:
+        agents = Agents(num_agents=arguments.num_agents, scale=arguments.scale)
+        run_on_server(arguments.url, agents, Arrival(num_requests=arguments.num_requests))
+        return
     print(
         "| agents, pool | order | waiting last | hits | requests/s, ratio | mean TTFT, s | ratio | P99 TTFT, s |"
     )
