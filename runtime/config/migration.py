@@ -22,6 +22,7 @@ _CONFIG_JSON: Final = "change config.json in the model's folder"
 _REVISION: Final = "give it with the model: engine serve org/name@revision"
 _EXPERTS: Final = "use --tp; each device has a part of each expert"
 _ONE_GPU: Final = "use --tp for several GPUs, and CUDA_VISIBLE_DEVICES to choose them"
+_HOST_TIER: Final = "use --kv-disk DIR, which keeps prefixes on disk; host memory is no tier of its own"
 _TEXT_ONLY: Final = f"{_ALWAYS}: only text is supported"
 
 ANSWERS: Final[Mapping[str, str]] = {
@@ -48,7 +49,15 @@ ANSWERS: Final[Mapping[str, str]] = {
     "num_gpu_blocks_override": "use --max-total-tokens",
     "context_shift": "send shorter prompts: a request ends when its context is full",
     "allow_auto_truncate": "send shorter prompts: one that does not fit is refused",
-    "enable_hierarchical_cache": "prefixes are cached in the KV pool only, see --max-total-tokens",
+    "enable_hierarchical_cache": _HOST_TIER,
+    "hicache_size": _HOST_TIER,
+    "hicache_ratio": _HOST_TIER,
+    "kv_offloading_size": _HOST_TIER,
+    "kv_offloading_backend": _HOST_TIER,
+    "hicache_write_policy": "use --kv-write selective (write_through_selective) or --kv-write through (write_through)",
+    "hicache_storage_backend": "use --kv-disk DIR for file; there is no other backend",
+    "hicache_storage_prefetch_policy": f"{_ALWAYS}: a prompt is loaded if that is faster than computing it, in at "
+    "most twice the estimated time",
     # devices
     "n_gpu_layers": "use --device cuda or --device cpu; a model is on one kind of device",
     "gpu_layers": "use --device cuda or --device cpu; a model is on one kind of device",
@@ -63,7 +72,7 @@ ANSWERS: Final[Mapping[str, str]] = {
     "split_mode": _ONE_GPU,
     "main_gpu": _ONE_GPU,
     "base_gpu_id": _ONE_GPU,
-    "kv_transfer_config": "use --disaggregation-mode and --transfer-backend",
+    "kv_transfer_config": "use --disaggregation-mode and --transfer-backend; for OffloadingConnector --kv-disk DIR",
     "api_server_count": f"{_ALWAYS}: there is one process for HTTP",
     "threads_batch": "use --num-threads, for prompts and answers",
     "skip_server_warmup": f"{_ALWAYS}: the server is ready when it says so",
