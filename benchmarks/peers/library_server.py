@@ -91,8 +91,8 @@ class IkLlama:
         self._seq_rm = _ctypes_api._lib.llama_kv_cache_seq_rm
         self._seq_rm.argtypes = [_ctypes_api.ctypes.c_void_p, *[_ctypes_api.ctypes.c_int32] * 3]
         self._model = _internals.IkModel(str(options.model))
-        # Its high-level class looks for AVX-VNNI with a package that it does not require, and goes without then.
-        flash = "avx_vnni" in Path("/proc/cpuinfo").read_text()
+        # Its high-level class wants AVX-VNNI for it; with several sequences in a batch it ends in GGML_ASSERT(S > 0).
+        flash = options.streams == 1 and "avx_vnni" in Path("/proc/cpuinfo").read_text()
         self._context = _internals.IkContext(
             self._model,
             n_ctx=options.kv_tokens,
