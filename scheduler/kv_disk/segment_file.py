@@ -6,6 +6,7 @@ lost with the machine's power, is a miss. A segment without an index is searched
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import struct
@@ -141,3 +142,10 @@ def lock(fd: int, path: Path) -> bool:
         return os.fstat(fd).st_ino == path.stat().st_ino
     except OSError:
         return False
+
+
+def is_abandoned(path: Path) -> bool:
+    """Whether the engine that wrote an open segment has ended."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        return lock(file.fileno(), path)
+    return False

@@ -26,14 +26,13 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from ...runtime.errors import ConfigError
 from .segment_file import (
     RecordBuffer,
     Write,
     find_records,
+    is_abandoned,
     lock,
     read_index,
     read_record,
@@ -63,21 +62,14 @@ class _Segment:
 
     Attributes:
         path: of the file.
-        keys: of its records.
-        reads: of each key by this process.
+        offsets: of its records by key; `SegmentStore` may use those of another segment, or none.
+        reads: number of reads of each key by this process.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, offsets: dict[bytes, int]) -> None:
         self.path = path
-        self.keys: list[bytes] = []
+        self.offsets = offsets
         self.reads: Counter[bytes] = Counter()
-
-
-class _Place(NamedTuple):
-    """Place of a record."""
-
-    segment: _Segment
-    offset: int
 
 
 class SegmentStore:
@@ -113,7 +105,7 @@ class SegmentStore:
         self._segment_bytes = _segment_bytes(limit_bytes)
         self._write = write
         self._wall_ns = wall_ns
-        self._index: dict[bytes, _Place] = {}
+        self._index: dict[bytes, _Segment] = {}
         self._segments: dict[Path, _Segment] = {}
         self._active: _Segment | None = None
         self._fd = -1  # of the active segment
@@ -154,58 +146,52 @@ class SegmentStore:
     def find(self, keys: Iterable[bytes]) -> int:
         """Number of first keys that have records, whose segments are now the most recently found ones."""
         self._refresh()
-        found: dict[Path, None] = {}
-        count = 0
+        found: list[_Segment] = []
         for key in keys:
-            place = self._index.get(key)
-            if place is None:
+            segment = self._index.get(key)
+            if segment is None:
                 break
-            found[place.segment.path] = None
-            count += 1
-        for path in found:
-            self._stamp(path)
-        return count
+            found.append(segment)
+        for segment in dict.fromkeys(found):
+            self._stamp(segment.path)
+        return len(found)
 
     def read(self, keys: Sequence[bytes], buffer: RecordBuffer) -> int:
         """Read the records of keys into the rows of a buffer; returns how many, up to the first that is a miss."""
         done = 0
-        while done < len(keys):
-            end = self._end_of_run(keys, done, buffer.rows.shape[1])
-            if end == done:
-                break
-            self._read_run(self._index[keys[done]], buffer.rows[done:end])
+        while done < len(keys) and (segment := self._index.get(keys[done])) is not None:
+            end = self._read_run(segment, keys, done, buffer)
             for row, key in enumerate(keys[done:end], done):
                 if not buffer.holds(row, key):
-                    self._lose(key)
+                    self._lose(segment, key)
                     return row
-                self._index[key].segment.reads[key] += 1
+                segment.reads[key] += 1
             done = end
         return done
 
-    def _end_of_run(self, keys: Sequence[bytes], begin: int, size: int) -> int:
-        """The end of the records from `begin` that follow one another in one segment; `begin`: it has none."""
-        end, first = begin, self._index.get(keys[begin])
-        while (
-            first is not None
-            and end < len(keys)
-            and self._index.get(keys[end]) == (first.segment, first.offset + (end - begin) * size)
-        ):
+    def _read_run(self, segment: _Segment, keys: Sequence[bytes], begin: int, buffer: RecordBuffer) -> int:
+        """Read records from `begin` on that follow one another in a segment; returns the end of their rows.
+
+        Rows that cannot be read hold no record.
+        """
+        first, size = segment.offsets[keys[begin]], buffer.rows.shape[1]
+        end = begin + 1
+        while end < len(keys) and segment.offsets.get(keys[end]) == first + (end - begin) * size:
             end += 1
+        rows = buffer.rows[begin:end]
+        rows[:, 0] = 0
+        with contextlib.suppress(OSError), segment.path.open("rb", buffering=0) as file:
+            os.preadv(file.fileno(), [rows.data.cast("B")], first)
         return end
 
-    def _read_run(self, place: _Place, rows: npt.NDArray[np.uint8]) -> None:
-        """Read records that follow one another; rows that cannot be read hold none."""
-        rows[:, 0] = 0
-        with contextlib.suppress(OSError), place.segment.path.open("rb", buffering=0) as file:
-            os.preadv(file.fileno(), [rows.data.cast("B")], place.offset)
-
-    def _lose(self, key: bytes) -> None:
+    def _lose(self, segment: _Segment, key: bytes) -> None:
         """A record is damaged, or its segment was evicted by another engine."""
-        segment = self._index[key].segment
         if not segment.path.exists():
             self._drop(segment)
             return
-        del self._index[key]
+        del segment.offsets[key]
+        if self._index.get(key) is segment:
+            del self._index[key]
         if not self._has_warned:
             self._has_warned = True
             logger.warning("%s: a record is damaged; its tokens are computed again", segment.path)
@@ -239,8 +225,10 @@ class SegmentStore:
         assert self._active is not None
         write_all(self._write, self._fd, data, self._size)
         step = len(data) // len(keys)
-        self._add(self._active, {key: self._size + row * step for row, key in enumerate(keys)})
-        self._size += len(data)
+        for key in keys:
+            self._active.offsets[key] = self._size
+            self._index[key] = self._active
+            self._size += step
 
     def _have_active(self, size: int) -> None:
         """Have an active segment with room for a record of this size, or an empty one."""
@@ -251,12 +239,12 @@ class SegmentStore:
             path = self._folder / f"{secrets.token_hex(8)}.open"
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._activate(path, fd, 0)
+            self._activate(path, fd, {}, 0)
             for key, record in saved.items():
                 self._append([key], memoryview(record))
 
-    def _activate(self, path: Path, fd: int, size: int) -> None:
-        self._active = self._segments[path] = _Segment(path)
+    def _activate(self, path: Path, fd: int, offsets: dict[bytes, int], size: int) -> None:
+        self._active = self._add(path, offsets)
         self._fd, self._size = fd, size
 
     def _adopt(self, path: Path) -> None:
@@ -269,14 +257,13 @@ class SegmentStore:
         os.ftruncate(fd, size)
         if self._active is not None:
             self._seal()
-        self._activate(path, fd, size)
-        self._add(self._segments[path], offsets)
+        self._activate(path, fd, offsets, size)
 
     def _seal(self) -> None:
         """Write the index of the active segment; from now on all engines read it."""
         segment = self._active
         assert segment is not None
-        write_index(self._write, self._fd, self._offsets_of(segment), self._size)
+        write_index(self._write, self._fd, segment.offsets, self._size)
         sealed = segment.path.with_suffix(".kv")
         segment.path.rename(sealed)
         self._segments[sealed] = self._segments.pop(segment.path)
@@ -308,24 +295,20 @@ class SegmentStore:
                     offsets = read_index(file.fileno())
                     if offsets is None:
                         offsets, _ = find_records(file.fileno())
-                    self._segments[path] = _Segment(path)
-                    self._add(self._segments[path], offsets)
+                    self._add(path, offsets)
 
-    def _add(self, segment: _Segment, offsets: Mapping[bytes, int]) -> None:
-        for key, offset in offsets.items():
-            if self._index.setdefault(key, _Place(segment, offset)).segment is segment:
-                segment.keys.append(key)
-
-    def _offsets_of(self, segment: _Segment) -> dict[bytes, int]:
-        """Its records that are in use; damaged ones and copies of others are not."""
-        places = {key: self._index.get(key) for key in segment.keys}
-        return {key: place.offset for key, place in places.items() if place and place.segment is segment}
+    def _add(self, path: Path, offsets: dict[bytes, int]) -> _Segment:
+        segment = self._segments[path] = _Segment(path, offsets)
+        for key in offsets:
+            self._index.setdefault(key, segment)
+        return segment
 
     def _drop(self, segment: _Segment) -> None:
         """Forget a segment that is gone."""
         self._segments.pop(segment.path, None)
-        for key in self._offsets_of(segment):
-            del self._index[key]
+        for key in segment.offsets:
+            if self._index.get(key) is segment:
+                del self._index[key]
 
     def _stamp(self, path: Path) -> None:
         """Note a hit. Stamps only grow, also when the clock is set back."""
@@ -347,7 +330,7 @@ class SegmentStore:
         for file in files:
             if used + needed <= allowed:
                 break
-            if file.path.suffix == ".open" and not _is_abandoned(file.path):
+            if file.path.suffix == ".open" and not is_abandoned(file.path):
                 continue
             segment = self._segments.get(file.path)
             if segment is not None:
@@ -365,11 +348,10 @@ class SegmentStore:
     def _hot_records(self, segment: _Segment, room: int) -> dict[bytes, bytes]:
         """Records that this process has read more than once, to be copied; after that they must be read again."""
         found: dict[bytes, bytes] = {}
-        offsets = self._offsets_of(segment)
         with contextlib.suppress(OSError), segment.path.open("rb", buffering=0) as file:
             for key, reads in segment.reads.most_common():
-                if reads > 1 and key in offsets:
-                    record = read_record(file.fileno(), offsets[key])
+                if reads > 1 and self._index.get(key) is segment:
+                    record = read_record(file.fileno(), segment.offsets[key])
                     room -= len(record)
                     if not record or room < 0:
                         break
@@ -423,10 +405,3 @@ def _allowed_bytes(root: Path, limit_bytes: int, used_bytes: int) -> int:
     """Bytes for all segments: at most half of what they and the free space are together."""
     stat = os.statvfs(root)
     return min(limit_bytes, (used_bytes + stat.f_bavail * stat.f_frsize) // 2)
-
-
-def _is_abandoned(path: Path) -> bool:
-    """Whether the engine that wrote an open segment has ended."""
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        return lock(file.fileno(), path)
-    return False
