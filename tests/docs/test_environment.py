@@ -16,6 +16,7 @@ ENVIRONMENT = re.compile("environ|getenv|variable|envvar")
 # Words in capitals in modules that use the environment: values, placeholders of options, what Ray calls resources.
 OTHER_WORDS = {
     "AMD64",
+    "AMX",
     "COMMIT",
     "CPU",
     "DONE",

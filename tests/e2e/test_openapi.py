@@ -107,7 +107,11 @@ def modest(case: Any) -> Any:
     if isinstance(case.body, dict):
         case.body.pop("model", None)
         if case.operation.path == "/generate":
-            case.body["sampling_params"] = (case.body.get("sampling_params") or {}) | {"max_new_tokens": 4}
+            given = case.body.get("sampling_params") or {}  # one object, or one for each prompt
+            short = {"max_new_tokens": 4}
+            case.body["sampling_params"] = (
+                [each | short for each in given] if isinstance(given, list) else given | short
+            )
         elif case.operation.path == "/v1/responses":
             case.body["max_output_tokens"] = 4
         elif case.operation.path == "/v1/messages":

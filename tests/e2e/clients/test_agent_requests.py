@@ -155,7 +155,8 @@ def check_claude(engine: HasUrl, name: str) -> None:
     assert Message.model_validate(message).model == recorded.body["model"]
     assert not [text for text in message.get("warnings", []) if "unknown" in text]
     usage = message["usage"]
-    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == counted.json()["input_tokens"]
+    parts = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
+    assert sum(usage[part] for part in parts) == counted.json()["input_tokens"]
     kinds = check_blocks(blocks)
     is_cut = ended["delta"]["stop_reason"] == "max_tokens"
     assert is_cut or ended["delta"]["stop_reason"] == ("tool_use" if "tool_use" in kinds else "end_turn")

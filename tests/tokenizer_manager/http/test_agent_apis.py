@@ -142,6 +142,7 @@ NULLABLE = {
     "MessageBody.stop_reason",
     "MessageBody.stop_sequence",
     "MessageDelta.stop_sequence",
+    "MessageBody.diagnostics",
     # of the engine itself, and SGLang's
     "MetaInfo.finish_reason",
     "MetaInfo.input_token_logprobs",
