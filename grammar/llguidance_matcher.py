@@ -19,7 +19,8 @@ MAX_MESSAGE_CHARS: Final = 300
 PANIC_MODULE: Final = "pyo3_runtime"
 """A panic in a Rust library is a `BaseException` of this module."""
 _TOO_COMPLEX: Final = re.compile(
-    r"too (?:large|many|big|complex|deep|long)|toocomplex|fuel|limit|exceed|maximum size", re.IGNORECASE
+    r"too (?:large|many|big|complex|deep|long)|toocomplex|fuel|limit|exceed|maximum size|\bmax is\b",
+    re.IGNORECASE,
 )
 _UNSATISFIABLE: Final = re.compile(r"unsatisfiable", re.IGNORECASE)
 _TOO_DEEP: Final = re.compile(r"recursion limit|nested too|too deeply", re.IGNORECASE)

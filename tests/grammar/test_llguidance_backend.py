@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from engine.grammar.backend import GrammarError, Matcher, MatcherErrorCode, Vocabulary
+from engine.grammar.compile.sandbox import compile_grammar
 from engine.grammar.llguidance_backend import LLGuidanceBackend
 from engine.grammar.llguidance_matcher import translate_error
 from engine.grammar.markers import allows
@@ -382,6 +383,20 @@ def test_a_step_beyond_the_limits_is_an_error_of_the_matcher(backend, vocabulary
 
     assert matcher.error_code is MatcherErrorCode.LIMIT
     assert not matcher.ended
+
+
+def test_a_row_with_more_items_than_the_limit_is_one(backend, vocabulary):
+    """It compiles, and its first mask is right; the limit shows at the first token of every answer."""
+    optional = {f"p{i}": {"type": "integer"} for i in range(600)}
+    spec = schema({"type": "object", "properties": optional})
+    matcher = backend.compile(spec).matcher()
+    mask_ids(matcher, vocabulary)
+
+    assert matcher.accept(vocabulary.encode(b"{")) == 0
+    assert matcher.error_code is MatcherErrorCode.LIMIT
+    result = compile_grammar(backend, vocabulary, spec)
+    assert result.code == "schema_too_complex"
+    assert "max is 2000" in result.message
 
 
 def test_a_recursive_schema(backend):
