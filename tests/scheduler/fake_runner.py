@@ -48,18 +48,18 @@ def chain(previous: int, token: int) -> int:
     return (previous * 1_000_003 + token + 1) & MASK
 
 
-def chains(tokens: list[int], store_id: int = 0) -> list[int]:
+def chains(tokens: list[int], weights: int = 0) -> list[int]:
     """The hash of each prefix of a sequence, by the model with an adapter."""
-    result, value = [], 7 + store_id
+    result, value = [], 7 + weights
     for token in tokens:
         value = chain(value, token)
         result.append(value)
     return result
 
 
-def remembered(tokens: list[int], memory: int | None, store_id: int = 0) -> int:
+def remembered(tokens: list[int], memory: int | None, weights: int = 0) -> int:
     """What a model that sees the last `memory` tokens alone (None: all) makes of a sequence."""
-    return chains(tokens if memory is None else tokens[-memory:], store_id)[-1]
+    return chains(tokens if memory is None else tokens[-memory:], weights)[-1]
 
 
 def next_token(
@@ -90,10 +90,10 @@ def expected_output(
     vocab_size: int,
     memory: int | None = None,
     grammar: ToyGrammar | None = None,
-    store_id: int = 0,
+    weights: int = 0,
 ) -> tuple[list[int], FinishKind]:
     """What a request generates alone. ERROR: its grammar fails after these tokens."""
-    state = remembered(prompt, memory, store_id)
+    state = remembered(prompt, memory, weights)
     output: list[int] = []
     stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else eos)
     assert sampling.max_new_tokens is not None
@@ -111,12 +111,12 @@ def expected_output(
             return output, FinishKind.STOP
         if len(output) >= sampling.max_new_tokens:
             return output, FinishKind.LENGTH
-        state = chain(state, token) if memory is None else remembered([*prompt, *output], memory, store_id)
+        state = chain(state, token) if memory is None else remembered([*prompt, *output], memory, weights)
 
 
-def expected_vector(prompt: list[int], store_id: int = 0) -> bytes:
+def expected_vector(prompt: list[int], weights: int = 0) -> bytes:
     """The result of a pooling request."""
-    return np.int64(chains(prompt, store_id)[-1]).tobytes()
+    return np.int64(chains(prompt, weights)[-1]).tobytes()
 
 
 def expected_overruled(
@@ -127,13 +127,13 @@ def expected_overruled(
     grammar: ToyGrammar,
     memory: int | None = None,
     start: int = 0,
-    store_id: int = 0,
+    weights: int = 0,
 ) -> list[Overruled]:
     """The tokens of an output, from `start` on, that are there because the grammar refused others."""
     found = []
     for position in range(start, len(output)):
         before = output[:position]
-        state = remembered([*prompt, *before], memory, store_id)
+        state = remembered([*prompt, *before], memory, weights)
         wanted = next_token(state, sampling, position, eos, VOCAB_SIZE)
         if not grammar.is_free(position) and wanted not in grammar.accepted(before):
             found.append(Overruled(position, wanted, output[position]))
@@ -152,7 +152,7 @@ class Row:
     lost: bool = False  # a step of it ran out of memory: what it computes since is garbage, and may be
     states: list[int] = field(default_factory=list)
     adapter_slot: int = 0
-    store_id: int = 0
+    weights: int = 0
     pooling: PoolingParams | None = None
     num_pooled: int = 0  # tokens of the prompt that were computed here, in steps that had memory
     state_at: tuple[int, int] = (0, 0)  # the first and last position that its next step may begin at
@@ -182,7 +182,8 @@ class FakeRunner:
         self.rows: dict[int, Row] = {}
         self.fail_next: set[str] = set()  # rids whose next sampling step reports an error
         self.rids: dict[int, str] = {}
-        self.adapters: dict[int, int] = {}  # slot -> store id
+        self.weights_of: dict[int, int] = {}  # store id -> a number for the adapter's weights
+        self.adapters: dict[int, int] = {}  # slot -> the same
         self.no_memory: Callable[[StepPlan], bool] = lambda plan: False  # for which steps there is none
         self.has_states = False
         self.max_drafts = 0  # of a request with a state
@@ -206,7 +207,7 @@ class FakeRunner:
         for slot, store_id in pairs(plan.adapter_loads):
             assert slot > 0 and store_id > 0
             assert all(row.adapter_slot != slot for row in self.rows.values()), "a slot in use is written"
-            self.adapters[slot] = store_id
+            self.adapters[slot] = self.weights_of.get(store_id, store_id)
         for new in plan.new_reqs:
             assert new.row not in self.rows, f"row {new.row} is still taken"
             slots = np.full(self.max_model_len, -1, dtype=np.int64)
@@ -214,15 +215,15 @@ class FakeRunner:
             slots[: len(prefix)] = prefix
             tokens = ints(new.input_ids)
             assert len(prefix) < len(tokens)
-            store_id = self.adapters[new.adapter_slot] if new.adapter_slot else 0
+            weights = self.adapters[new.adapter_slot] if new.adapter_slot else 0
             self.rows[new.row] = Row(
                 new.sampling,
                 new.prompt_len,
                 tokens,
                 slots,
-                states=chains(tokens, store_id),
+                states=chains(tokens, weights),
                 adapter_slot=new.adapter_slot,
-                store_id=store_id,
+                weights=weights,
                 pooling=new.pooling,
             )
             self.rids[new.row] = new.rid
@@ -498,7 +499,7 @@ class FakeRunner:
         for draft in drafts:
             state = chain(state, draft)
         if self.memory is not None:
-            state = remembered([*row.tokens, *drafts], self.memory, row.store_id)
+            state = remembered([*row.tokens, *drafts], self.memory, row.weights)
         output_len = len(row.tokens) + len(drafts) - row.prompt_len
         return next_token(state, row.sampling, output_len, self.eos, self.vocab_size, allowed)
 

@@ -67,10 +67,10 @@ class Answer:
         sampling: SamplingParams,
         delivered: Sequence[int] = (),
         pooling: PoolingParams | None = None,
-        store_id: int = 0,
+        weights: int = 0,
     ) -> None:
         self.pooling = pooling
-        self.store_id = store_id
+        self.weights = weights
         self.prompt = prompt
         self.sampling = sampling
         self.rows: list[TokenOutput] = []
@@ -143,7 +143,8 @@ class Harness:
             checkpoint_pages=checkpoint_pages,
             num_stages=num_stages,
         )
-        self.store_ids: dict[str, int] = {}  # of adapters, by fingerprint
+        self.store_ids: dict[str, int] = {}  # of loaded adapters, by fingerprint
+        self.weights: dict[str, int] = {"": 0}  # fingerprint -> a number: what is loaded again is the same
         self._num_loaded = 0
         self.adapter_answers: dict[int, AdapterDone] = {}
         self.eos = frozenset(eos)
@@ -207,8 +208,9 @@ class Harness:
         sampling.setdefault("max_new_tokens", 4 if pooling is None else 1)
         params = SamplingParams(ignore_eos=ignore_eos, seed=1, **sampling)
         ids, fields = np.array(prompt, dtype=np.int32).tobytes(), {"pooling": pooling, **(message or {})}
-        store_id = self.load_adapter(fields["lora_id"]) if fields.get("lora_id") else 0
-        self.answers[rid] = Answer(prompt, params, delivered, pooling, store_id)
+        if fingerprint := fields.get("lora_id", ""):
+            self.load_adapter(fingerprint)
+        self.answers[rid] = Answer(prompt, params, delivered, pooling, self.weights.get(fingerprint, 0))
         if grammar is not None:
             self.matchers.grammars[rid] = grammar
             fields["grammar"] = grammar.use
@@ -224,6 +226,7 @@ class Harness:
         if fingerprint not in self.store_ids:
             self._num_loaded += 1
             self.store_ids[fingerprint] = store_id = self._num_loaded
+            self._fake_runner.weights_of[store_id] = self.weights.setdefault(fingerprint, store_id)
             spec = AdapterSpec(f"name of {fingerprint}", "", fingerprint, 8, 0)
             self.scheduler.handle(Call(store_id, LoadAdapter(store_id, spec)), self.now_s)
             if read:
@@ -433,7 +436,7 @@ class Harness:
                 continue
             grammar = self.matchers.grammars.get(rid)
             tokens, kind = expected_output(
-                answer.prompt, answer.sampling, self.eos, VOCAB_SIZE, self.memory, grammar, answer.store_id
+                answer.prompt, answer.sampling, self.eos, VOCAB_SIZE, self.memory, grammar, answer.weights
             )
             num_right = len(answer.tokens)
             if answer.finish.kind in (FinishKind.STOP, FinishKind.LENGTH):
@@ -452,7 +455,7 @@ class Harness:
         assert row.finish is not None and not row.token_ids, rid
         assert row.finish.kind in (FinishKind.STOP, FinishKind.ERROR, FinishKind.ABORT), rid
         answered = row.finish.kind is FinishKind.STOP
-        assert row.vector == (expected_vector(answer.prompt, answer.store_id) if answered else b""), rid
+        assert row.vector == (expected_vector(answer.prompt, answer.weights) if answered else b""), rid
 
     def check_overruled(self, rid: str, answer: Answer, grammar: ToyGrammar | None) -> None:
         """The usage of a whole answer counts what its grammar refused, once."""
@@ -468,7 +471,7 @@ class Harness:
             grammar,
             self.memory,
             start=answer.num_delivered,
-            store_id=answer.store_id,
+            weights=answer.weights,
         )
         assert usage is not None, rid
         assert usage.overruled_tokens == len(expected), rid

@@ -149,7 +149,9 @@ class Life:
             "ignore_eos": bool(self.rng.random() < 0.5),
             "extra_key": str(self.pick(["", "", "salt"])),
         }
-        store_id = self.harness.load_adapter(str(message["lora_id"])) if message["lora_id"] else 0
+        if message["lora_id"]:
+            self.harness.load_adapter(str(message["lora_id"]))
+        weights = self.harness.weights[str(message["lora_id"] or "")]
         for _ in range(count):
             prompt = [int(token) for token in prompt]
             sampling["max_new_tokens"] = int(self.pick([1, 2, 5, 20, 40, 100]))
@@ -158,7 +160,7 @@ class Life:
                 message=message,
                 grammar=grammar,
                 delivered=(
-                    self.delivered(prompt, sampling, grammar, store_id) if self.rng.random() < 0.2 else ()
+                    self.delivered(prompt, sampling, grammar, weights) if self.rng.random() < 0.2 else ()
                 ),
                 **sampling,
             )
@@ -180,7 +182,7 @@ class Life:
         )
 
     def delivered(
-        self, prompt: list[int], sampling: dict[str, Any], grammar: ToyGrammar | None, store_id: int
+        self, prompt: list[int], sampling: dict[str, Any], grammar: ToyGrammar | None, weights: int
     ) -> Sequence[int]:
         """The beginning of an answer; all of it only if its grammar is then complete."""
         params = {
@@ -188,7 +190,7 @@ class Life:
         }  # those that change an answer
         harness = self.harness
         tokens, kind = expected_output(
-            prompt, SamplingParams(**params), harness.eos, VOCAB_SIZE, harness.memory, grammar, store_id
+            prompt, SamplingParams(**params), harness.eos, VOCAB_SIZE, harness.memory, grammar, weights
         )
         most = len(tokens) - 1
         if grammar is not None and (kind is FinishKind.ERROR or len(tokens) == grammar.length):
