@@ -347,6 +347,7 @@ class GenerateRequest(Message, frozen=True):
         reports_progress: a row with `Usage.processed_tokens` follows each chunk of its prompt but the last.
         keep_s: seconds from its end for which the prefix cache keeps its prompt, within the quota of pins; 0: its pages
             are evicted first; None: neither.
+        session: a digest of its session's key: the conversations of one agent or user. "": it names none.
     """
 
     rid: str
@@ -369,6 +370,7 @@ class GenerateRequest(Message, frozen=True):
     handoff: KVHandoff | None = None
     reports_progress: bool = False
     keep_s: float | None = None
+    session: str = ""
 
 
 class GrammarReady(Message, frozen=True):

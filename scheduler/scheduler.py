@@ -228,7 +228,7 @@ class Scheduler:
         if 0.0 < message.arrival_s < self._abandoned_before_s:
             logger.info("dropped a request of an ended tokenizer manager rid=%s", message.rid)
             return
-        req = self._requests.receive(message, now_s)
+        req = self._requests.receive(message, now_s, self._kv.begin_turn(message, now_s))
         self._deadlines.add(req, message)
         self.decisions.append(
             Arrived(
@@ -242,6 +242,8 @@ class Scheduler:
                 message.needs_grammar,
                 req.num_delivered,
                 req.receives_kv,
+                "" if req.session is None else req.session.key,
+                req.turn,
             )
         )
         if message.grammar is not None and not message.needs_grammar:

@@ -305,6 +305,7 @@ def fan_out(
                     handoff=_of_sample(handoffs[number], i) if handoffs else None,
                     reports_progress=request.reports_progress,
                     keep_s=scheduling.keep_s,
+                    session=scheduling.session,
                 ),
             )
 

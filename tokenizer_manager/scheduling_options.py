@@ -50,6 +50,7 @@ class Scheduling(msgspec.Struct, frozen=True, kw_only=True):
         served_as: name of that adapter; "" for the model itself.
         replica: number of the replica that gets it (`data_parallel_rank`); None: the server chooses.
         keep_s: seconds for which the prefix cache keeps the prompt; 0: it is not to be cached, None: as usual.
+        session: a digest of the key of its session, see `session_of`; "": it names none.
         bootstrap: fields about its other half at another engine; None: it names none.
     """
 
@@ -63,6 +64,7 @@ class Scheduling(msgspec.Struct, frozen=True, kw_only=True):
     served_as: str = ""
     replica: int | None = None
     keep_s: float | None = None
+    session: str = ""
     bootstrap: Bootstrap | None = None
 
 

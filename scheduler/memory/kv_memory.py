@@ -27,8 +27,10 @@ from typing import Final
 import numpy as np
 
 from ...runtime.feasibility import pages_for
+from ...runtime.messages import GenerateRequest
 from ..arrays import TOKEN_ID_BYTES, AnyIntArray, IntArray
 from ..prefix_cache.base import Lease, Prefix, PrefixCache, PrefixMatch
+from ..prefix_cache.sessions import Session
 from ..records.decision_log import PageCounts
 from ..records.verdict import CacheMiss, MissKind
 from ..requests.req import Req, ReqStatus
@@ -115,6 +117,12 @@ class KVMemory:
         return PageCounts(free, evictable, locked, self._supply.num_pages - free - evictable - locked)
 
     # ------------------------------------------------------------ beginning of a request
+
+    def begin_turn(self, message: GenerateRequest, now_s: float) -> Session | None:
+        """Count an arriving request in its session; None: it names none. One that goes on after a crash counts, too."""
+        if not message.session:
+            return None
+        return self._cache.begin_turn(message.session, message.group, now_s)
 
     @property
     def shares_prefixes(self) -> bool:

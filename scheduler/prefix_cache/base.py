@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from ..arrays import EMPTY, TOKEN_ID_BYTES, AnyIntArray, IntArray
 from ..records.verdict import CacheMiss, MissKind
+from .sessions import Session
 
 
 def namespace_of(cache_salt: str, lora_id: str) -> str:
@@ -233,6 +234,16 @@ class PrefixCache:
 
     def expire_pins(self, now_s: float) -> None:
         """End the expired pins. Called in each pass; the cost is negligible while there are no pins."""
+
+    def begin_turn(self, key: str, group: str, now_s: float) -> Session | None:
+        """Count a request of a session; None: no sessions are kept.
+
+        Args:
+            key: of the session.
+            group: of its parallel samples, which count once; "" for none.
+            now_s: when it arrived.
+        """
+        return None
 
     def explain(self, extra_key: str, token_ids: bytes, match: PrefixMatch, rid: str) -> CacheMiss:
         """Explain why a match is not longer. The match must still be valid, so call this before `lock`.

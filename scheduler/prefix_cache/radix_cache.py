@@ -33,6 +33,7 @@ from .eviction import EvictionQueue, Rank, lru
 from .miss_explainer import FLUSHED, EvictionHistory, MissExplainer
 from .pins import PinKey, Pins
 from .radix_node import Checkpoints, RadixNode, nodes_of, pages_in, path_to_root, verify_nodes
+from .sessions import Session, Sessions
 from .wants import Want, Wants
 
 MAX_TOMBSTONES: Final = 16_384
@@ -74,6 +75,7 @@ class RadixCache(PrefixCache):
         self._wants = Wants()
         self._queue = EvictionQueue(eviction, self._wants)
         self._pins = Pins(max_pinned_pages)
+        self._sessions = Sessions()
         self._checkpoints = None if free_checkpoint is None else Checkpoints(free_checkpoint)
         self._eviction_history = EvictionHistory(max_evictions_remembered)
         self._explainer = MissExplainer(self._roots, self._eviction_history, page_size)
@@ -409,6 +411,11 @@ class RadixCache(PrefixCache):
             return 0
         above = (len(each.pages) for each in path_to_root(node) if each is not node and not each.pin_ref)
         return match.pages_in_node + sum(above)
+
+    # ------------------------------------------------------------ sessions
+
+    def begin_turn(self, key: str, group: str, now_s: float) -> Session:
+        return self._sessions.begin_turn(key, group, now_s)
 
     # ------------------------------------------------------------ explanations
 

@@ -223,6 +223,8 @@ def _beginning_of(req: Req) -> Beginning:
         req.group,
         needs_grammar,
         req.num_delivered,
+        session="" if req.session is None else req.session.key,
+        turn=req.turn,
     )
     grammar_s = req.queued_s if needs_grammar else None
     return Beginning(arrived, grammar_s, req.entered_s.get(ReqStatus.PREFILL))

@@ -21,6 +21,8 @@ COLUMNS: Final = ("after", "passes", "what", "why", "need", "have")
 MAX_ROWS: Final = 200
 """The middle of longer stories is left out."""
 _KEPT_RIDS: Final = 200
+_KEY_CHARS: Final = 4
+"""Shown of the digest of a session's key."""
 _CAUSES: Final = {
     "memory": "KV memory ran out",
     "priority": "a more urgent request took its place",
@@ -196,7 +198,12 @@ def _disk_words(story: RequestStory) -> Iterator[str]:
 def _cache_words(story: RequestStory) -> Iterator[str]:
     misses = [each.cause for each in story.episodes if isinstance(each.cause, CacheMiss)]
     if misses:
-        yield f"found {_miss_words(misses[0])}"
+        turn = "" if story.arrived is None else _turn_words(story.arrived)
+        yield f"found{turn and f', as {turn},'} {_miss_words(misses[0])}"
+
+
+def _turn_words(arrived: Arrived) -> str:
+    return f"turn {arrived.turn:,} of session {arrived.session[:_KEY_CHARS]}" if arrived.turn else ""
 
 
 def _miss_words(miss: CacheMiss) -> str:
@@ -331,6 +338,8 @@ def _arrival_words(arrived: Arrived) -> str:
         words += f", {arrived.num_delivered:,} of them delivered before a process was lost"
     if arrived.awaits_kv:
         words += ", prompt computed by another engine"
+    if turn := _turn_words(arrived):
+        words += f", {turn}"
     if arrived.priority:
         words += f", priority {arrived.priority}"
     # Not the tenant: it may be an API key.

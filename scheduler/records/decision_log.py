@@ -95,7 +95,8 @@ class PageCounts(NamedTuple):
 class Arrived(msgspec.Struct, tag="arrived", array_like=True, gc=False):
     """A request arrived. If a lost scheduler had begun it, its client already has `num_delivered` tokens.
 
-    `awaits_kv`: another engine computes its prompt; `Handover`s follow.
+    `awaits_kv`: another engine computes its prompt; `Handover`s follow. It is the `turn`-th of its `session`, which is
+    "" if it names none.
     """
 
     now_s: float
@@ -108,6 +109,8 @@ class Arrived(msgspec.Struct, tag="arrived", array_like=True, gc=False):
     needs_grammar: bool = False
     num_delivered: int = 0
     awaits_kv: bool = False
+    session: str = ""
+    turn: int = 0
 
 
 class Handover(msgspec.Struct, tag="handover", array_like=True, gc=False):

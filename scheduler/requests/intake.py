@@ -109,7 +109,7 @@ def _check_fields(message: GenerateRequest) -> None:
     Raises:
         RequestError: for the first wrong value.
     """
-    for name in ("rid", "extra_key", "tenant", "lora_id", "group"):
+    for name in ("rid", "extra_key", "tenant", "lora_id", "group", "session"):
         check_text(name, getattr(message, name))
     _check_bytes("input_ids", message.input_ids)
     if not isinstance(message.sampling, SamplingParams):

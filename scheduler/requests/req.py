@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ...runtime.sampling_params import SamplingParams
     from ..arrays import IntArray
     from ..prefix_cache.base import Lease, PrefixMatch
+    from ..prefix_cache.sessions import Session
 
 
 @dataclass(slots=True)
@@ -112,6 +113,8 @@ class Req:
         rid, sampling, arrival_s, priority, tenant, lora_id, group, grammar, keep_special_ids, pooling, handoff,
             reports_progress, keep_s: as in `GenerateRequest`.
         receives_kv: its prompt's KV is to come from another engine, at first.
+        session: its session; None: it names none, or no sessions are kept.
+        turn: number of the request in its session, from 1; 0 without a session.
         extra_key: namespace in the prefix cache, made of the request's cache salt and its adapter.
         received_s: when the scheduler received it.
         seq: arrival number at the scheduler; orders requests by arrival, also those with equal times.
@@ -188,12 +191,16 @@ class Req:
         "row",
         "sampling",
         "seq",
+        "session",
         "status",
         "tenant",
         "tree_len",
+        "turn",
     )
 
-    def __init__(self, message: GenerateRequest, seq: int, now_s: float) -> None:
+    def __init__(
+        self, message: GenerateRequest, seq: int, now_s: float, session: Session | None = None
+    ) -> None:
         assert message.sampling.max_new_tokens is not None
         self.rid = message.rid
         self.sampling = message.sampling
@@ -208,6 +215,8 @@ class Req:
         self.handoff = handoff = message.handoff
         self.reports_progress = message.reports_progress
         self.keep_s = message.keep_s
+        self.session = session
+        self.turn = 0 if session is None else session.num_turns
         decodes_here = handoff is None or bool(handoff.peer)
         self.receives_kv = handoff is not None and decodes_here and _can_receive(message)
         self.arrival_s = message.arrival_s or now_s

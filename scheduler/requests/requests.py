@@ -15,6 +15,7 @@ import numpy as np
 from ...runtime.messages import Finish, FinishKind, GenerateRequest, TokenOutput
 from ...runtime.transport.message_base import Logprobs
 from ..arrays import EMPTY, BoolArray, IntArray
+from ..prefix_cache.sessions import Session
 from ..records.decision_log import Finished
 from .outputs import output_row
 from .req import Req, ReqStatus
@@ -215,10 +216,10 @@ class Requests:
         """Number of requests that have a row and pages."""
         return len(self.running) + len(self.partial)
 
-    def receive(self, message: GenerateRequest, now_s: float) -> Req:
-        """Make the `Req` of a valid message and queue it."""
+    def receive(self, message: GenerateRequest, now_s: float, session: Session | None = None) -> Req:
+        """Make the `Req` of a valid message, which is a turn of a session or of none, and queue it."""
         self._num_arrivals += 1
-        req = self.by_id[message.rid] = Req(message, self._num_arrivals, now_s)
+        req = self.by_id[message.rid] = Req(message, self._num_arrivals, now_s, session)
         if req.status is ReqStatus.WAITING_GRAMMAR:
             self.grammar[req.rid] = req
         elif req.status is ReqStatus.RECEIVING:

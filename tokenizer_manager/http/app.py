@@ -23,6 +23,7 @@ from .page.endpoints import PAGE_ENDPOINTS
 from .page.files import PageFiles
 from .reference.openapi import ApiDocs
 from .routes import ROUTES, Handler, Route
+from .schema.cache_fields import session_header
 from .schema.errors import MethodNotAllowedError, reply_to, shape_of
 from .services import Services
 
@@ -102,7 +103,8 @@ class App:
         if self._page.opens(exchange) and not key:
             exchange.caller = Caller(admin=False)
         else:
-            exchange.caller = self._authorizer.authenticate(exchange.path, key)
+            caller = self._authorizer.authenticate(exchange.path, key)
+            exchange.caller = caller._replace(session_header=session_header(exchange.headers))
         route = self._find(exchange)
         if route.admin:
             self._authorizer.check_admin(exchange.caller, exchange.path)

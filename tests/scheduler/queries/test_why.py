@@ -283,6 +283,17 @@ def test_a_tenant_may_be_an_api_key_and_is_not_told():
     assert "priority 3" in answer.rows[0][3]
 
 
+def test_a_turn_of_a_session_is_named_by_the_beginning_of_its_key():
+    arrived = Arrived(10.0, "r1", 20, 5, session="3f2a99c0d1e2f3a4", turn=1012)
+    miss = CacheMiss("r1", 14_902, 14_336, MissKind.EVICTED, 14_336, 7)
+    answer = explain([arrived, a_pass(1, admitted("r1"), cache_misses=[miss]), ENDED], "r1")
+
+    assert (
+        "found, as turn 1,012 of session 3f2a, 14,336 of 14,902 prompt tokens in the cache" in answer.sentence
+    )
+    assert answer.rows[0][3] == "prompt of 20 tokens, at most 5 new ones, turn 1,012 of session 3f2a"
+
+
 def test_a_long_story_is_cut_in_the_middle():
     reasons = [Reason.NO_ROW, Reason.CHUNK_BUDGET]
     passes = [a_pass(step, num_rest=1, rest_reason=reasons[step % 2]) for step in range(1, 1000)]

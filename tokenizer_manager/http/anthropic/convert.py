@@ -77,7 +77,7 @@ _TOOL: Final = policy_of(
     ("name", "description", "input_schema", "strict", "cache_control"),
     ("allowed_callers", "defer_loading", "eager_input_streaming"),
 )
-_SESSION_SUFFIX: Final = re.compile(r"_session_[0-9a-fA-F-]{36}\Z")
+_SESSION_SUFFIX: Final = re.compile(r"_session_([0-9a-fA-F-]{36})\Z")
 _BILLING_HEADER: Final = "x-anthropic-billing-header:"
 """Begins a system block that a coding agent adds for Anthropic's accounting. It differs between requests, so that no
 prompt would share a prefix with the one before it."""
@@ -119,8 +119,8 @@ def read_messages(
     return request, generation if request.max_tokens else warm_up_of(generation)
 
 
-def user_of(request: MessagesRequest) -> str | None:
-    """`metadata.user_id` without the id of a session, which coding agents put there: a user has many sessions.
+def user_of(request: MessagesRequest) -> tuple[str | None, str | None]:
+    """The user of `metadata.user_id` and the session, which coding agents put there: a user has many sessions.
 
     They send a JSON object with `session_id`, or a text that ends with `_session_` and a UUID.
 
@@ -129,15 +129,18 @@ def user_of(request: MessagesRequest) -> str | None:
     """
     user_id = convert(request.metadata or {}, Metadata, "metadata").user_id
     if not user_id:
-        return None
+        return None, None
     try:
         parts = msgspec.json.decode(user_id)
     except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
         parts = None
     if not isinstance(parts, dict) or "session_id" not in parts:
-        return _SESSION_SUFFIX.sub("", user_id) or None
+        suffix = _SESSION_SUFFIX.search(user_id)
+        return (user_id, None) if suffix is None else (user_id[: suffix.start()] or None, suffix[1])
     rest = {name: value for name, value in parts.items() if name != "session_id" and value not in NOTHING}
-    return msgspec.json.encode(rest, order="sorted").decode() if rest else None
+    session = parts["session_id"]
+    user = msgspec.json.encode(rest, order="sorted").decode() if rest else None
+    return user, session if isinstance(session, str) else None
 
 
 def read_count(body: Body, config: EngineConfig) -> tuple[CountTokensRequest, GenerationRequest]:

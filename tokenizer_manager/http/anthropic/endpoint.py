@@ -75,7 +75,9 @@ async def count_tokens(exchange: Exchange, engine: Engine) -> None:
 
 def _read(body: dict[str, Any], engine: Engine, caller: Caller) -> tuple[MessagesRequest, GenerationRequest]:
     request, generation = read_messages(body, engine.config, engine.sampling_defaults)
-    scheduling = engine.with_adapter(caller.scheduling(request, user_of(request), body=body), request.model)
+    user, session = user_of(request)
+    scheduling = caller.scheduling(request, user, body=body, user_session=session)
+    scheduling = engine.with_adapter(scheduling, request.model)
     return request, replace(generation, scheduling=scheduling)
 
 

@@ -10,7 +10,7 @@ from msgspec import UNSET, Meta, UnsetType
 from ....grammar.answer_report import GrammarReport, Truncated
 from ..schema.cache_fields import CacheControl
 from ..schema.field_policy import PART_POLICY, FieldPolicy, NotYet, policy_of
-from ..schema.field_types import OVERRIDES, Count, CountOrNone, StopString, number_fields
+from ..schema.field_types import OVERRIDES, Count, CountOrNone, Salt, StopString, number_fields
 
 _MESSAGE: Final = {
     "type": "object",
@@ -66,6 +66,7 @@ class MessagesRequest(_Numbers, kw_only=True):
     stop_sequences: list[StopString] | None = None
     stream: bool | None = None
     metadata: dict[str, Any] | None = None
+    session_id: Salt | None = None
     cache_control: CacheControl | None = None
     diagnostics: DiagnosticsFields | None = None
 
@@ -133,6 +134,7 @@ COUNT_POLICY: Final = FieldPolicy(
         "cache_control",
         "diagnostics",
         "max_tokens",
+        "session_id",
         "stop_sequences",
         "stream",
         *NUMBERS,

@@ -27,7 +27,7 @@ from ...scheduling_options import (
     digest_of,
     tenant_of,
 )
-from ..schema.cache_fields import keep_s_of
+from ..schema.cache_fields import keep_s_of, session_of
 from ..schema.values import Body
 
 OPEN_PATHS: Final = frozenset({"/health", "/ping"})
@@ -109,12 +109,14 @@ class Caller(NamedTuple):
             an admin.
         admin: may do what affects all requests.
         isolated: shares prefixes only among its own requests, and is accounted separately.
+        session_header: the name and the value of the request's header that names its session; see `session_header`.
     """
 
     token: bytes = b""
     owner: str = ""
     admin: bool = True
     isolated: bool = False
+    session_header: tuple[str, str] = ("", "")
 
     def namespace(self, cache_salt: str | None) -> str:
         """Its namespace of the prefix cache for a salt; isolated owners never share one."""
@@ -128,7 +130,12 @@ class Caller(NamedTuple):
         return tenant_of(user, self.token)
 
     def scheduling(
-        self, request: msgspec.Struct, user: str | None = None, *, body: Body | None = None
+        self,
+        request: msgspec.Struct,
+        user: str | None = None,
+        *,
+        body: Body | None = None,
+        user_session: str | None = None,
     ) -> Scheduling:
         """The scheduling options of a body, which has the fields of its API.
 
@@ -136,6 +143,7 @@ class Caller(NamedTuple):
             request: the body.
             user: the tenant's name, in an API that has no field `user`.
             body: as it was sent, for the breakpoints of its prompt; None: it has none.
+            user_session: the session, in an API where the name of the user contains it.
 
         Raises:
             RequestError: a value is out of range.
@@ -152,15 +160,17 @@ class Caller(NamedTuple):
                 room=field("bootstrap_room"),
                 kv_transfer_params=field("kv_transfer_params"),
             )
+        extra_key = self.namespace(checked_salt(field("cache_salt")))
         return Scheduling(
             priority=checked_priority(field("priority")),
             tenant=self.tenant(user or field("user") or field("safety_identifier")),
-            extra_key=self.namespace(checked_salt(field("cache_salt"))),
+            extra_key=extra_key,
             queue_timeout_s=checked_timeout(field("queue_timeout"), "queue_timeout"),
             timeout_s=checked_timeout(field("timeout"), "timeout"),
             replica=field("data_parallel_rank"),
             owner=self.owner,
             keep_s=None if body is None else keep_s_of(body, field("prompt_cache_options")),
+            session=session_of(request, self.session_header, self.owner, extra_key, user_session),
             bootstrap=bootstrap,
         )
 

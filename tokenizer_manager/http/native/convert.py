@@ -27,6 +27,7 @@ from ..exchange import Exchange
 from ..framing import DONE, event
 from ..guards.auth import Caller
 from ..schema.accounting import truncated_of
+from ..schema.cache_fields import SessionParams
 from ..schema.constraints import check_room, constraint_of
 from ..schema.errors import renamed_fields
 from ..schema.field_policy import SAMPLING_NOT_YET, FieldPolicy
@@ -48,12 +49,18 @@ _POLICY: Final = FieldPolicy(
         "return_entropy": (False,),
         "return_hidden_states": (False,),
         "return_text_in_logprobs": (False,),
-        "session_params": (),
         "token_ids_logprob": (),
         "video_data": (),
     },
     no_effect={"log_metrics", "no_logs"},
-    nested={"sampling_params": FieldPolicy(NativeSampling, SAMPLING_NOT_YET)},
+    nested={
+        "sampling_params": FieldPolicy(NativeSampling, SAMPLING_NOT_YET),
+        "session_params": FieldPolicy(
+            SessionParams,
+            {"rid": (), "offset": (), "replace": (False,), "drop_previous_output": (False,)},
+            no_effect=(),
+        ),
+    },
 )
 _SAMPLING: Final = "sampling_params"
 

@@ -9,6 +9,7 @@ from msgspec import UNSET, UnsetType
 
 from ....grammar.answer_report import GrammarReport, Truncated
 from ....runtime.sampling_params import MAX_TEMPERATURE
+from ..schema.cache_fields import SessionParams
 from ..schema.field_types import (
     BootstrapHost,
     BootstrapPort,
@@ -58,6 +59,8 @@ class NativeRequest(msgspec.Struct, kw_only=True):
     cache_salt: Salt | None = None
     user: str | None = None
     safety_identifier: str | None = None
+    session_id: Salt | None = None
+    session_params: SessionParams | None = None
     queue_timeout: Seconds | None = None
     timeout: Seconds | None = None
     data_parallel_rank: ReplicaNumber | None = None

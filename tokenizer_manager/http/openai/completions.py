@@ -19,7 +19,7 @@ from ..guards.auth import Caller
 from ..schema.accounting import truncated_of
 from ..schema.constraints import check_room, constraint_of
 from ..schema.errors import OPENAI_NAMES, renamed_fields
-from ..schema.field_policy import COMPLETION_NOT_YET, FieldPolicy
+from ..schema.field_policy import COMPLETION_NO_EFFECT, COMPLETION_NOT_YET, FieldPolicy
 from ..schema.generation_fields import StreamOptions, answer_limit, prompts_of
 from ..schema.values import Body, convert
 from ..services import Engine
@@ -31,6 +31,7 @@ DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's
 _POLICY: Final = FieldPolicy(
     CompletionRequest,
     COMPLETION_NOT_YET,
+    no_effect=COMPLETION_NO_EFFECT,
     nested={"stream_options": FieldPolicy(StreamOptions, {}, no_effect=())},
 )
 

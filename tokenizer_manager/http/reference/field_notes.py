@@ -145,6 +145,9 @@ NOTES: Final[Mapping[str, str]] = {
     "cache_salt": "Only requests with the same salt share cached prefixes.",
     "user": "The tenant that the request is accounted to.",
     "safety_identifier": "The tenant, where `user` is absent.",
+    "session_id": "The conversations of one agent have one; the cache counts its turns.",
+    "session_params": "SGLang's form: `id` is the session; the prompt is always the whole one.",
+    "prompt_cache_key": "The session, where `session_id` and headers name none.",
     "prompt_cache_options": "`ttl` keeps the prompt for 30m or 12h, `mode: explicit` only one with a breakpoint; "
     "`prewarm` computes the prompt only.",
     "diagnostics": "`previous_message_id`: the answer says which part of that message's prompt has changed.",

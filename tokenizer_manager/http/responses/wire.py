@@ -67,6 +67,8 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_options: CacheOptions | None = None
+    prompt_cache_key: Salt | None = None
+    session_id: Salt | None = None
     priority: Priority | None = None
     cache_salt: Salt | None = None
     queue_timeout: Seconds | None = None
@@ -99,6 +101,7 @@ _NOT_YET: Final[NotYet] = SAMPLING_NOT_YET | {
 }
 _NO_EFFECT: Final = (NO_EFFECT | {"client_metadata", "max_tool_calls", "stream_options"}) - {
     "metadata",
+    "prompt_cache_key",
     "prompt_cache_options",
     "store",
     "parallel_tool_calls",

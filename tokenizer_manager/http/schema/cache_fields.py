@@ -1,17 +1,19 @@
-"""Fields that ask the prefix cache to keep a prompt: Anthropic's `cache_control`, OpenAI's `prompt_cache_options`.
+"""Fields for the prefix cache: the session of a request, and how long its prompt is kept.
 
-A breakpoint keeps the whole prompt, for the longest time of the request's breakpoints. Without one a prompt is cached,
-too, until its memory is needed.
+`session_of` knows the fields and headers by which SGLang, OpenAI, Anthropic and coding agents name a session.
+Anthropic's `cache_control` and OpenAI's `prompt_cache_options` have breakpoints: a breakpoint keeps the whole prompt,
+for the longest time of the request's breakpoints. Without one a prompt is cached, too, until its memory is needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Final, Literal
 
 import msgspec
 
+from ...scheduling_options import checked_salt, digest_of
 from .values import Body, convert, objects_in
 
 CONTROL_S: Final = {"5m": 300.0, "1h": 3600.0}
@@ -20,6 +22,14 @@ _CONTROL: Final = "cache_control"
 _BREAKPOINT: Final = "prompt_cache_breakpoint"
 BREAKPOINTS: Final = (_CONTROL, _BREAKPOINT)
 """Fields of parts and tools."""
+SESSION_HEADERS: Final = (
+    b"x-session-id",
+    b"x-claude-code-session-id",
+    b"session-id",  # Codex
+    b"session_id",
+    b"x-session-affinity",  # opencode
+)
+"""Headers that name a session, the first present counts."""
 
 
 class CacheControl(msgspec.Struct, kw_only=True):
@@ -35,6 +45,48 @@ class CacheOptions(msgspec.Struct, kw_only=True):
     mode: Literal["implicit", "explicit"] | None = None
     ttl: Literal["30m", "12h"] | None = None
     prewarm: bool | None = None
+
+
+class SessionParams(msgspec.Struct, kw_only=True):
+    """SGLang's `session_params`: the session of a prompt that is sent in full."""
+
+    id: str | None = None
+
+
+def session_header(headers: Mapping[bytes, bytes]) -> tuple[str, str]:
+    """The name and the value of the header that names a session; two empty texts: none does."""
+    found = next((name for name in SESSION_HEADERS if headers.get(name)), b"")
+    return found.decode(), headers.get(found, b"").decode("latin-1")
+
+
+def session_of(
+    request: msgspec.Struct, header: tuple[str, str], owner: str, namespace: str, user_session: str | None
+) -> str:
+    """A digest of the key of a request's session, its owner and its namespace; "": the request names no session.
+
+    Args:
+        request: its body, with the fields of its API.
+        header: from `session_header`.
+        owner: of the request; the sessions of two API keys are different ones.
+        namespace: of the prefix cache, without the adapter.
+        user_session: in APIs where the name of the user contains it.
+
+    Raises:
+        RequestError: the key is too long.
+    """
+    params: SessionParams | None = getattr(request, "session_params", None)
+    keys = (
+        ("session_id", getattr(request, "session_id", None)),
+        ("session_params.id", params and params.id),
+        header,
+        ("prompt_cache_key", getattr(request, "prompt_cache_key", None)),
+        ("metadata.user_id", user_session),
+    )
+    for param, key in keys:
+        if key:
+            parts = owner, namespace, checked_salt(key, param) or ""
+            return digest_of("\0".join(parts).encode("utf-8", "surrogatepass"))
+    return ""
 
 
 def keep_s_of(body: Body, options: CacheOptions | None = None) -> float | None:

@@ -65,7 +65,8 @@ SAMPLING_NOT_YET: Final[NotYet] = {
     "xtc_probability": (0,),
 }
 
-CHAT_NO_EFFECT: Final = NO_EFFECT - {"prompt_cache_options"} | {"prediction"}
+COMPLETION_NO_EFFECT: Final = NO_EFFECT - {"prompt_cache_key"}
+CHAT_NO_EFFECT: Final = COMPLETION_NO_EFFECT - {"prompt_cache_options"} | {"prediction"}
 """`prediction` is a guess at the answer, which only makes it faster."""
 CHAT_NOT_YET: Final[NotYet] = SAMPLING_NOT_YET | {
     "audio": (),

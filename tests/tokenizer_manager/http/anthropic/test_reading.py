@@ -247,7 +247,7 @@ def test_unknown_fields_of_blocks_are_not_silent():
 def test_the_user_is_that_of_the_metadata_without_the_session(metadata, user):
     body = {"messages": [HI], "max_tokens": 9} | metadata
     request, _ = read_messages(body, EngineConfig(), OPENAI_DEFAULTS)
-    assert user_of(request) == user
+    assert user_of(request)[0] == user
 
 
 def test_a_user_that_is_no_text_is_refused():
