@@ -10,8 +10,9 @@ Nibble i of a word holds output (0, 2, 4, 6, 1, 3, 5, 7)[i] of its eight. A weig
 
 GPTQ (Frantar et al. 2022; AutoGPTQ, ModelCloud/GPTQModel):
 
-    <name>.qweight  int32 [K/8, N]   4-bit integers of eight neighboring inputs, the first in the lowest bits
-    <name>.qzeros   int32 [K/group, N/8], of eight neighboring outputs; format version 1 stores zero - 1
+    <name>.qweight  int32 [K/8, N]   4-bit integers of eight neighboring inputs, the first in the lowest bits;
+                    int32 [K/4, N]   or 8-bit integers of four
+    <name>.qzeros   int32 [K/group, N/8 or N/4], of neighboring outputs; format version 1 stores zero - 1
     <name>.scales   [K/group, N]
     <name>.g_idx    int32 [K]        the group of each input
 
@@ -48,12 +49,8 @@ if TYPE_CHECKING:
     from ...models.spec.quantization import IntForm, QuantizationSpec
     from ..kernels.quantized import Part
 
-PER_WORD: Final = 8
 
-
-def unpack(
-    words: Tensor, axis: int, order: Sequence[int] = range(PER_WORD), bits: Literal[4, 8] = 4
-) -> Tensor:
+def unpack(words: Tensor, axis: int, order: Sequence[int] = range(8), bits: Literal[4, 8] = 4) -> Tensor:
     """Unpack int32 words along an axis of a matrix into uint8 values; `order`: the place of each value in its word."""
     shifts = bits * torch.tensor(list(order)[: 32 // bits], dtype=torch.int32, device=words.device)
     mask = (1 << bits) - 1
@@ -64,11 +61,12 @@ def unpack(
     return numbers.to(torch.uint8).view(-1, words.shape[1])
 
 
-class Int4Tensors:
-    """The packed tensors of a weight, or a rank's part of each.
+class PackedTensors:
+    """The tensors of a weight in AWQ or GPTQ, or a rank's part of each.
 
     Attributes:
         group_size: inputs per group; with a single group, all inputs.
+        per_word: integers in a word.
     """
 
     def __init__(self, quantization: QuantizationSpec, module: ModuleWeight) -> None:
@@ -80,31 +78,33 @@ class Int4Tensors:
         self._reader, self._name, self._shape, self._part = module
         name, (rows, columns), part = module.name, module.shape, module.part
         self.group_size = quantization.group_size or columns
-        if rows % PER_WORD or columns % PER_WORD or columns % self.group_size:
+        self.per_word = 32 // quantization.bits
+        if rows % self.per_word or columns % self.per_word or columns % self.group_size:
             raise ConfigError(
                 f"{name}: a weight of {rows} outputs and {columns} inputs cannot be stored as {quantization.method} "
-                f"with words of {PER_WORD} values and groups of {self.group_size} inputs; config.json does not fit it"
+                f"with words of {self.per_word} values and groups of {self.group_size} inputs; config.json does "
+                "not fit it"
             )
         self._num_groups = columns // self.group_size
         if part is None:
             return
-        step = PER_WORD if part.axis == 0 or self._num_groups == 1 else self.group_size
+        step = self.per_word if part.axis == 0 or self._num_groups == 1 else self.group_size
         if part.start % step or part.stop % step:
             what = "outputs" if part.axis == 0 else "inputs"
             raise ConfigError(
                 f"{name}: a rank takes {what} {part.start} to {part.stop - 1}, but {step} neighbors share "
-                f"{'a word' if step == PER_WORD else 'a scale'} and cannot be split; use a smaller --tp"
+                f"{'a word' if step == self.per_word else 'a scale'} and cannot be split; use a smaller --tp"
             )
 
     def words(self, *, outputs: int = 1, inputs: int = 1) -> Tensor:
-        """`qweight`, int32; a word has 4-bit integers of so many `outputs` or `inputs`."""
+        """`qweight`, int32; a word has the integers of so many `outputs` or `inputs`."""
         rows, columns = self._shape
         shape, part = (columns // inputs, rows // outputs), self._slice(outputs, inputs)
         return self._reader.stacked([f"{self._name}.qweight"], [shape], torch.int32, part)
 
     def zeros(self) -> Tensor:
-        """`qzeros`, int32 [groups, outputs / 8]."""
-        shape, part = (self._num_groups, self._shape[0] // PER_WORD), self._groups(PER_WORD)
+        """`qzeros`, int32 [groups, outputs / per_word]."""
+        shape, part = (self._num_groups, self._shape[0] // self.per_word), self._groups(self.per_word)
         return self._reader.stacked([f"{self._name}.qzeros"], [shape], torch.int32, part)
 
     def scales(self) -> Tensor:
@@ -144,8 +144,8 @@ class AwqParts:
     def read(self, module: ModuleWeight) -> Part:
         if _is_plain(self._quantization, module):
             return read_plain([module])
-        stored = Int4Tensors(self._quantization, module)
-        numbers = unpack(stored.words(outputs=PER_WORD), 1, NIBBLE_OF_OUTPUT)
+        stored = PackedTensors(self._quantization, module)
+        numbers = unpack(stored.words(outputs=stored.per_word), 1, NIBBLE_OF_OUTPUT)
         zeros = unpack(stored.zeros(), 1, NIBBLE_OF_OUTPUT)
         return IntWeight(numbers, stored.scales(), zeros, min(stored.group_size, numbers.shape[0]))
 
@@ -159,19 +159,21 @@ class GptqParts:
     def read(self, module: ModuleWeight) -> Part:
         if _is_plain(self._quantization, module):
             return read_plain([module])
-        stored = Int4Tensors(self._quantization, module)
+        stored, bits = PackedTensors(self._quantization, module), self._quantization.bits
         tensor, order = f"{module.name}.g_idx", None
         if self._quantization.reordered:
             order = order_of_groups(module, tensor, stored.group_size, "desc_act")
         else:
             module.reader.ignore(tensor)  # redundant: neighbors share a group
-        numbers, zeros = unpack(stored.words(inputs=PER_WORD), 0), unpack(stored.zeros(), 1)
+        numbers = unpack(stored.words(inputs=stored.per_word), 0, bits=bits)
+        zeros = unpack(stored.zeros(), 1, bits=bits)
         _skip_bias_of_zeros(module)
         if self._quantization.zeros_less_one:
-            zeros = (zeros + 1) & 15  # a stored 15 means 0: 16 does not occur
+            zeros = (zeros + 1) & ((1 << bits) - 1)  # the largest one means 0: its successor does not occur
         if order is not None:
             numbers = numbers[order]
-        return IntWeight(numbers, stored.scales(), zeros, min(stored.group_size, numbers.shape[0]), order)
+        size = min(stored.group_size, numbers.shape[0])
+        return IntWeight(numbers, stored.scales(), zeros, size, order, bits=bits)
 
 
 class CompressedIntParts:

@@ -8,22 +8,22 @@ wrong form load without an error and produce wrong output.
 from __future__ import annotations
 
 import fnmatch
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, Literal
 
-from msgspec import structs
-
+from ...runtime.config.model_choice import QuantMethod
 from ...runtime.errors import ConfigError
 from ..fields import Fields
 from ..model_files import read_json
-from ..spec.quantization import IntForm, QuantizationSpec, compiled
+from ..spec.quantization import HEADS, QuantizationSpec
+from .compressed_tensors import block_sizes, module_names, read_compressed_tensors
 
 SUPPORTED: Final = (
     "fp8 (e4m3; per tensor, channel or block; also as fbgemm_fp8, as compressed-tensors in float-quantized form and as "
     "FP8 of modelopt), compressed-tensors with integers (4 and 8 bits, packed or not; per tensor, channel or group), "
-    "awq (4 bits, gemm), gptq (4 bits) and mxfp4 (experts)"
+    "awq (4 bits, gemm), gptq (4 and 8 bits), auto-round with integers in the layout of one of these, and mxfp4 "
+    "(experts)"
 )
 _OWN_FILES: Final = (("quantize_config.json", "gptq"), ("quant_config.json", "awq"))
 """Files that describe the quantization in exports older than `quantization_config`, with the method they imply."""
@@ -35,6 +35,7 @@ _IMPLIED: Final = (
     ("load_in_4bit", "bitsandbytes"),
     ("load_in_8bit", "bitsandbytes"),
     ("config_groups", "compressed-tensors"),
+    ("packing_format", "auto-round"),
     ("desc_act", "gptq"),
     ("zero_point", "awq"),
     ("activation_scheme", "fp8"),
@@ -43,19 +44,15 @@ _IMPLIED: Final = (
 _ALSO: Final = (("config_groups", "modelopt"),)
 """Fields that a method shares with the one that they imply."""
 _E4M3: Final = ("e4m3", "e4m3fn", "float8_e4m3fn")
-_FP8_LAYOUTS: Final = ("float-quantized", "naive-quantized")
-_INT_LAYOUTS: Final = ("pack-quantized", "int-quantized", "naive-quantized")
-_LAYOUTS: Final = (*_INT_LAYOUTS, "float-quantized", "mixed-precision")
-_REORDERED: Final = (True, "group", "dynamic")
-"""The values of `actorder` with which the groups of a checkpoint are not neighboring inputs."""
-_ALL_LINEAR: Final = "Linear"
-"""The target of a group of compressed-tensors that stands for all linear layers."""
-_COMPRESSED_TENSORS: Final = (
-    *("quant_method", "format", "config_groups", "ignore", "sparsity_config", "transform_config"),
-    # Without effect on the values of weights and activations:
-    *("version", "quantization_status", "global_compression_ratio", "kv_cache_scheme"),
-)
-"""Fields of compressed-tensors that are read, or change nothing. Any other one may change what is computed."""
+_AUTO_ROUND_LAYOUTS: Final[Mapping[str, QuantMethod]] = {
+    "auto_round:auto_gptq": "gptq",
+    "auto_round:gptqmodel": "gptq",
+    "auto_round": "gptq",
+    "auto_round:auto_awq": "awq",
+}
+"""AutoRound's names of layouts, with the method that has the same."""
+_PLAIN_BITS: Final = 16
+"""AutoRound's way to say that a layer is not quantized."""
 _GROUP_SIZES: Final = (32, 64, 128, 256, 512, 1024)
 
 
@@ -82,8 +79,9 @@ def read_quantization(folder: Path, config: Fields) -> QuantizationSpec | None:
 
 
 def _form(spec: QuantizationSpec) -> str:
-    """The method and the sizes of its groups or blocks, for comparing and for messages."""
+    """The method, its bits and the sizes of its groups or blocks, for comparing and for messages."""
     sizes = f", blocks of {spec.block[0]} x {spec.block[1]}" if spec.block else ""
+    sizes += f", {spec.bits} bits" if spec.method == "gptq" else ""
     return spec.method + (f", groups of {spec.group_size}" if spec.group_size else "") + sizes
 
 
@@ -149,6 +147,8 @@ def _read(fields: Fields, method: str) -> QuantizationSpec:
             return _read_awq(fields)
         case "gptq":
             return _read_gptq(fields)
+        case "auto-round":
+            return _read_auto_round(fields)
         case "fp8":
             return _read_fp8(fields)
         case "fbgemm_fp8":
@@ -156,10 +156,10 @@ def _read(fields: Fields, method: str) -> QuantizationSpec:
             return QuantizationSpec(
                 method="fp8",
                 activation_bound=None if bound is None else fields.number("activation_scale_ub", 1e-6, 1e9),
-                plain_modules=_names(fields, "modules_to_not_convert"),
+                plain_modules=module_names(fields, "modules_to_not_convert"),
             )
         case "compressed-tensors":
-            return _read_compressed_tensors(fields)
+            return read_compressed_tensors(fields)
         case "modelopt":
             return _read_modelopt(fields, fields.given("ignore", "exclude_modules"))
     raise fields.error("quant_method", method, _UNSUPPORTED.format("which"))
@@ -190,7 +190,7 @@ def _read_modelopt(fields: Fields, plain: str) -> QuantizationSpec:
             "quant_algo", algorithm, "only FP8 of modelopt is supported; use the original weights"
         )
     return QuantizationSpec(
-        method="fp8", plain_modules=tuple(_pattern_of_glob(name) for name in _names(fields, plain))
+        method="fp8", plain_modules=tuple(_pattern_of_glob(name) for name in module_names(fields, plain))
     )
 
 
@@ -206,8 +206,9 @@ def _read_awq(fields: Fields) -> QuantizationSpec:
         raise fields.error("zero_point", False, "only awq with zero points is supported")
     return QuantizationSpec(
         method="awq",
+        bits=_bits(fields, 4),
         group_size=_group_size(fields, "group_size", "q_group_size"),
-        plain_modules=_names(fields, "modules_to_not_convert"),
+        plain_modules=module_names(fields, "modules_to_not_convert"),
     )
 
 
@@ -220,15 +221,75 @@ def _read_gptq(fields: Fields) -> QuantizationSpec:
         raise fields.error("is_marlin_format", True, "only gptq and gptq_v2 are supported")
     if fields.boolean("lm_head", default=False):
         raise fields.error("lm_head", True, "a quantized output head is not supported")
-    for name in ("dynamic", "modules_in_block_to_quantize"):
-        if fields.get(name):
-            raise fields.error(name, fields.get(name), "only one setting for all layers is supported")
+    if fields.get("modules_in_block_to_quantize"):
+        raise fields.error(
+            "modules_in_block_to_quantize",
+            fields.get("modules_in_block_to_quantize"),
+            "only one setting for all layers is supported",
+        )
     return QuantizationSpec(
         method="gptq",
+        bits=_bits(fields, 4, 8),
         group_size=_group_size(fields, "group_size", "q_group_size"),
         reordered=fields.boolean("desc_act", default=False),
         zeros_less_one=layout == "gptq",
-        plain_modules=_names(fields, "modules_to_not_convert"),
+        plain_modules=(*module_names(fields, "modules_to_not_convert"), *_plain_by_dynamic(fields)),
+    )
+
+
+def _plain_by_dynamic(fields: Fields) -> Iterator[str]:
+    """The modules that GPTQModel's `dynamic` leaves out: after `-:` regular expressions for the beginning of a name."""
+    dynamic = fields.get("dynamic") or {}
+    if not isinstance(dynamic, Mapping):
+        raise fields.error("dynamic", dynamic, "expected an object")
+    for pattern, settings in dynamic.items():
+        if pattern.startswith("-:"):
+            yield "re:" + pattern.removeprefix("-:")
+        elif _differs(fields, settings):
+            raise fields.error(
+                "dynamic", {pattern: settings}, "only one setting for all quantized layers is supported"
+            )
+
+
+def _differs(fields: Fields, settings: object) -> bool:
+    """Whether the settings of some modules are not those of all."""
+    if not isinstance(settings, Mapping):
+        return True
+    return any(value is not None and value != fields.get(name) for name, value in settings.items())
+
+
+def _read_auto_round(fields: Fields) -> QuantizationSpec:
+    """Integers of AutoRound (Cheng et al. 2023; intel/auto-round) in the layout of AWQ or GPTQ.
+
+    `auto_round:auto_gptq` stores zeros less one; `auto_round` and `auto_round:gptqmodel` store them as they are.
+    """
+    layout = fields.text("packing_format", default="auto_round:auto_gptq")
+    if layout not in _AUTO_ROUND_LAYOUTS:
+        raise fields.error("packing_format", layout, f"supported are {', '.join(_AUTO_ROUND_LAYOUTS)}")
+    _must_be(fields, "data_type", "int", default="int")
+    for name in ("act_bits", "rotation_config"):
+        value = fields.get(name)
+        if value and not (name == "act_bits" and isinstance(value, int) and value >= _PLAIN_BITS):
+            raise fields.error(name, value, "inputs that are changed before a layer are not supported")
+    plain = list(module_names(fields, "modules_to_not_convert"))
+    extra = fields.get("extra_config") or {}
+    if not isinstance(extra, Mapping):
+        raise fields.error("extra_config", extra, "expected an object")
+    for name, settings in extra.items():
+        bits = settings.get("bits") if isinstance(settings, Mapping) else None
+        if isinstance(bits, int) and bits >= _PLAIN_BITS:
+            plain.append(name if name.replace(".", "").replace("_", "").isalnum() else f"re:.*(?:{name})")
+        elif name in HEADS or _differs(fields, settings):
+            raise fields.error(
+                "extra_config", {name: settings}, "only one setting for all quantized layers is supported"
+            )
+    method = _AUTO_ROUND_LAYOUTS[layout]
+    return QuantizationSpec(
+        method=method,
+        bits=_bits(fields, *((4,) if method == "awq" else (4, 8))),
+        group_size=_group_size(fields, "group_size"),
+        zeros_less_one=layout == "auto_round:auto_gptq",
+        plain_modules=tuple(plain),
     )
 
 
@@ -241,116 +302,21 @@ def _read_fp8(fields: Fields) -> QuantizationSpec:
         raise fields.error("activation_scheme", scheme, "expected dynamic or static")
     name = fields.given("modules_to_not_convert", "ignored_layers")
     return QuantizationSpec(
-        method="fp8", block=_block(fields, "weight_block_size"), plain_modules=_names(fields, name)
+        method="fp8", block=block_sizes(fields, "weight_block_size"), plain_modules=module_names(fields, name)
     )
 
 
-def _read_compressed_tensors(fields: Fields) -> QuantizationSpec:
-    layout = fields.text("format")
-    if layout not in _LAYOUTS:
-        raise fields.error("format", layout, f"supported are {', '.join(_LAYOUTS)}")
-    sparsity = fields.get("sparsity_config")
-    if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
-        raise fields.error("sparsity_config", sparsity, "sparse weights are not supported")
-    transform = fields.get("transform_config")
-    if isinstance(transform, Mapping) and not any(transform.values()):
-        transform = None
-    if transform:
-        raise fields.error("transform_config", transform, "inputs that are transformed are not supported")
-    for name in fields:
-        if name not in _COMPRESSED_TENSORS and fields.get(name):
-            raise fields.error(name, fields.get(name), "this setting is not known; use the original weights")
-    groups = fields.get("config_groups")
-    if not isinstance(groups, Mapping) or not groups:
-        raise fields.error("config_groups", groups, "expected at least one group")
-    read = [_read_group(fields, name, group, layout) for name, group in groups.items()]
-    if all(isinstance(one, IntForm) for one in read):
-        forms = [one for one in read if isinstance(one, IntForm)]
-        return QuantizationSpec(
-            method="compressed-tensors",
-            int_forms=tuple(sorted(forms, key=lambda form: not form.modules)),
-            reordered=any(group["weights"].get("actorder") in _REORDERED for group in groups.values()),
-            plain_modules=_names(fields, "ignore"),
-        )
-    if len(read) > 1:
-        raise fields.error(
-            "config_groups",
-            groups,
-            "several groups are supported only if all have integers; use another export",
-        )
-    (fp8,) = read
-    assert isinstance(fp8, QuantizationSpec)
-    return structs.replace(fp8, plain_modules=_names(fields, "ignore"))
-
-
-def _read_group(fields: Fields, name: str, group: Any, layout: str) -> IntForm | QuantizationSpec:
-    """A group of `config_groups`: a form of integers, or the description of 8-bit floats.
-
-    Args:
-        layout: of groups that name none.
-    """
-    if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
-        raise fields.error(f"config_groups.{name}", group, "expected a group with `weights`")
-    within = Fields(fields.path, group, f"quantization_config.config_groups.{name}.")
-    if group.get("output_activations"):
-        raise within.error(
-            "output_activations", group["output_activations"], "quantized outputs are not supported"
-        )
-    layout = within.text("format", default=layout)
-    weights = Fields(fields.path, group["weights"], f"quantization_config.config_groups.{name}.weights.")
-    if weights.text("type") == "int":
-        return _read_int_group(within, weights, layout)
-    if layout not in _FP8_LAYOUTS:
-        raise within.error("format", layout, f"floats are supported in the layouts {', '.join(_FP8_LAYOUTS)}")
-    if weights.integer("num_bits", 1, 64) != 8 or weights.text("type") != "float":
-        raise weights.error("num_bits", weights.get("num_bits"), "only 8-bit float weights are supported")
-    if not weights.boolean("symmetric", default=True):
-        raise weights.error("symmetric", False, "only symmetric weights are supported")
-    if group.get("targets") != [_ALL_LINEAR]:
-        raise within.error("targets", group.get("targets"), f"for floats only [{_ALL_LINEAR!r}] is supported")
-    strategy = weights.text("strategy")
-    if strategy not in ("tensor", "channel", "block"):
-        raise weights.error("strategy", strategy, "only tensor, channel and block are supported")
-    return QuantizationSpec(
-        method="fp8",
-        block=_block(weights, "block_structure") if strategy == "block" else None,
-        weights_only=group.get("input_activations") is None,
-    )
-
-
-def _read_int_group(group: Fields, weights: Fields, layout: str) -> IntForm:
-    """A group with integers. Its activations may be quantized, too; here they are multiplied as they are."""
-    if layout not in _INT_LAYOUTS:
-        raise group.error(
-            "format", layout, f"integers are supported in the layouts {', '.join(_INT_LAYOUTS)}"
-        )
-    bits = weights.integer("num_bits", 1, 64)
-    if bits not in (4, 8):
-        raise weights.error("num_bits", bits, "integers of 4 and 8 bits are supported")
-    strategy = weights.text("strategy")
-    if strategy not in ("tensor", "channel", "group"):
-        raise weights.error("strategy", strategy, "only tensor, channel and group are supported")
-    size = weights.integer("group_size", 1, 1 << 20) if strategy == "group" else 0
-    targets = _names(group, "targets")
-    for target in targets:
-        if target != _ALL_LINEAR and target.isalnum() and target[0].isupper():
-            raise group.error("targets", list(targets), f"of classes only {_ALL_LINEAR} is supported")
-    if not targets:
-        raise group.error("targets", list(targets), "expected the modules of the group")
-    return IntForm(
-        bits=8 if bits == 8 else 4,
-        group_size=size,
-        symmetric=weights.boolean("symmetric", default=True),
-        packed=layout == "pack-quantized",
-        modules=() if _ALL_LINEAR in targets else targets,
-    )
+def _bits(fields: Fields, *supported: int) -> Literal[4, 8]:
+    """Bits of an integer; older exports use another field for them."""
+    name = fields.given("bits", "w_bit")
+    bits = fields.integer(name, 1, 32)
+    if bits not in supported:
+        raise fields.error(name, bits, f"only {' and '.join(map(str, supported))} bits are supported")
+    return 8 if bits == 8 else 4
 
 
 def _group_size(fields: Fields, *names: str) -> int:
-    """Inputs of a group, 0 for all; checks that weights have 4 bits (older exports use another field for it)."""
-    bits = fields.given("bits", "w_bit")
-    if fields.integer(bits, 1, 32) != 4:
-        raise fields.error(bits, fields.get(bits), "only 4 bits are supported")
+    """Inputs of a group, 0 for all."""
     name = fields.given(*names)
     size = fields.integer(name, -1, 1 << 20)
     if size == -1:
@@ -360,30 +326,7 @@ def _group_size(fields: Fields, *names: str) -> int:
     return size
 
 
-def _block(fields: Fields, name: str) -> tuple[int, int] | None:
-    sizes = fields.integers(name, 1, 1 << 20)
-    if not sizes:
-        return None
-    if len(sizes) != 2:
-        raise fields.error(name, list(sizes), "expected two whole numbers")
-    return sizes[0], sizes[1]
-
-
 def _must_be(fields: Fields, name: str, only: str, default: str) -> None:
     value = fields.text(name, default=default)
     if value.lower() != only:
         raise fields.error(name, value, f"only {only} is supported")
-
-
-def _names(fields: Fields, name: str) -> tuple[str, ...]:
-    """A list of modules; empty if missing."""
-    value = fields.get(name)
-    if value is None:
-        return ()
-    if not isinstance(value, list) or any(not isinstance(item, str) or not item for item in value):
-        raise fields.error(name, value, "expected a list of module names")
-    try:
-        compiled(tuple(value))
-    except re.error as error:
-        raise fields.error(name, value, f"holds a regular expression that cannot be read: {error}") from None
-    return tuple(value)

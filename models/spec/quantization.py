@@ -6,7 +6,8 @@ How each method stores a weight [out, in], by the names of its tensors:
 
     fp8    weight [out, in] e4m3; weight_scale or weight_scale_inv: one number, one per output, or one per block
     awq    qweight int32 [in, out/8], qzeros int32 [in/group, out/8], scales [in/group, out]
-    gptq   qweight int32 [in/8, out], qzeros int32 [in/group, out/8], scales [in/group, out], g_idx int32 [in]
+    gptq   qweight int32 [in/8, out], qzeros int32 [in/group, out/8], scales [in/group, out], g_idx int32 [in]; with 8
+           bits a word holds 4 integers instead of 8
     compressed-tensors, for integers: weight_packed int32 [out, in/8] (4 bits) or [out, in/4] (8 bits), or weight int8
            [out, in]; weight_scale [out, in/group], [out, 1] or [1]; weight_zero_point int32 [out/8, in/group] or int8;
            weight_g_idx int32 [in]. Its 8-bit floats are fp8.
@@ -185,6 +186,7 @@ class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         stored: the checkpoint is in this form; if False, its weights are converted to it while loading.
         kept: the weights stay in it if the device supports it; if False, they are dequantized while loading.
+        bits: awq, gptq: per integer.
         group_size: awq, gptq: inputs that share a scale and a zero; 0: all of them.
         reordered: gptq: `g_idx` maps each input to its group; if False, groups are neighboring inputs.
         zeros_less_one: gptq: stored zeros are one less than their value, as in the first version of the format.
@@ -201,6 +203,7 @@ class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True):
     method: QuantMethod
     stored: bool = True
     kept: bool = True
+    bits: Literal[4, 8] = 4
     group_size: int = 0
     reordered: bool = False
     zeros_less_one: bool = False
@@ -263,7 +266,9 @@ class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True):
         if self.method == "fp8":
             groups = -(-columns // self.block[1]) if self.block else 1
             return rows * columns + 4 * rows * groups
-        ints: IntForm | None = IntForm(bits=4, group_size=self.group_size, symmetric=False, packed=True)
+        ints: IntForm | None = IntForm(
+            bits=self.bits, group_size=self.group_size, symmetric=False, packed=True
+        )
         if self.method == "compressed-tensors":
             ints = self.int_form(name)
         if ints is None:

@@ -68,22 +68,22 @@ AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 PLAIN_ORDER = list(range(8))
 
 
-def quantize_int4(weight: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def quantize_ints(weight: Tensor, group: Tensor, bits: int = 4) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """[N, K] rounded, inputs of equal number in `group` [K] together: numbers [K, N], zeros, scales [G, N], meaning."""
     columns = weight.t()
-    count = int(group.max()) + 1
+    count, most = int(group.max()) + 1, (1 << bits) - 1
     scales, zeros = torch.empty(2, count, weight.shape[0])
     for g in range(count):
         low, high = columns[group == g].amin(0).clamp(max=0), columns[group == g].amax(0).clamp(min=0)
-        scales[g] = ((high - low) / 15).to(torch.float16)
-        zeros[g] = (-low / scales[g]).round().clamp(0, 15)
-    numbers = (columns / scales[group] + zeros[group]).round().clamp(0, 15)
+        scales[g] = ((high - low) / most).to(torch.float16)
+        zeros[g] = (-low / scales[g]).round().clamp(0, most)
+    numbers = (columns / scales[group] + zeros[group]).round().clamp(0, most)
     return numbers, zeros, scales, ((numbers - zeros[group]) * scales[group]).t()
 
 
 def as_awq(weight: Tensor, group_size: int, **_: Any) -> tuple[Tensors, Tensor]:
     size = group_size if group_size > 0 else weight.shape[1]
-    numbers, zeros, scales, meant = quantize_int4(weight, torch.arange(weight.shape[1]) // size)
+    numbers, zeros, scales, meant = quantize_ints(weight, torch.arange(weight.shape[1]) // size)
     return {
         "qweight": pack_words(numbers, 1, AWQ_ORDER),
         "qzeros": pack_words(zeros, 1, AWQ_ORDER),
@@ -92,17 +92,17 @@ def as_awq(weight: Tensor, group_size: int, **_: Any) -> tuple[Tensors, Tensor]:
 
 
 def as_gptq(
-    weight: Tensor, group_size: int, *, offset: int = 1, desc_act: bool = False
+    weight: Tensor, group_size: int, *, offset: int = 1, desc_act: bool = False, bits: int = 4
 ) -> tuple[Tensors, Tensor]:
     columns = weight.shape[1]
     size = group_size if group_size > 0 else columns
     group = torch.arange(columns) // size
     if desc_act:
         group = group[torch.randperm(columns)]
-    numbers, zeros, scales, meant = quantize_int4(weight, group)
+    numbers, zeros, scales, meant = quantize_ints(weight, group, bits)
     return {
-        "qweight": pack_words(numbers, 0, PLAIN_ORDER),
-        "qzeros": pack_words((zeros - offset) % 16, 1, PLAIN_ORDER),
+        "qweight": pack_words(numbers, 0, PLAIN_ORDER, bits),
+        "qzeros": pack_words((zeros - offset) % (1 << bits), 1, PLAIN_ORDER, bits),
         "scales": scales.to(torch.float16),
         "g_idx": group.to(torch.int32),
         "bias": torch.zeros(weight.shape[0], dtype=torch.float16),  # as AutoGPTQ writes them
@@ -213,6 +213,7 @@ INT_FORMS: dict[str, dict[str, Any]] = {
 """Arguments of `as_ints` and `ints_config`."""
 AWQ = {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True}
 GPTQ = {"quant_method": "gptq", "bits": 4, "sym": False}
+AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": False, "data_type": "int"}
 COMPRESSED = {
     "quant_method": "compressed-tensors",
     "format": "float-quantized",
@@ -231,6 +232,14 @@ FORMS: dict[str, tuple[dict[str, Any], Callable[[Tensor], tuple[Tensors, Tensor]
     "gptq v2": (
         GPTQ | {"group_size": 64, "checkpoint_format": "gptq_v2"},
         lambda weight: as_gptq(weight, 64, offset=0),
+    ),
+    "8 bits gptq": (
+        GPTQ | {"bits": 8, "group_size": 32, "dynamic": {r"-:.*\.v_proj": {}, "+:.*down": {"bits": 8}}},
+        lambda weight: as_gptq(weight, 32, bits=8),
+    ),
+    "auto-round": (
+        AUTO_ROUND | {"packing_format": "auto_round", "extra_config": {"v_proj": {"bits": 16}}},
+        lambda weight: as_gptq(weight, 32, offset=0),
     ),
     "gptq by weight": (
         GPTQ | {"group_size": 32, "desc_act": True},
@@ -262,7 +271,8 @@ def quantize_checkpoint(
     parameters = dict(tiny.reference.named_parameters())
     for name, tensor in load_file(path).items():
         module = name.removesuffix(".weight")
-        plain_module = "v_proj" in module and "v_proj" in description.get("modules_to_not_convert", ())
+        left_out = ("modules_to_not_convert", "dynamic", "extra_config")
+        plain_module = "v_proj" in module and any("v_proj" in str(description.get(key)) for key in left_out)
         if not module.endswith("_proj") or plain_module:
             stored[name] = tensor
             continue

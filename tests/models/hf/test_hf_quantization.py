@@ -14,6 +14,7 @@ from engine.models.spec.quantization import IntForm, QuantizationSpec
 from engine.runtime.errors import ConfigError
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
+AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True, "data_type": "int"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
 FP8_CHANNEL: dict[str, Any] = {
@@ -61,6 +62,33 @@ def test_weights_may_be_all_that_is_quantized(tmp_path: Path, activations: Any) 
         (
             GPTQ | {"checkpoint_format": "gptq_v2", "desc_act": True, "group_size": 32},
             QuantizationSpec(method="gptq", group_size=32, reordered=True),
+        ),
+        (
+            GPTQ | {"bits": 8, "dynamic": {"-:.*\\.gate": {}, "+:.*down": {"bits": 8, "group_size": 128}}},
+            QuantizationSpec(
+                method="gptq", bits=8, group_size=128, zeros_less_one=True, plain_modules=("re:.*\\.gate",)
+            ),
+        ),
+        (AUTO_ROUND, QuantizationSpec(method="gptq", group_size=128, zeros_less_one=True)),
+        (
+            AUTO_ROUND
+            | {
+                "packing_format": "auto_round",
+                "bits": 8,
+                "act_bits": 16,
+                "extra_config": {
+                    "lm_head": {"bits": 16},
+                    ".*down.*": {"bits": 32},
+                    "mlp.up_proj": {"bits": 8},
+                },
+            },
+            QuantizationSpec(
+                method="gptq", bits=8, group_size=128, plain_modules=("lm_head", "re:.*(?:.*down.*)")
+            ),
+        ),
+        (
+            AUTO_ROUND | {"packing_format": "auto_round:auto_awq"},
+            QuantizationSpec(method="awq", group_size=128),
         ),
         ({"quant_method": "fp8", "activation_scheme": "static"}, QuantizationSpec(method="fp8")),
         (
@@ -316,7 +344,23 @@ def weights_of_group(**changes: Any) -> dict[str, Any]:
         (AWQ | {"group_size": 48}, "group_size is 48, supported are -1 and 32, 64"),
         (AWQ | {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert is 'lm_head', expected a list"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin', only gptq and gptq_v2"),
-        (GPTQ | {"dynamic": {"-:.*down": {}}}, "dynamic is .*only one setting"),
+        (GPTQ | {"dynamic": {"+:.*down": {"bits": 8}}}, r"dynamic is .*\+:.*only one setting"),
+        (GPTQ | {"dynamic": {".*down": False}}, "dynamic is .*only one setting"),
+        (GPTQ | {"dynamic": ["-:.*down"]}, "dynamic is .*expected an object"),
+        (GPTQ | {"bits": 3}, "bits is 3, only 4 and 8 bits"),
+        (
+            AUTO_ROUND | {"packing_format": "auto_round:fp8_static"},
+            "packing_format is .*fp8_static'.*supported",
+        ),
+        (AUTO_ROUND | {"data_type": "mx_fp"}, "data_type is 'mx_fp', only int"),
+        (AUTO_ROUND | {"act_bits": 8}, "act_bits is 8, inputs that are changed"),
+        (
+            AUTO_ROUND | {"extra_config": {"lm_head": {"bits": 4}}},
+            "extra_config is .*lm_head.*only one setting",
+        ),
+        (AUTO_ROUND | {"extra_config": {"mlp": {"bits": 8}}}, "extra_config is .*mlp.*only one setting"),
+        (AUTO_ROUND | {"extra_config": ["mlp"]}, "extra_config is .*expected an object"),
+        (AUTO_ROUND | {"packing_format": "auto_round:auto_awq", "bits": 8}, "bits is 8, only 4 bits"),
         (GPTQ | {"lm_head": True}, "lm_head is True"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt is 'e5m2', only e4m3"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size is .128., expected two"),

@@ -1,0 +1,159 @@
+"""Reads the quantization of compressed-tensors (vllm-project/compressed-tensors, llm-compressor).
+
+Each group of `config_groups` describes the weights of some modules, 8-bit floats or integers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+from msgspec import structs
+
+from ..fields import Fields
+from ..spec.quantization import IntForm, QuantizationSpec, compiled
+
+_FP8_LAYOUTS: Final = ("float-quantized", "naive-quantized")
+_INT_LAYOUTS: Final = ("pack-quantized", "int-quantized", "naive-quantized")
+_LAYOUTS: Final = (*_INT_LAYOUTS, "float-quantized", "mixed-precision")
+_REORDERED: Final = (True, "group", "dynamic")
+"""The values of `actorder` with which the groups of a checkpoint are not neighboring inputs."""
+_ALL_LINEAR: Final = "Linear"
+"""The target of a group of compressed-tensors that stands for all linear layers."""
+_COMPRESSED_TENSORS: Final = (
+    *("quant_method", "format", "config_groups", "ignore", "sparsity_config", "transform_config"),
+    # Without effect on the values of weights and activations:
+    *("version", "quantization_status", "global_compression_ratio", "kv_cache_scheme"),
+)
+"""Fields of compressed-tensors that are read, or change nothing. Any other one may change what is computed."""
+
+
+def read_compressed_tensors(fields: Fields) -> QuantizationSpec:
+    """The quantization that a description declares.
+
+    Raises:
+        ConfigError: the form is not supported, or the description is damaged.
+    """
+    layout = fields.text("format")
+    if layout not in _LAYOUTS:
+        raise fields.error("format", layout, f"supported are {', '.join(_LAYOUTS)}")
+    sparsity = fields.get("sparsity_config")
+    if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
+        raise fields.error("sparsity_config", sparsity, "sparse weights are not supported")
+    transform = fields.get("transform_config")
+    if isinstance(transform, Mapping) and not any(transform.values()):
+        transform = None
+    if transform:
+        raise fields.error("transform_config", transform, "inputs that are transformed are not supported")
+    for name in fields:
+        if name not in _COMPRESSED_TENSORS and fields.get(name):
+            raise fields.error(name, fields.get(name), "this setting is not known; use the original weights")
+    groups = fields.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise fields.error("config_groups", groups, "expected at least one group")
+    read = [_read_group(fields, name, group, layout) for name, group in groups.items()]
+    if all(isinstance(one, IntForm) for one in read):
+        forms = [one for one in read if isinstance(one, IntForm)]
+        return QuantizationSpec(
+            method="compressed-tensors",
+            int_forms=tuple(sorted(forms, key=lambda form: not form.modules)),
+            reordered=any(group["weights"].get("actorder") in _REORDERED for group in groups.values()),
+            plain_modules=module_names(fields, "ignore"),
+        )
+    if len(read) > 1:
+        raise fields.error(
+            "config_groups",
+            groups,
+            "several groups are supported only if all have integers; use another export",
+        )
+    (fp8,) = read
+    assert isinstance(fp8, QuantizationSpec)
+    return structs.replace(fp8, plain_modules=module_names(fields, "ignore"))
+
+
+def _read_group(fields: Fields, name: str, group: Any, layout: str) -> IntForm | QuantizationSpec:
+    """A group of `config_groups`: a form of integers, or the description of 8-bit floats.
+
+    Args:
+        layout: of groups that name none.
+    """
+    if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
+        raise fields.error(f"config_groups.{name}", group, "expected a group with `weights`")
+    within = Fields(fields.path, group, f"quantization_config.config_groups.{name}.")
+    if group.get("output_activations"):
+        raise within.error(
+            "output_activations", group["output_activations"], "quantized outputs are not supported"
+        )
+    layout = within.text("format", default=layout)
+    weights = Fields(fields.path, group["weights"], f"quantization_config.config_groups.{name}.weights.")
+    if weights.text("type") == "int":
+        return _read_int_group(within, weights, layout)
+    if layout not in _FP8_LAYOUTS:
+        raise within.error("format", layout, f"floats are supported in the layouts {', '.join(_FP8_LAYOUTS)}")
+    if weights.integer("num_bits", 1, 64) != 8 or weights.text("type") != "float":
+        raise weights.error("num_bits", weights.get("num_bits"), "only 8-bit float weights are supported")
+    if not weights.boolean("symmetric", default=True):
+        raise weights.error("symmetric", False, "only symmetric weights are supported")
+    if group.get("targets") != [_ALL_LINEAR]:
+        raise within.error("targets", group.get("targets"), f"for floats only [{_ALL_LINEAR!r}] is supported")
+    strategy = weights.text("strategy")
+    if strategy not in ("tensor", "channel", "block"):
+        raise weights.error("strategy", strategy, "only tensor, channel and block are supported")
+    return QuantizationSpec(
+        method="fp8",
+        block=block_sizes(weights, "block_structure") if strategy == "block" else None,
+        weights_only=group.get("input_activations") is None,
+    )
+
+
+def _read_int_group(group: Fields, weights: Fields, layout: str) -> IntForm:
+    """A group with integers. Its activations may be quantized, too; here they are multiplied as they are."""
+    if layout not in _INT_LAYOUTS:
+        raise group.error(
+            "format", layout, f"integers are supported in the layouts {', '.join(_INT_LAYOUTS)}"
+        )
+    bits = weights.integer("num_bits", 1, 64)
+    if bits not in (4, 8):
+        raise weights.error("num_bits", bits, "integers of 4 and 8 bits are supported")
+    strategy = weights.text("strategy")
+    if strategy not in ("tensor", "channel", "group"):
+        raise weights.error("strategy", strategy, "only tensor, channel and group are supported")
+    size = weights.integer("group_size", 1, 1 << 20) if strategy == "group" else 0
+    targets = module_names(group, "targets")
+    for target in targets:
+        if target != _ALL_LINEAR and target.isalnum() and target[0].isupper():
+            raise group.error("targets", list(targets), f"of classes only {_ALL_LINEAR} is supported")
+    if not targets:
+        raise group.error("targets", list(targets), "expected the modules of the group")
+    return IntForm(
+        bits=8 if bits == 8 else 4,
+        group_size=size,
+        symmetric=weights.boolean("symmetric", default=True),
+        packed=layout == "pack-quantized",
+        modules=() if _ALL_LINEAR in targets else targets,
+    )
+
+
+def block_sizes(fields: Fields, name: str) -> tuple[int, int] | None:
+    """Outputs and inputs that share a scale; None if missing."""
+    sizes = fields.integers(name, 1, 1 << 20)
+    if not sizes:
+        return None
+    if len(sizes) != 2:
+        raise fields.error(name, list(sizes), "expected two whole numbers")
+    return sizes[0], sizes[1]
+
+
+def module_names(fields: Fields, name: str) -> tuple[str, ...]:
+    """A list of modules; empty if missing."""
+    value = fields.get(name)
+    if value is None:
+        return ()
+    if not isinstance(value, list) or any(not isinstance(item, str) or not item for item in value):
+        raise fields.error(name, value, "expected a list of module names")
+    try:
+        compiled(tuple(value))
+    except re.error as error:
+        raise fields.error(name, value, f"holds a regular expression that cannot be read: {error}") from None
+    return tuple(value)
