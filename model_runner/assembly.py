@@ -162,6 +162,7 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, graph_sizes: GraphS
         model=loaded.model,
         executor=executor,
         kv_pool=kv_pool,
+        state_pool=state_pool,
         host_kv_pool=host_kv_pool,
         slot_table=slot_table,
         states=states,

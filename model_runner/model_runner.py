@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from .memory.io_buffers import InputBuffers, OutputBuffers
     from .memory.kv_pool import KVPool
     from .memory.slot_table import SlotTable
+    from .memory.state_pool import StatePool
     from .pooling.pooler import PooledChunk, PooledRows, Pooler
     from .recording.executor import RecordedBytes, StepExecutor
     from .request_states import RequestStates, TokenRelay
@@ -139,6 +140,7 @@ class ModelRunner:
     model: CausalLM
     executor: StepExecutor
     kv_pool: KVPool
+    state_pool: StatePool | None
     host_kv_pool: HostKVPool | None
     slot_table: SlotTable
     states: RequestStates

@@ -78,7 +78,7 @@ def _make_transfer(child: Child, pool: KVPool) -> TransferWorker | None:
     server, mode = settings.config.server, settings.config.scheduler.disaggregation_mode
     if mode == "null":
         return None
-    memory = PageMemory(pool)
+    memory = PageMemory(pool.views)
     prefills = mode == "prefill"
     return TransferWorker(
         settings.endpoints.kv_transfer,

@@ -164,7 +164,7 @@ def _make_transfer(child: Child, pool: KVPool) -> KVThread | None:
     from ..model_runner.distributed.join_group import weights_fingerprint
     from ..model_runner.memory.page_memory import PageMemory
 
-    memory = PageMemory(pool)
+    memory = PageMemory(pool.views)
     weights = weights_fingerprint(Path(settings.source.path), config.model.load_format)
     model = blake2b(msgspec.json.encode(settings.spec), digest_size=16).hexdigest()
     layout = KVLayout(__version__, weights, pool.page_size, memory.tensors, config.parallel.tp, model)
@@ -177,11 +177,12 @@ def _open_disk(child: Child, root: Path, runner: ModelRunner) -> KvDisk:
 
     settings = child.settings
     config = settings.config
-    memory, capacity = PageMemory(runner.kv_pool), runner.capacity
+    memory, capacity = PageMemory(runner.kv_pool.views), runner.capacity
+    states = None if runner.state_pool is None else PageMemory(runner.state_pool.checkpoint_views)
     facts = kv_facts(
         config,
         settings.spec,
-        memory.tensors,
+        memory.tensors if states is None else [*memory.tensors, *states.tensors],
         max_model_len=capacity.max_model_len,
         build=build_facts(runner),
     )
@@ -194,6 +195,7 @@ def _open_disk(child: Child, root: Path, runner: ModelRunner) -> KvDisk:
         memory,
         page_size=capacity.page_size,
         scheduler=settings.endpoints.scheduler,
+        states=states,
     )
 
 

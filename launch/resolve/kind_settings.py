@@ -180,12 +180,6 @@ def state_settings(config: EngineConfig, spec: ModelSpec) -> tuple[EngineConfig,
             "omit --swap-space",
         ),
         (
-            f"kv_disk is {cache.kv_disk!r}",
-            cache.kv_disk is not None,
-            "states are not kept on disk",
-            "omit --kv-disk",
-        ),
-        (
             "model_impl is transformers",
             config.model.model_impl == "transformers",
             "only the engine's own model keeps its states",

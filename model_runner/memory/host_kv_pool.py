@@ -52,7 +52,7 @@ class HostKVPool:
         """
         self._buffers = buffers
         alike: dict[tuple[torch.dtype, torch.Size], list[Tensor]] = {}
-        for view in (*kv_pool.page_views, *kv_pool.scale_views):
+        for view in kv_pool.views:
             alike.setdefault((view.dtype, view.shape), []).append(view)
         self._views = list(alike.values())
         self.pages = [

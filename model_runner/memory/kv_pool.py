@@ -39,6 +39,7 @@ class KVPool:
             them if keys hold the values. H and D are those of the layer. Views of 8-bit pools have the dtype uint8,
             because torch cannot index some 8-bit dtypes on every device.
         scale_views: the same for the scales, [pages, page_size, H]; empty without scales.
+        views: both.
         page_size: slots per page.
         page_bytes: bytes of one page, all layers.
         num_bytes: memory reserved; on the CPU only what has been written or prepared (`fault_in_some`) is resident.
@@ -88,13 +89,14 @@ class KVPool:
             pool.view(shown).view(-1, page_size, *pool.shape[1:]) for part in pools for pool in part
         ]
         self.scale_views = [each.view(-1, page_size, each.shape[1]) for part in scales for each in part]
-        self.num_bytes = sum(view.nbytes for view in (*self.page_views, *self.scale_views))
+        self.views = [*self.page_views, *self.scale_views]
+        self.num_bytes = sum(view.nbytes for view in self.views)
         self.page_bytes = self.num_bytes // (num_pages + 1)
         self._num_pages = num_pages
         self._index_of = {layer_id: index for index, layer_id in enumerate(layer_ids)}
         if sources:
             self._index_of = dict(enumerate(sources))
-        self._prefaulter = PreFaulter([*self.page_views, *self.scale_views] if device.type == "cpu" else [])
+        self._prefaulter = PreFaulter(self.views if device.type == "cpu" else [])
 
     def fault_in_some(self, used_pages: int, ahead_bytes: int) -> bool:
         """On the CPU: make more of the memory after the pages 0..used_pages resident; returns whether there is more.
@@ -125,7 +127,7 @@ class KVPool:
         Args:
             sources, destinations: [C] int64 page ids, device. No page is in both, and no destination occurs twice.
         """
-        for pages in (*self.page_views, *self.scale_views):
+        for pages in self.views:
             pages.index_copy_(0, destinations, pages.index_select(0, sources))
 
 

@@ -1,4 +1,7 @@
-"""`PageMemory`: whole pages of a `KVPool` as bytes, and where they lie; for transfers to other engines and disks."""
+"""`PageMemory`: whole pages of a `KVPool` as bytes, and where they lie; for transfers to other engines and disks.
+
+The checkpoints of a `StatePool` are moved as pages, too: those of its `checkpoint_views`.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-
-from .kv_pool import KVPool
+from torch import Tensor
 
 
 class Region(NamedTuple):
@@ -29,8 +31,8 @@ class PageMemory:
         device_id: number of the GPU; None on the CPU.
     """
 
-    def __init__(self, pool: KVPool) -> None:
-        views = [*pool.page_views, *pool.scale_views]
+    def __init__(self, views: Sequence[Tensor]) -> None:
+        """`views`: [pages, ...] each, on one device."""
         self._pages = [view.view(view.shape[0], -1).view(torch.uint8) for view in views]
         self.regions = [Region(pages.data_ptr(), pages.shape[1], pages.shape[0]) for pages in self._pages]
         self.tensors = tuple(

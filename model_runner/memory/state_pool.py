@@ -54,6 +54,12 @@ class StatePool:
         self._index_of = {layer_id: index for index, layer_id in enumerate(state_layers)}
         self.num_bytes = sum(part.nbytes for layer in self.layers for part in layer if part is not None)
 
+    @property
+    def checkpoint_views(self) -> list[Tensor]:
+        """[1 + C, ...] each: all parts of the checkpoints 1..C; 0 is the slot of padding."""
+        first, last = self.layout.of_checkpoint(0), self.layout.of_checkpoint(self.layout.num_checkpoints)
+        return [part[first : last + 1] for layer in self.layers for part in layer if part is not None]
+
     def layer(self, layer_id: int) -> LayerStates:
         """The slots of one state layer; `layer_id` counts all layers of the model."""
         return self.layers[self._index_of[layer_id]]

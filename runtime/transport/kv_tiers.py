@@ -42,6 +42,7 @@ class LoadPages(Record, frozen=True):
         token_ids: [(first_page + n) * page_size] int32, the prompt from its first token to the end of the last page.
         first_page: index in the prompt of the first of `pages`.
         pages: [n] int32, of the KV pool.
+        checkpoint: in a model with state layers the slot for the state after the last page; else 0.
     """
 
     job: int
@@ -49,6 +50,7 @@ class LoadPages(Record, frozen=True):
     token_ids: bytes
     first_page: int
     pages: bytes
+    checkpoint: int = 0
 
 
 class StorePages(Record, frozen=True):
@@ -59,6 +61,7 @@ class StorePages(Record, frozen=True):
     token_ids: bytes
     first_page: int
     pages: bytes
+    checkpoint: int = 0
 
 
 class CancelLoad(Record, frozen=True):
@@ -81,22 +84,25 @@ class Found(Message, frozen=True):
     """The answer to a `LookUp`.
 
     Attributes:
-        num_pages: pages of the prompt that can be loaded, from its first page on; 0: none, or not known yet.
+        num_pages: pages of the prompt that can be loaded, from its first page on; 0: none, or not known yet. In a model
+            with state layers the disk has the state after the last of them, too.
         num_bytes: of these pages.
-        seconds_estimate: for reading them, from the rates so far; 0.0: not known.
+        seconds_estimate: for reading them and the state, from the rates so far; 0.0: not known.
+        state_bytes: of the state.
     """
 
     job: int
     num_pages: int
     num_bytes: int = 0
     seconds_estimate: float = 0.0
+    state_bytes: int = 0
 
 
 class Loaded(Message, frozen=True):
     """A `LoadPages` has ended; nothing will be written to its pages any more.
 
     Attributes:
-        num_pages: how many of them, from the first on, have their KV.
+        num_pages: how many of them, from the first on, have their KV; with a checkpoint all and the state, or 0.
         error: why not all; "": the disk lost them, or the load was cancelled, or all were read.
         seconds: that it took.
     """
@@ -112,7 +118,7 @@ class Stored(Message, frozen=True):
 
     Attributes:
         num_pages: how many of them, from the first on, the disk has now.
-        error: why not all.
+        error: why not all, or not the state.
         seconds: that it took.
     """
 

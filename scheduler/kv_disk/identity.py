@@ -49,7 +49,7 @@ def kv_facts(
 
     Args:
         config: resolved.
-        tensors: (dtype, bytes of a page) of each tensor of the KV pool, in order.
+        tensors: (dtype, bytes of a page) of each tensor of the KV pool, in order; then of the states, if there are.
         max_model_len: of the capacity.
         build: `build_facts` of the runner.
     """
@@ -99,6 +99,11 @@ def page_keys(root: bytes, token_ids: bytes, page_size: int) -> Iterator[bytes]:
     for begin in range(0, len(token_ids), page_bytes):
         key = _digest(key + token_ids[begin : begin + page_bytes])
         yield key
+
+
+def state_key(page_key: bytes) -> bytes:
+    """The key of the state after a page; no page has it, because pages have whole tokens."""
+    return _digest(page_key + b"state")
 
 
 def _digest(data: bytes) -> bytes:

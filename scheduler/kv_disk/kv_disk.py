@@ -37,7 +37,7 @@ from ...runtime.transport.kv_tiers import (
     TierCommand,
     TierNews,
 )
-from .identity import identity_of, is_salted, page_keys, root_key
+from .identity import identity_of, is_salted, page_keys, root_key, state_key
 from .segment_file import RecordBuffer, record_bytes
 from .segment_store import SegmentStore, check_folder
 
@@ -57,7 +57,7 @@ Pages = npt.NDArray[np.int32]
 
 
 class PageRows(Protocol):
-    """The KV pool; `PageMemory` is one."""
+    """The KV pool, or the checkpoints of state layers, whose slots are called pages here; `PageMemory` is one."""
 
     @property
     def page_bytes(self) -> int:
@@ -92,6 +92,7 @@ class KvDisk:
         *,
         page_size: int,
         scheduler: str,
+        states: PageRows | None = None,
         persist_salted: bool = False,
     ) -> None:
         """Start the threads.
@@ -103,6 +104,7 @@ class KvDisk:
             weights: computes `weights_content`; called once, in a thread of its own.
             memory: of rank 0. Until a load or a store ends, nothing else uses or writes to its pages.
             scheduler: endpoint of the scheduler's inbox.
+            states: of a model with state layers, the slots for checkpoints.
             persist_salted: store pages of salted namespaces, too.
 
         Raises:
@@ -119,6 +121,8 @@ class KvDisk:
         self._persist_salted = persist_salted
         rows = max(1, _PIECE_BYTES // record_bytes(memory.page_bytes))
         self._buffer = RecordBuffer(rows, memory.page_bytes)
+        self._states = states
+        self._state = RecordBuffer(1, 0 if states is None else states.page_bytes)
         self._commands: SimpleQueue[TierCommand | _Weights | None] = SimpleQueue()
         self._identity = b""
         self._store: SegmentStore | None = None
@@ -247,12 +251,22 @@ class KvDisk:
     def _found(self, command: LookUp) -> Found:
         if self._store is None or not self._keeps(command.namespace):
             return Found(command.job, 0)
-        num_pages = self._store.find(self._keys(command))
+        keys = list(self._keys(command))
+        num_pages = self._store.find(keys)
+        state_bytes = 0
+        if self._states is not None:  # a prefix is of no use without the state after it
+            while num_pages and not self._store.find([state_key(keys[num_pages - 1])]):
+                num_pages -= 1
+            state_bytes = self._states.page_bytes if num_pages else 0
         num_bytes = num_pages * self._memory.page_bytes
-        ahead = sum(len(_page_ids(job.command)) for job in self._loads) * self._memory.page_bytes
-        return Found(
-            command.job, num_pages, num_bytes, (num_bytes + ahead) / self._rate if self._rate else 0.0
-        )
+        ahead = sum(self._num_bytes(job.command) for job in self._loads)
+        estimate_s = (num_bytes + state_bytes + ahead) / self._rate if self._rate else 0.0
+        return Found(command.job, num_pages, num_bytes, estimate_s, state_bytes)
+
+    def _num_bytes(self, command: LoadPages | StorePages) -> int:
+        """Bytes of all that a load reads."""
+        state_bytes = self._states.page_bytes if self._states is not None and command.checkpoint else 0
+        return len(_page_ids(command)) * self._memory.page_bytes + state_bytes
 
     def _load(self, command: LoadPages) -> Iterator[Loaded | None]:
         """Load in pieces; the last value is the answer."""
@@ -269,12 +283,22 @@ class KvDisk:
             if count < len(piece):
                 break
             yield None
+        if command.checkpoint and not (done == len(keys) and self._load_state(command.checkpoint, keys[-1])):
+            done = 0
         self._cancelled.discard(command.job)
         seconds = time.monotonic() - started_s
         if done:
-            rate = done * self._memory.page_bytes / max(seconds, 1e-6)
+            rate = self._num_bytes(command) * done / len(keys) / max(seconds, 1e-6)
             self._rate += (rate - self._rate) * (_NEWEST_SHARE if self._rate else 1.0)
         yield Loaded(command.job, done, "", seconds)
+
+    def _load_state(self, checkpoint: int, page_key: bytes) -> bool:
+        """Load the state after a page; False: the disk has lost it."""
+        assert self._states is not None and self._store is not None
+        if not self._store.read([state_key(page_key)], self._state):
+            return False
+        self._states.write_rows(np.array([checkpoint], np.int32), self._state.payloads)
+        return True
 
     def _save(self, command: StorePages) -> Iterator[Stored | None]:
         """Store in pieces; the last value is the answer."""
@@ -292,10 +316,20 @@ class KvDisk:
                 end = new[written] if written < len(new) else end
             done = end
             yield None
-        error = (
-            "" if done == len(keys) else "forgotten" if self._store.writes else "the disk is full, or failed"
-        )
+        is_whole = done == len(keys)
+        if is_whole and command.checkpoint:
+            is_whole = num_forgets == self._num_forgets and self._save_state(command.checkpoint, keys[-1])
+        error = "" if is_whole else "forgotten" if self._store.writes else "the disk is full, or failed"
         yield Stored(command.job, done, error, time.monotonic() - started_s)
+
+    def _save_state(self, checkpoint: int, page_key: bytes) -> bool:
+        """Store the state after a page, unless it is stored; False: it cannot be written."""
+        assert self._states is not None and self._store is not None
+        key = state_key(page_key)
+        if key in self._store:
+            return True
+        self._states.read_rows(np.array([checkpoint], np.int32), self._state.payloads)
+        return self._store.write([key], self._state) == 1
 
 
 class _Job(NamedTuple):

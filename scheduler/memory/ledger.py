@@ -1,6 +1,6 @@
 """The page equation: `free + cached(evictable + locked) + held + incoming == total`, and every lock has an owner.
 
-In a model with state layers also that of checkpoints: `free + planned + cached == total`; see `state_slots.py`.
+In a model with state layers also that of checkpoints (`state_slots.py`): `free + planned + loading + cached == total`.
 
 A page without an owner is lost until the process ends. A page with two owners corrupts an answer. Both bugs show late
 and far from their cause, so the `Ledger` checks for them when the scheduler is idle, and after every step in tests.
@@ -46,10 +46,12 @@ class Ledger:
             )
         slots = self._kv.state_slots
         free, planned, cached = slots.num_free, len(slots.planned()), self._cache.num_checkpoints
-        if free + planned + cached != slots.num_checkpoints:
+        loading = len(slots.loading)
+        counted = free + planned + loading + cached
+        if counted != slots.num_checkpoints:
             raise LedgerError(
-                f"state equation: free {free} + planned by rows {planned} + checkpoints {cached} = "
-                f"{free + planned + cached}, but there are {slots.num_checkpoints} slots for checkpoints"
+                f"state equation: free {free} + planned by rows {planned} + loading {loading} + checkpoints {cached} = "
+                f"{counted}, but there are {slots.num_checkpoints} slots for checkpoints"
             )
 
     def check_idle(self) -> None:
@@ -68,6 +70,10 @@ class Ledger:
             )
         if planned := self._kv.state_slots.planned():
             raise LedgerError(f"no request is left, but rows have planned the checkpoints {sorted(planned)}")
+        if copied := [*self._kv.state_slots.loading, *self._kv.state_slots.stored]:
+            raise LedgerError(
+                f"no request is left, but the checkpoints {sorted(copied)} are loaded or stored"
+            )
         if self._host.num_free != self._host.num_pages:
             taken = self._host.num_pages - self._host.num_free
             raise LedgerError(f"no request is left, but {taken} pages of host memory are taken")
@@ -111,8 +117,13 @@ class Ledger:
                 f"{taken} pages of host memory are taken, swapped requests have {sorted(host_pages)}"
             )
         slots = self._kv.state_slots
-        checkpoints = sorted([*slots.free_slots(), *slots.planned(), *self._cache.checkpoints()])
+        cached = self._cache.checkpoints()
+        checkpoints = sorted([*slots.free_slots(), *slots.planned(), *slots.loading, *cached])
         if checkpoints != list(range(1, slots.num_checkpoints + 1)):
             raise LedgerError(f"slots of checkpoints with an owner, in order: {checkpoints}")
+        if lost := set(slots.stored) - set(cached):
+            raise LedgerError(
+                f"the checkpoints {sorted(lost)} are stored, but the prefix cache has dropped them"
+            )
         for text in self._cache.verify(leases):
             raise LedgerError(text)

@@ -5,7 +5,8 @@ other request. A *checkpoint* is a copy that stays as it is. A row plans checkpo
 their last token; when that step is settled, the prefix cache gets them with the pages before that token (`take_due`).
 In slots:
 
-    free + rows (running rows, and checkpoints that they have planned) + checkpoints (of the prefix cache) == total
+    free + rows (running rows, and checkpoints that they have planned) + loading (from a disk) + checkpoints (of the
+    prefix cache) == total
 
 A slot may be freed while a step in flight writes to it: the runner executes steps in launch order, as for pages.
 
@@ -35,7 +36,12 @@ DropOldest = Callable[[Collection[int]], bool]
 
 
 class StateSlots:
-    """The slots 1..`num_checkpoints`. With none, a model has no state layers, or prefixes are not kept."""
+    """The slots 1..`num_checkpoints`. With none, a model has no state layers, or prefixes are not kept.
+
+    Attributes:
+        loading: slots that a disk tier writes to.
+        stored: slots of checkpoints that a disk tier reads, once for each read; they stay in the prefix cache.
+    """
 
     def __init__(self, num_checkpoints: int = 0, *, interval_pages: int = 1, page_size: int = 1) -> None:
         """Start with all slots free; `connect` before the first `plan`."""
@@ -45,6 +51,8 @@ class StateSlots:
         self._free = list(range(num_checkpoints, 0, -1))
         self._planned: dict[int, list[tuple[int, int]]] = {}
         self._drop_oldest: DropOldest = lambda keep: False
+        self.loading: set[int] = set()
+        self.stored: list[int] = []
 
     def connect(self, drop_oldest: DropOldest) -> None:
         """Take from the prefix cache's checkpoints, when no slot is free."""
@@ -70,8 +78,8 @@ class StateSlots:
             return b""
         self._drop_unmade(num_computed)
         saves: list[int] = []
-        # Not these: the step reads them, and a slot of its own may be written before.
-        reads = {chunk.req.checkpoint for chunk in chunks if chunk.is_first}
+        # Not these: the step reads them, and a slot of its own may be written before; or a disk tier reads them.
+        reads = {*self.stored, *(chunk.req.checkpoint for chunk in chunks if chunk.is_first)}
         for chunk in chunks:
             row = chunk.req.row
             for position in sorted(self._of_chunk(chunk)):
@@ -129,6 +137,14 @@ class StateSlots:
             else:
                 del self._planned[row]
         return due
+
+    def take(self) -> int:
+        """Take a slot for a state that a disk tier loads; 0: none can be had now."""
+        if not self._free and not self._drop_oldest(self.stored):
+            return 0
+        checkpoint = self._free.pop()
+        self.loading.add(checkpoint)
+        return checkpoint
 
     def free(self, checkpoint: int) -> None:
         """Take back a slot."""

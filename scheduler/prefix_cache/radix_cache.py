@@ -157,7 +157,7 @@ class RadixCache(PrefixCache):
         node = self._end_of(match)
         if node is None:
             node = self._root(extra_key)
-        if match.checkpoint and self._checkpoints is not None:
+        if match.checkpoint and is_use and self._checkpoints is not None:
             self._checkpoints.used(node)
         lease = Lease(extra_key, match.num_pages, node, priority, is_use=is_use)
         self._lock_path(lease, None)

@@ -11,6 +11,8 @@ Like the scheduler, it does no I/O and uses no clock: commands for the I/O threa
 A request that has ended, or waits too long, leaves RECEIVING at once. Its pages stay `incoming` until `Loaded` says
 that nothing will be written to them any more. So the disk can delay a request for a bounded time, and never fail it.
 
+In a model with state layers the state after the last page travels with the pages: the prefix cache gets both or none.
+
 What a second request uses is stored at once, the rest while no request runs, and when the engine stops: so prompts that
 come once cost a busy engine nothing. A lease keeps pages until `Stored`.
 """
@@ -44,7 +46,7 @@ from ..arrays import EMPTY, TOKEN_ID_BYTES, IntArray
 from ..batch import ScheduleBatch
 from ..memory.kv_memory import KVMemory
 from ..memory.pages import IncomingPages
-from ..prefix_cache.base import Lease, PrefixCache, split_namespace
+from ..prefix_cache.base import Lease, PrefixCache, PrefixMatch, split_namespace
 from ..requests.req import Req, ReqStatus
 from ..requests.requests import Requests
 from ..transfer.role import NO_CHANGES, Changes, News, Step, TransferRole
@@ -57,6 +59,8 @@ MAX_LOADS: Final = 4
 """Prompts that are loaded at the same time, those that are loaded and have not started included."""
 LOAD_SHARE: Final = 8
 """Their pages are at most 1/8 of the pool, unless it is a single prompt."""
+STATE_SHARE: Final = 4
+"""Their states take at most 1/4 of the slots for checkpoints, or one."""
 STORE_SHARE: Final = 16
 """Pages that are locked while they are stored are at most 1/16 of the pool, unless it is a single prompt."""
 MAX_STORES_WAITING: Final = 64
@@ -90,6 +94,7 @@ class _Fetch:
         found: the answer to the look-up, with at least a page; None: there is none yet.
         lease: while it is loaded, the part of the prompt that the prefix cache had; else None.
         pages: [n] the pages for the part that is loaded.
+        checkpoint: the slot for the state after them; 0: the model has no state layers.
         began_s: when the load was ordered.
     """
 
@@ -99,6 +104,7 @@ class _Fetch:
     found: Found | None = None
     lease: Lease | None = None
     pages: IntArray = field(default_factory=lambda: EMPTY)
+    checkpoint: int = 0
     began_s: float = 0.0
 
 
@@ -153,13 +159,15 @@ class DiskTier(TransferRole):
         self._order: Callable[[_Fetch], Any] = _by_priority if by_priority else _BY_ARRIVAL
         self._min_pages = pages_for(MIN_TOKENS, kv.page_size)
         self._page_bytes = kv.page_size * TOKEN_ID_BYTES
+        self._slots = kv.state_slots
+        self._has_states = kv.state_slots.num_checkpoints > 0
         self._last_job = 0
         self._fetches: dict[int, _Fetch] = {}  # by job
         self._job_of: dict[str, int] = {}  # rid -> job, for `_fetches`
-        self._draining: dict[int, IntArray] = {}  # job -> pages that may still be written to
+        self._draining: dict[int, _Fetch] = {}  # by job; their pages and slots may still be written to
         self._loaded: list[tuple[Req, int]] = []  # requests that were loaded and wait, with their pages
         self._is_late = False  # an answer is overdue: nothing is asked until the next one
-        self._stores: dict[int, Lease] = {}  # by job
+        self._stores: dict[int, tuple[Lease, int]] = {}  # by job; with the checkpoint at its end, or 0
         self._to_store: deque[_Prompt] = deque(maxlen=MAX_STORES_WAITING)
         self._writes_through = writes_through
         self._prompts: OrderedDict[_Prompt, bool] = (
@@ -232,11 +240,15 @@ class DiskTier(TransferRole):
                 self._leave(fetch)
                 return Changes([self._go_on(fetch.req, "not loaded", why, now_s)])
             case Loaded(job=job) if job in self._draining:
-                self._incoming.give_back(self._draining.pop(job))
+                drained = self._draining.pop(job)
+                self._incoming.give_back(drained.pages)
+                self._end_checkpoint(drained)
             case Loaded(job=job) if (fetch := self._fetches.get(job)) and fetch.lease is not None:
                 return Changes([self._take(fetch, fetch.lease, message, now_s)])
             case Stored(job=job) if job in self._stores:
-                lease = self._stores.pop(job)
+                lease, checkpoint = self._stores.pop(job)
+                if checkpoint:
+                    self._slots.stored.remove(checkpoint)
                 self._incoming.num_read -= lease.num_pages
                 self._cache.release(lease)
                 self._counts.stored_tokens += message.num_pages * self._kv.page_size
@@ -273,7 +285,7 @@ class DiskTier(TransferRole):
         return min((fetch.expires_s for fetch in self._fetches.values()), default=None)
 
     def leases(self) -> list[Lease]:
-        return [*self._stores.values(), *(lease for _, lease in self._loading())]
+        return [*(lease for lease, _ in self._stores.values()), *(lease for _, lease in self._loading())]
 
     def disk_figures(self) -> TierFigures:
         counts = self._counts
@@ -316,10 +328,7 @@ class DiskTier(TransferRole):
                 return
             elif self._reservations.leave_room(
                 missing + self._kv.unlocked_pages(match), self._kv.available_pages
-            ):
-                self._load(
-                    fetch, self._cache.lock(req.extra_key, match, req.priority, is_use=False), missing, now_s
-                )
+            ) and self._load(fetch, match, missing, now_s):
                 steps.append(Step(req.rid, "loading", f"{missing} of {found.num_pages} pages on disk"))
             elif self._requests.num_with_row or self._is_loading:
                 return  # they end, and give memory back
@@ -352,7 +361,9 @@ class DiskTier(TransferRole):
             )
         if self._prefill_s_per_token is None:
             return ""
-        load_s = found.seconds_estimate * missing / found.num_pages
+        load_s = (
+            found.seconds_estimate * _bytes_of(found, missing) / max(1, _bytes_of(found, found.num_pages))
+        )
         compute_s = missing * self._kv.page_size * self._prefill_s_per_token
         if load_s < WORTH_SHARE * compute_s:
             return ""
@@ -360,14 +371,22 @@ class DiskTier(TransferRole):
 
     def _may_load(self, num_pages: int) -> bool:
         counts = [len(fetch.pages) for fetch, _ in self._loading()]
-        counts += [len(pages) for pages in self._draining.values()]
+        counts += [len(drained.pages) for drained in self._draining.values()]
         counts += [count for _, count in self._loaded]
         fits = sum(counts) + num_pages <= self._kv.num_pages // LOAD_SHARE
-        return not counts or (fits and len(counts) < MAX_LOADS)
+        most = min(MAX_LOADS, self._slots.num_checkpoints // STATE_SHARE) if self._has_states else MAX_LOADS
+        return not counts or (fits and len(counts) < most)
 
-    def _load(self, fetch: _Fetch, lease: Lease, num_pages: int, now_s: float) -> None:
+    def _load(self, fetch: _Fetch, match: PrefixMatch, num_pages: int, now_s: float) -> bool:
+        """Order a load; False: there is no slot for the state."""
         req, found = fetch.req, fetch.found
         assert found is not None
+        lease = self._cache.lock(req.extra_key, match, req.priority, is_use=False)
+        if self._has_states:  # after the lock: it may drop a checkpoint, which ends matches
+            fetch.checkpoint = self._slots.take()
+            if not fetch.checkpoint:
+                self._cache.release(lease)
+                return False
         # The disk may load one prompt after the other.
         estimates = [found, *(other.found for other, _ in self._loading() if other.found)]
         estimate_s = sum(each.seconds_estimate for each in estimates)
@@ -377,18 +396,24 @@ class DiskTier(TransferRole):
         fetch.began_s, fetch.expires_s = now_s, now_s + limit_s
         token_ids = req.fill_ids[: found.num_pages * self._page_bytes]
         self._commands.append(
-            LoadPages(fetch.job, req.extra_key, token_ids, lease.num_pages, fetch.pages.tobytes())
+            LoadPages(
+                fetch.job, req.extra_key, token_ids, lease.num_pages, fetch.pages.tobytes(), fetch.checkpoint
+            )
         )
+        return True
 
     def _take(self, fetch: _Fetch, lease: Lease, message: Loaded, now_s: float) -> Step:
-        """Give loaded pages to the prefix cache; the request waits as any other from now on."""
+        """Give what is loaded to the prefix cache; the request waits as any other from now on."""
         req, count = fetch.req, min(message.num_pages, len(fetch.pages))
+        if fetch.checkpoint and count < len(fetch.pages):
+            count = 0  # there is no state at their end
         self._close(fetch)
         if count:
             begin = lease.num_pages * self._page_bytes
             token_ids = req.fill_ids[begin : begin + count * self._page_bytes]
             self._incoming.adopt(lease, token_ids, fetch.pages[:count])
         self._incoming.give_back(fetch.pages[count:])
+        self._end_checkpoint(fetch, lease if count else None)
         self._cache.release(lease)
         self._note_error("load", message.error)
         self._counts.loaded_tokens += count * self._kv.page_size
@@ -401,7 +426,7 @@ class DiskTier(TransferRole):
         self._loaded.append((req, count))
         words = f"{tokens:,} of {req.prompt_len:,} prompt tokens from disk in {now_s - fetch.began_s:.3f} s"
         if fetch.found is not None and fetch.found.num_pages:
-            words += f" ({fetch.found.num_bytes * count / fetch.found.num_pages / 1e6:,.1f} MB)"
+            words += f" ({_bytes_of(fetch.found, count) / 1e6:,.1f} MB)"
         if self._prefill_s_per_token is not None:
             words += f"; computing them was estimated at {tokens * self._prefill_s_per_token:.3f} s"
         return self._go_on(req, "loaded", words, now_s)
@@ -411,8 +436,16 @@ class DiskTier(TransferRole):
         self._close(fetch)
         if fetch.lease is not None:
             self._cache.release(fetch.lease)
-            self._draining[fetch.job] = fetch.pages
+            self._draining[fetch.job] = fetch
             self._commands.append(CancelLoad(fetch.job))
+
+    def _end_checkpoint(self, fetch: _Fetch, lease: Lease | None = None) -> None:
+        """Nothing is written to the slot of a load any more; with a lease, it has the state after the lease's end."""
+        if not fetch.checkpoint:
+            return
+        self._slots.loading.remove(fetch.checkpoint)
+        if lease is None or not self._cache.keep_state(lease, lease.num_pages, fetch.checkpoint):
+            self._slots.free(fetch.checkpoint)
 
     def _close(self, fetch: _Fetch) -> None:
         del self._fetches[fetch.job], self._job_of[fetch.req.rid]
@@ -433,10 +466,13 @@ class DiskTier(TransferRole):
 
     def _note_prompt(self, req: Req) -> None:
         """A prompt is computed: queue the part that another request has used before, and remember the whole."""
-        num_pages, used_pages = req.prompt_len // self._kv.page_size, req.cached_tokens // self._kv.page_size
+        # A prompt is reused without its last token, and a state at its end is of no use for that. Where prompts part,
+        # the state is kept only now.
+        num_pages = (req.prompt_len - self._has_states) // self._kv.page_size
+        used_pages = min(num_pages, max(req.cached_tokens, req.tree_len) // self._kv.page_size)
         if num_pages - used_pages >= self._min_pages or self._writes_through:
             self._remember(req, num_pages, is_stored=self._writes_through)
-        if not req.loaded_tokens:  # else the disk has it
+        if not req.loaded_tokens or req.tree_len > req.cached_tokens:  # else the disk has it
             self._remember(req, used_pages, is_stored=True)
 
     def _remember(self, req: Req, num_pages: int, *, is_stored: bool) -> None:
@@ -475,10 +511,20 @@ class DiskTier(TransferRole):
             return  # evicted, or its step has failed
         self._last_job += 1
         self._incoming.num_read += match.num_pages
-        lease = self._stores[self._last_job] = self._cache.lock(prompt.namespace, match, is_use=False)
+        lease = self._cache.lock(prompt.namespace, match, is_use=False)
+        self._stores[self._last_job] = lease, match.checkpoint
+        if match.checkpoint:
+            self._slots.stored.append(match.checkpoint)
         token_ids = prompt.token_ids[: match.num_pages * self._page_bytes]
         pages = self._cache.pages_of(lease).tobytes()
-        self._commands.append(StorePages(self._last_job, prompt.namespace, token_ids, 0, pages))
+        self._commands.append(
+            StorePages(self._last_job, prompt.namespace, token_ids, 0, pages, match.checkpoint)
+        )
+
+
+def _bytes_of(found: Found, num_pages: int) -> float:
+    """Bytes of some of the pages that were found, and of the state."""
+    return found.num_bytes * num_pages / found.num_pages + found.state_bytes
 
 
 def _may_persist(req: Req) -> bool:

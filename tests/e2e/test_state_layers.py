@@ -1,4 +1,5 @@
-"""A server of a model with state layers whose scheduler is killed under its streams: no token is lost or different."""
+"""A server of a model with state layers: no token is lost or different when its scheduler is killed under its streams,
+or when the whole engine is, whose states and pages are on disk."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import random
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,7 +17,8 @@ import httpx
 import pytest
 
 from .conftest import StartServe
-from .serving import DEADLINE_S, SLOW
+from .serving import DEADLINE_S, SLOW, EngineServe
+from .test_kv_disk import PROMPT, WITHIN_S, ask, kill, stop, wait_until_stored
 
 pytestmark = pytest.mark.real_process
 
@@ -95,3 +98,34 @@ def test_streams_survive_killed_schedulers(start_serve: StartServe, lfm2: Path):
     engine.idle_metrics()
     assert engine.stop() == 0, engine.log
     assert engine.leftovers() == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("end", [kill, stop])
+def test_a_prompt_and_its_state_survive_a_restart(
+    start_serve: StartServe, lfm2: Path, tmp_path: Path, end: Callable[[EngineServe], None]
+) -> None:
+    def start() -> EngineServe:
+        settings = ("--dtype", "float32", "--kv-disk", str(tmp_path / "disk"), "--log-level", "info")
+        engine = start_serve(str(lfm2), *settings)
+        engine.wait_until_ready(WITHIN_S)
+        engine.wait_for_log("kv_disk.kv_disk kv_disk=")
+        return engine
+
+    first = start()
+    cold = ask(first, PROMPT)
+    other = ask(first, [*PROMPT[:1500], 7])
+    assert cold["meta_info"]["cached_tokens"] == 0
+    if end is kill:
+        wait_until_stored(first, 1984 * 256)
+    end(first)
+
+    second = start()
+    warm = ask(second, PROMPT)
+
+    assert warm["output_ids"] == cold["output_ids"] != other["output_ids"]
+    assert warm["meta_info"]["cached_tokens"] == 1984
+    assert warm["meta_info"]["cached_tokens_by_tier"] == {"disk": 1984}
+    stop(second)
+    assert "LedgerError" not in second.log

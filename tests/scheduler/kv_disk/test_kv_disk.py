@@ -16,6 +16,9 @@ import torch
 
 from engine.model_runner.memory.kv_pool import KVPool
 from engine.model_runner.memory.page_memory import PageMemory
+from engine.model_runner.memory.state_pool import StatePool
+from engine.model_runner.states.state_runs import StateLayout
+from engine.models.spec.state_spec import Mamba2Spec, StateSpec
 from engine.runtime.errors import ConfigError
 from engine.runtime.transport.ipc import Inbox
 from engine.runtime.transport.kv_tiers import (
@@ -33,6 +36,7 @@ from engine.runtime.transport.kv_tiers import (
 from engine.scheduler.kv_disk import kv_disk as module
 from engine.scheduler.kv_disk import segment_store
 from engine.scheduler.kv_disk.kv_disk import KvDisk
+from engine.scheduler.kv_disk.segment_file import record_bytes
 from engine.scheduler.prefix_cache.base import namespace_of
 
 PAGE_SIZE = 4
@@ -68,7 +72,7 @@ class Engine:
         self, root: Path, seed: int = 1, *, weights: Callable[[], str] = lambda: "w", **more: Any
     ) -> None:
         self.pool = make_pool(seed, more.pop("dtype", torch.bfloat16))
-        self.memory = PageMemory(self.pool)
+        self.memory = PageMemory(self.pool.views)
         self._news: list[TierNews] = []
         endpoint = f"inproc://kv disk {next(NUMBERS)}"
         self._inbox = Inbox(endpoint, msgspec.msgpack.Decoder(TierNews))
@@ -263,6 +267,122 @@ def test_a_damaged_record_ends_the_load_before_it(tmp_path, engine_at):
     assert engine.found(tokens) == 4
 
 
+def make_states(seed: int) -> StatePool:
+    """Checkpoints 1 to 6 with random contents: of convolutions, and of recurrences in another dtype."""
+    spec = StateSpec(
+        layers=(True, False, True),
+        conv_size=8,
+        conv_taps=4,
+        mamba=Mamba2Spec(num_heads=2, head_dim=4, state_dim=8, num_groups=1),
+    )
+    layout = StateLayout(3, 6, 2)
+    pool = StatePool(spec, layout=layout, dtype=torch.bfloat16, device=torch.device("cpu"))
+    generator = torch.Generator().manual_seed(seed)
+    for layer in pool.layers:
+        for part in layer:
+            assert part is not None
+            part.copy_(torch.randn(part.shape, generator=generator).to(part.dtype))
+    return pool
+
+
+def state_of(pool: StatePool, checkpoint: int) -> list[torch.Tensor]:
+    slot = pool.layout.of_checkpoint(checkpoint)
+    return [part[slot].clone() for layer in pool.layers for part in layer if part is not None]
+
+
+@pytest.fixture
+def hybrid_at(engine_at: Any) -> Callable[..., tuple[Engine, StatePool]]:
+    """Makes engines with states, and gives their states, too."""
+
+    def make(root: Path, seed: int = 1, **more: Any) -> tuple[Engine, StatePool]:
+        pool = make_states(seed)
+        return engine_at(root, seed, states=PageMemory(pool.checkpoint_views), **more), pool
+
+    return make
+
+
+def equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def test_a_state_comes_back_bit_for_bit_with_its_pages(tmp_path, hybrid_at):
+    tokens = prompt(5)
+    old, old_states = hybrid_at(tmp_path, 1)
+    stored = old.ask(StorePages, "", tokens, 0, ids(7, 3, 9, 1, 2), 4)
+    assert isinstance(stored, Stored) and (stored.num_pages, stored.error) == (5, "")
+    old.disk.close(PATIENCE_S)
+
+    new, states = hybrid_at(tmp_path, 2)
+    new.wait_until_open()
+    others = [part.clone() for layer in states.layers for part in layer if part is not None]
+    page_bytes, state_bytes = new.memory.page_bytes, PageMemory(states.checkpoint_views).page_bytes
+    found = new.ask(LookUp, "", tokens + prompt(3, seed=9))
+    assert found == Found(1 + 1, 5, 5 * page_bytes, 0.0, state_bytes)
+    loaded = new.ask(LoadPages, "", tokens, 2, ids(30, 5, 12), 6)
+
+    assert isinstance(loaded, Loaded) and (loaded.num_pages, loaded.error) == (3, "")
+    assert [new.page(page) for page in (30, 5, 12)] == [old.page(page) for page in (9, 1, 2)]
+    assert equal(state_of(states, 6), state_of(old_states, 4))
+    slot = states.layout.of_checkpoint(6)
+    parts = [part for layer in states.layers for part in layer if part is not None]
+    for part, other in zip(parts, others, strict=True):
+        changed = (part != other).flatten(1).any(1).nonzero().flatten().tolist()
+        assert changed == [slot], "the slots of rows, of drafts and of other checkpoints are as they were"
+
+
+def test_the_longest_prefix_with_a_state_is_found(tmp_path, hybrid_at):
+    tokens, page = prompt(6), PAGE_SIZE * 4
+    engine, _ = hybrid_at(tmp_path)
+    engine.ask(StorePages, "", tokens[: 2 * page], 0, ids(1, 2), 1)
+    engine.ask(StorePages, "", tokens[: 4 * page], 0, ids(1, 2, 3, 4), 2)
+    engine.ask(StorePages, "", tokens, 0, ids(1, 2, 3, 4, 5, 6))
+
+    assert [engine.found(tokens[: n * page]) for n in range(1, 7)] == [0, 2, 2, 4, 4, 4]
+    assert engine.found(tokens, namespace_of("", "adapter")) == 0
+
+
+@pytest.mark.parametrize("damaged", ["page", "state"])
+def test_a_damaged_part_of_a_prefix_with_a_state_is_a_miss(tmp_path, hybrid_at, damaged):
+    tokens, page = prompt(4), PAGE_SIZE * 4
+    engine, states = hybrid_at(tmp_path)
+    engine.ask(StorePages, "", tokens[: 2 * page], 0, ids(1, 2), 1)
+    engine.ask(StorePages, "", tokens, 0, ids(1, 2, 3, 4), 2)
+    (path,) = tmp_path.glob("*/*.open")  # two pages, a state, two pages, a state
+    record = {"page": 4, "state": 5}[damaged]
+    before = state_of(states, 3)
+    with path.open("r+b") as file:
+        file.seek(record * record_bytes(engine.memory.page_bytes) + 100)
+        file.write(b"\xff\xff")
+
+    loaded = engine.ask(LoadPages, "", tokens, 0, ids(20, 21, 22, 23), 3)
+
+    assert isinstance(loaded, Loaded) and loaded.num_pages == 0
+    assert equal(state_of(states, 3), before)
+    assert engine.found(tokens) == 2
+    engine.ask(StorePages, "", tokens, 0, ids(1, 2, 3, 4), 2)
+    assert engine.found(tokens) == 4
+    assert engine.ask(LoadPages, "", tokens, 0, ids(20, 21, 22, 23), 3).num_pages == 4
+    assert equal(state_of(states, 3), state_of(states, 2))
+
+
+def test_a_state_that_was_forgotten_while_its_pages_were_stored_is_not_stored(
+    tmp_path, hybrid_at, monkeypatch
+):
+    monkeypatch.setattr(module, "_PIECE_BYTES", 1)
+    memory = SlowMemory(PageMemory(make_pool(1).views))
+    engine, _ = hybrid_at(tmp_path, memory=memory)
+    store = engine.submit(StorePages, "", prompt(1), 0, ids(5), 1)
+    memory.began.acquire()
+    engine.disk.send([Forget()])
+    memory.permits.release()
+
+    stored = engine.answer(store)
+
+    assert isinstance(stored, Stored) and stored.error == "forgotten"
+    engine.disk.close(PATIENCE_S)
+    assert not any(path.stat().st_size for path in tmp_path.glob("*/*.open"))
+
+
 class SlowMemory:
     """A pool whose copies wait for a permission."""
 
@@ -292,7 +412,7 @@ class SlowMemory:
 def slow(tmp_path: Path, engine_at: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Engine, SlowMemory]:
     """An engine that moves a page at a time when it may; the pages 1 to 4 of `prompt(4)` are stored."""
     monkeypatch.setattr(module, "_PIECE_BYTES", 1)
-    memory = SlowMemory(PageMemory(make_pool(1)))
+    memory = SlowMemory(PageMemory(make_pool(1).views))
     engine = engine_at(tmp_path, memory=memory)
     for _ in range(4):
         memory.permits.release()

@@ -1,6 +1,7 @@
 """`FakeDisk`: the disk of a scheduler's tier, which answers when and how a test says; `DiskHarness`: a harness with it.
 
-It keeps what the FakeRunner's pages hold, by namespace and tokens, so that the runner notices every wrong page.
+It keeps what the FakeRunner's pages and checkpoints hold, by namespace and tokens, so that the runner notices every
+wrong page and every state of another moment.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ..harness import Harness
 
 Ask = LookUp | LoadPages | StorePages
 PAGE_BYTES = 1024
+STATE_BYTES = 5000
 
 
 def ints(data: bytes) -> np.ndarray:
@@ -48,6 +50,8 @@ class FakeDisk:
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
         self.pages: dict[tuple[str, bytes], np.ndarray] = {}
+        self.states: dict[tuple[str, bytes], int] = {}
+        self.has_states = False
         self.open: list[Ask] = []
         self.orders: list[Ask | CancelLoad | Forget] = []
         self.cancelled: set[int] = set()
@@ -70,6 +74,7 @@ class FakeDisk:
                     self.cancelled.add(job)
                 case Forget():
                     self.pages.clear()
+                    self.states.clear()
 
     def answer(
         self,
@@ -88,7 +93,10 @@ class FakeDisk:
             case LookUp():
                 count = self.num_found(command)
                 count = count if most is None else min(count, most)
-                news = Found(command.job, count, count * PAGE_BYTES, self.estimate_s)
+                while count and self.has_states and self.key(command, count - 1) not in self.states:
+                    count -= 1
+                state_bytes = STATE_BYTES if self.has_states and count else 0
+                news = Found(command.job, count, count * PAGE_BYTES, self.estimate_s, state_bytes)
             case LoadPages():
                 count = self.load(command, runner, most)
                 news = Loaded(command.job, count, error, 0.001)
@@ -126,6 +134,12 @@ class FakeDisk:
                 break
             pages[page] = found
             count += 1
+        if self.has_states:
+            assert command.checkpoint, "a load without a slot for its state"
+            state = self.states.get((command.namespace, command.token_ids))
+            if state is None or count < len(targets):
+                return min(count, len(targets) - 1)  # what a disk must not say; it is as much as nothing
+            runner.checkpoints[command.checkpoint] = state
         return count
 
     def store(self, command: StorePages, runner: FakeRunner, most: int | None) -> int:
@@ -135,6 +149,8 @@ class FakeDisk:
         count = len(sources) if most is None else min(most, len(sources))
         for index, page in enumerate(sources[:count], command.first_page):
             self.pages[self.key(command, index)] = pages[page].copy()
+        if self.has_states and count == len(sources):
+            self.states[command.namespace, command.token_ids] = runner.checkpoints[command.checkpoint]
         return count
 
     def check_source(self, command: StorePages, runner: FakeRunner) -> None:
@@ -145,13 +161,19 @@ class FakeDisk:
             known = self.pages.get(self.key(command, index))
             assert (pages[page] != GARBAGE).all() and (pages[page] != -1).all()
             assert known is None or np.array_equal(known, pages[page])
+        assert bool(command.checkpoint) == self.has_states
+        if self.has_states:
+            assert runner.checkpoints[command.checkpoint] == pages[ints(command.pages)[-1]][-1], (
+                "the state of another moment"
+            )
 
     def scribble(self, runner: FakeRunner) -> None:
-        """Write into the pages of all loads that have no answer: nothing else may use them."""
+        """Write into the pages and slots of all loads that have no answer: nothing else may use them."""
         pages = runner.kv.reshape(-1, self.page_size)
         for command in self.open:
             if isinstance(command, LoadPages):
                 pages[ints(command.pages)] = GARBAGE
+                runner.checkpoints[command.checkpoint] = GARBAGE
 
 
 class DiskHarness(Harness):
@@ -159,6 +181,7 @@ class DiskHarness(Harness):
 
     def __init__(self, *, disk: FakeDisk | None = None, **settings: Any) -> None:
         self.disk = disk if disk is not None else FakeDisk(settings.get("page_size", 4))
+        self.disk.has_states = settings.get("checkpoint_pages", 0) > 0
         super().__init__(cache={"kv_disk": "folder", **settings.pop("cache", {})}, **settings)
 
     def collect(self) -> None:

@@ -73,7 +73,7 @@ class Side:
         decoder: msgspec.msgpack.Decoder[SchedulerInput] = msgspec.msgpack.Decoder(SchedulerInput)
         self.inbox = Inbox(self.endpoint, decoder)
         self.pools = [make_pool() for _ in range(num_ranks)]
-        self.memories = [PageMemory(pool) for pool in self.pools]
+        self.memories = [PageMemory(pool.views) for pool in self.pools]
         self._rank_endpoint = f"ipc://{folder}/{secrets.token_hex(4)}"
         self.workers: list[TransferWorker] = []
         self.link: Any = None

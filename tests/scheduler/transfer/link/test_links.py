@@ -151,7 +151,7 @@ def test_pages_of_an_aborted_claim_are_dropped(make_sides: MakeSides) -> None:
 def test_another_layout_is_refused_by_name(
     make_sides: MakeSides, changes: dict[str, Any], words: str
 ) -> None:
-    own = KVLayout("1", "w", 4, PageMemory(make_pool()).tensors)
+    own = KVLayout("1", "w", 4, PageMemory(make_pool().views).tensors)
     _, decode, peer = make_sides(layout=msgspec.structs.replace(own, **changes))
     claim(decode, peer)
 

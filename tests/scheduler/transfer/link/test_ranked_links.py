@@ -164,7 +164,7 @@ class TestThroughTheConnection:
         held.goes_on.set()
 
     def test_another_layout_of_a_rank_is_refused_by_name(self, make_sides: MakeSides) -> None:
-        tensors = PageMemory(make_pool()).tensors
+        tensors = PageMemory(make_pool().views).tensors
         _, decode, peer = make_sides(num_ranks=2, layout=KVLayout("1", "w", 4, tensors, tp=2, others=("x",)))
         claim(decode, peer)
         news = decode.next()
