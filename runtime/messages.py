@@ -179,6 +179,43 @@ class PinDone(Message, frozen=True):
     reason: str = ""
 
 
+class HintAction(enum.StrEnum):
+    """Orders about the pages of a session: OPEN counts no turn; CLOSE and DEMOTE let them be evicted first, and CLOSE
+    forgets the session; RETAIN keeps them for a time.
+    """
+
+    OPEN = "open"
+    CLOSE = "close"
+    DEMOTE = "demote"
+    RETAIN = "retain"
+
+
+class HintOutcome(enum.StrEnum):
+    """What came of a hint: CLIPPED by a quota, DEFERRED until running turns end, MISSING: there is no such session."""
+
+    ACCEPTED = "accepted"
+    CLIPPED = "clipped"
+    DEFERRED = "deferred"
+    REJECTED = "rejected"
+    MISSING = "missing"
+
+
+class HintSession(Message, frozen=True):
+    """An order about a session; `ttl_s`: of RETAIN, in seconds. The `tenant` is that of a session that is opened."""
+
+    session: str
+    action: HintAction
+    ttl_s: float = 0.0
+    tenant: str = ""
+
+
+class HintDone(Message, frozen=True):
+    """Answer to `HintSession`; `detail`: figures or a reason, in words."""
+
+    outcome: HintOutcome
+    detail: str = ""
+
+
 class Explain(Message, frozen=True):
     """Ask for the scheduling history of a request."""
 
@@ -270,8 +307,8 @@ class AdapterDone(Message, frozen=True):
 Question = Explain | ListRequests
 """The calls that change nothing; the decision log leaves them out."""
 
-CallRequest = FlushCache | PinPrefix | LoadAdapter | UnloadAdapter | Question
-CallAnswer = FlushCacheDone | PinDone | AdapterDone | Explanation | RequestList
+CallRequest = FlushCache | PinPrefix | HintSession | LoadAdapter | UnloadAdapter | Question
+CallAnswer = FlushCacheDone | PinDone | HintDone | AdapterDone | Explanation | RequestList
 
 
 class Call(Message, frozen=True):

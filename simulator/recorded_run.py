@@ -19,7 +19,15 @@ import msgspec
 import numpy as np
 
 from ..runtime.errors import ConfigError
-from ..runtime.messages import Call, FinishKind, FlushCache, GenerateRequest, LoadAdapter, PinPrefix
+from ..runtime.messages import (
+    Call,
+    FinishKind,
+    FlushCache,
+    GenerateRequest,
+    HintSession,
+    LoadAdapter,
+    PinPrefix,
+)
 from ..runtime.step_plan import ForwardMode
 from ..runtime.transport.kv_transfer import FromPeer, Prefilled
 from ..scheduler.batch import ScheduleBatch, work_of
@@ -218,7 +226,7 @@ class _Reader:
                 self._lives[message.rid] = _Life(message, record.now_s)
             case Call(request=LoadAdapter() as load):
                 self._adapters[load.adapter.fingerprint] = load
-            case Call(request=FlushCache() | PinPrefix()) as call:
+            case Call(request=FlushCache() | PinPrefix() | HintSession()) as call:
                 self._cache_calls.append((record.now_s, call))
             case FromPeer(message=Prefilled() as prefilled):
                 self._first_tokens[prefilled.bootstrap_room] = prefilled.output_ids

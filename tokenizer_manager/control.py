@@ -26,6 +26,10 @@ from ..runtime.messages import (
     Explanation,
     FlushCache,
     FlushCacheDone,
+    HintAction,
+    HintDone,
+    HintOutcome,
+    HintSession,
     ListRequests,
     LoadAdapter,
     PinDone,
@@ -43,7 +47,17 @@ from .request_log import RequestLog
 _ANSWER_TIMEOUT_S: Final = 10.0
 _ADAPTER_TIMEOUT_S: Final = 120.0  # to read an adapter, also from a slow disk
 _GENERATION_ID: Final = re.compile(r"[a-z]+-[0-9a-f]{32}")
-A = TypeVar("A", FlushCacheDone, PinDone, Explanation, RequestList, AdapterDone)
+A = TypeVar("A", FlushCacheDone, PinDone, HintDone, Explanation, RequestList, AdapterDone)
+
+
+_BEST_FIRST: Final = (
+    HintOutcome.REJECTED,  # one that is open already
+    HintOutcome.DEFERRED,
+    HintOutcome.CLIPPED,
+    HintOutcome.ACCEPTED,
+    HintOutcome.MISSING,
+)
+"""Of the outcomes at several schedulers the first one counts."""
 
 
 class _Call:
@@ -239,6 +253,23 @@ class Control:
         self._engine.check_answering()  # a process may have died during tokenization
         return await self._calls.call(PinPrefix(ids.tobytes(), ttl_s, extra_key, lora_id), PinDone)
 
+    async def hint(
+        self, session: str, action: HintAction, *, ttl_s: float = 0.0, tenant: str = ""
+    ) -> HintDone:
+        """Have the schedulers do something with the pages of a session.
+
+        Args:
+            session: a digest of its key.
+            action: see `HintAction`.
+            ttl_s: verified.
+            tenant: of a session that is opened.
+
+        Raises:
+            EngineDeadError: the scheduler does not answer.
+        """
+        self._engine.check_answering()
+        return await self._calls.call(HintSession(session, action, ttl_s, tenant), HintDone)
+
     async def list_requests(self, limit: int) -> RequestList:
         """The live requests as the scheduler sees them, at most `limit`.
 
@@ -254,8 +285,8 @@ def merged(answers: Sequence[CallAnswer]) -> CallAnswer:
     """One answer from those of the schedulers, at least one, all of one kind.
 
     Flushed tokens and requests are those of all. A prefix is pinned wherever it is cached, and the longest one counts:
-    the requests that use it go there. A request is explained by the scheduler that has it; an adapter is loaded if
-    all have loaded it.
+    the requests that use it go there, and so do the turns of a session. A request is explained by the scheduler that
+    has it; an adapter is loaded if all have loaded it.
     """
     first, *others = answers
     if not others:
@@ -271,6 +302,9 @@ def merged(answers: Sequence[CallAnswer]) -> CallAnswer:
         case PinDone():
             pins = [each for each in answers if isinstance(each, PinDone)]
             return max(pins, key=lambda each: each.pinned_tokens)
+        case HintDone():
+            hints = [each for each in answers if isinstance(each, HintDone)]
+            return min(hints, key=lambda each: _BEST_FIRST.index(each.outcome))
         case Explanation():
             return next((each for each in answers if isinstance(each, Explanation) and each.found), first)
         case RequestList():

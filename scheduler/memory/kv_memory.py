@@ -29,8 +29,7 @@ import numpy as np
 from ...runtime.feasibility import pages_for
 from ...runtime.messages import GenerateRequest
 from ..arrays import TOKEN_ID_BYTES, AnyIntArray, IntArray
-from ..prefix_cache.base import Lease, Prefix, PrefixCache, PrefixMatch
-from ..prefix_cache.sessions import Session
+from ..prefix_cache.base import Lease, Prefix, PrefixCache, PrefixMatch, Session
 from ..records.decision_log import PageCounts
 from ..records.verdict import CacheMiss, MissKind
 from ..requests.req import Req, ReqStatus
@@ -122,7 +121,7 @@ class KVMemory:
         """Count an arriving request in its session; None: it names none. One that goes on after a crash counts, too."""
         if not message.session:
             return None
-        return self._cache.begin_turn(message.session, message.group, now_s)
+        return self._cache.begin_turn(message.session, message.tenant, message.group, now_s)
 
     @property
     def shares_prefixes(self) -> bool:
@@ -345,7 +344,8 @@ class KVMemory:
         begin, end = req.lease.num_pages, int(self._pool.num_pages[row])
         self._supply.give_back(self._pool.pages[row, begin:end])
         if keep:
-            self._cache.release(req.lease, once=req.pooling is not None or req.keep_s == 0)
+            once = req.pooling is not None or req.keep_s == 0
+            self._cache.release(req.lease, once=once, session=req.session)
         else:
             self._supply.give_back(self._cache.forget(req.lease))
         req.lease = None
@@ -399,13 +399,30 @@ class KVMemory:
 
     def keep_prompt(self, req: Req, now_s: float) -> None:
         """Keep the cached prompt of a request that has left its row for the time that it asks for, within the quota."""
-        if req.keep_s:
+        if req.keep_s and not (req.session is not None and req.session.closed):
             prompt_ids = req.fill_ids[: req.prompt_len * TOKEN_ID_BYTES]
             self._cache.pin(req.extra_key, prompt_ids, now_s + req.keep_s, req.tenant)
 
     def expire_pins(self, now_s: float) -> None:
         """End expired pins."""
         self._cache.expire_pins(now_s)
+
+    def open_session(self, key: str, tenant: str, now_s: float) -> None:
+        """Keep a session without a turn."""
+        if (session := self._cache.begin_turn(key, tenant, "", now_s)) is not None:
+            session.num_turns = 0
+
+    def session(self, key: str) -> Session | None:
+        """The session with this key; None: there is none."""
+        return self._cache.session(key)
+
+    def demote(self, session: Session, *, close: bool) -> int:
+        """Let pages of a session be evicted first; return their number. See `PrefixCache.demote`."""
+        return self._cache.demote(session, close=close)
+
+    def promise(self, session: Session, until_s: float) -> tuple[int, int]:
+        """Keep the conversations of a session until a time; see `PrefixCache.promise`."""
+        return self._cache.promise(session, until_s)
 
     def flush(self) -> tuple[int, int]:
         """Drop all pages of the prefix cache that are not leased; return (pages dropped, pages kept)."""

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 from ..arrays import EMPTY, TOKEN_ID_BYTES, AnyIntArray, IntArray
 from ..records.verdict import CacheMiss, MissKind
-from .sessions import Session
 
 
 def namespace_of(cache_salt: str, lora_id: str) -> str:
@@ -94,6 +93,30 @@ class Lease:
         self.num_pages = num_pages
         self.node = node
         self.priority = priority
+
+
+class Session:
+    """One session: what clients say belongs together, such as the conversations of one agent and its subagents.
+
+    Attributes:
+        key: a digest, see `GenerateRequest`.
+        tenant: of its last turn.
+        num_turns: requests so far; parallel samples count once.
+        last_s: when the last one arrived.
+        group: of the last one.
+        ends: the nodes at which its conversations end, the oldest first; only the cache uses them.
+        closed: its client has ended it; the pages of turns that still run go first when they end.
+    """
+
+    __slots__ = ("closed", "ends", "group", "key", "last_s", "num_turns", "tenant")
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+        self.tenant = self.group = ""
+        self.num_turns = 0
+        self.last_s = 0.0
+        self.ends: dict[Any, None] = {}
+        self.closed = False
 
 
 class PrefixCache:
@@ -179,8 +202,13 @@ class PrefixCache:
         """Their slots; for checks."""
         return []
 
-    def release(self, lease: Lease, *, once: bool = False) -> None:
-        """End a lease; `once`: it is unlikely to be repeated, so pages that no other lease used are evicted first."""
+    def release(self, lease: Lease, *, once: bool = False, session: Session | None = None) -> None:
+        """End a lease.
+
+        Args:
+            once: it is unlikely to be repeated, so pages that no other lease used are evicted first.
+            session: a conversation of this session ends here; it continues those of the session that end above.
+        """
 
     def forget(self, lease: Lease) -> IntArray:
         """End a lease and drop the end of its prefix: the nodes that no other lease covers and no node follows.
@@ -235,15 +263,39 @@ class PrefixCache:
     def expire_pins(self, now_s: float) -> None:
         """End the expired pins. Called in each pass; the cost is negligible while there are no pins."""
 
-    def begin_turn(self, key: str, group: str, now_s: float) -> Session | None:
+    def begin_turn(self, key: str, tenant: str, group: str, now_s: float) -> Session | None:
         """Count a request of a session; None: no sessions are kept.
 
         Args:
             key: of the session.
+            tenant: of the request.
             group: of its parallel samples, which count once; "" for none.
             now_s: when it arrived.
         """
         return None
+
+    def session(self, key: str) -> Session | None:
+        """The session with this key; None: there is none."""
+        return None
+
+    def demote(self, session: Session, *, close: bool) -> int:
+        """Let pages that only this session's conversations cover be evicted first, until they are used again.
+
+        Promises of its tenant that end at these pages end, too. Pages of running requests are left out; with `close`
+        they follow when their requests end, and the session is forgotten.
+
+        Returns:
+            number of pages.
+        """
+        return 0
+
+    def promise(self, session: Session, until_s: float) -> tuple[int, int]:
+        """Keep a session's conversations until a time, as `pin` for its tenant.
+
+        Returns:
+            pages that are promised, and pages of the conversations; pages that two of them share count twice.
+        """
+        return 0, 0
 
     def explain(self, extra_key: str, token_ids: bytes, match: PrefixMatch, rid: str) -> CacheMiss:
         """Explain why a match is not longer. The match must still be valid, so call this before `lock`.

@@ -11,6 +11,7 @@ request that leases a node counts.
 
 from __future__ import annotations
 
+import enum
 import heapq
 from collections.abc import Callable
 from typing import Final
@@ -66,52 +67,75 @@ EVICTION_RANKS: Final[dict[EvictionPolicyName, Rank]] = {
 }
 
 
-class EvictionQueue:
-    """The unlocked leaves in classes: those that nothing asks for, those of waiting requests (`Wants`), pinned ones.
+class EvictionClass(enum.IntEnum):
+    """What is evicted first to last, whatever its rank: a higher class goes when the lower ones are empty.
 
-    The first and the last class are heaps by rank, each with at most one entry per node. An entry is dropped when it
-    reaches the top if its node is locked, has children, has left the tree, or belongs to another class. `note` adds the
-    node again when that state ends.
+    - DEAD: pages of closed sessions, and of prompts that are unlikely to be repeated; a later use makes them ordinary.
+    - WANTED: pages of waiting requests, ordered by `Wants`.
+    - PROMISED: pages under a pin or a promise.
+    """
+
+    DEAD = 0
+    ORDINARY = 1
+    WANTED = 2
+    PROMISED = 3
+
+
+def class_of(node: RadixNode) -> EvictionClass:
+    """The class of a node."""
+    if node.pin_ref:
+        return EvictionClass.PROMISED
+    if node.num_wants:
+        return EvictionClass.WANTED
+    return EvictionClass.DEAD if node.is_dead else EvictionClass.ORDINARY
+
+
+class EvictionQueue:
+    """The unlocked leaves, by class.
+
+    Each class but that of the wanted ones is a heap by rank, with at most one entry per node. An entry is dropped when
+    it reaches the top if its node is locked, has children, has left the tree, or belongs to another class. `note` adds
+    the node again when that state ends.
     """
 
     def __init__(self, rank: Rank, wants: Wants) -> None:
         self._rank = rank
         self._seq = 0
-        self._ordinary = _LazyHeap(pinned=False)
         self._wants = wants
-        self._pinned = _LazyHeap(pinned=True)
+        self._heaps: dict[EvictionClass, _LazyHeap] = {
+            each: _LazyHeap(each) for each in EvictionClass if each is not EvictionClass.WANTED
+        }
 
     def note(self, node: RadixNode) -> None:
         """Add a leaf that has become evictable, unless the heap has an entry for it."""
-        if node.num_wants and not node.pin_ref:
-            return
-        heap = self._pinned if node.pin_ref else self._ordinary
-        if not node.queued & heap.bit:
+        heap = self._heaps.get(class_of(node))
+        if heap is not None and not node.queued & heap.bit:
             node.queued |= heap.bit
             self._seq += 1  # orders equal ranks, so that nodes are never compared
             heapq.heappush(heap.entries, (self._rank(node), self._seq, node))
 
-    def pin_changed(self, node: RadixNode) -> None:
-        """Note that the first pin of a node has begun, or the last has ended."""
-        (self._ordinary if node.pin_ref else self._pinned).discard(node)
+    def class_changed(self, node: RadixNode) -> None:
+        """Note that a node may have another class than before."""
+        current = class_of(node)
+        for each, heap in self._heaps.items():
+            if each is not current:
+                heap.discard(node)
         if node.is_evictable_leaf:
-            self.note(node)
-
-    def want_changed(self, node: RadixNode) -> None:
-        """Note that waiting requests want a node, or that one does no more."""
-        if node.num_wants:
-            self._ordinary.discard(node)
-        elif node.is_evictable_leaf:
             self.note(node)
 
     def discard(self, node: RadixNode) -> None:
         """Note that a node has left the tree, so its entries are stale."""
-        self._ordinary.discard(node)
-        self._pinned.discard(node)
+        for heap in self._heaps.values():
+            heap.discard(node)
 
     def pop(self) -> RadixNode | None:
-        """Return the leaf to evict first, without its entry; None if there is none. Pinned leaves go last."""
-        return self._pop(self._ordinary) or self._wants.last_leaf() or self._pop(self._pinned)
+        """Return the leaf to evict first, without its entry; None if there is none."""
+        return (
+            self._pop(self._heaps[EvictionClass.DEAD])
+            or self._pop(self._heaps[EvictionClass.ORDINARY])
+            or self._wants.last_leaf()
+            or self._pop(self._heaps[EvictionClass.PROMISED])
+        )
 
     def _pop(self, heap: _LazyHeap) -> RadixNode | None:
         rank_of, entries = self._rank, heap.entries
@@ -127,10 +151,8 @@ class EvictionQueue:
 
     def finds(self, node: RadixNode) -> bool:
         """Whether the queue has this evictable leaf; for checks."""
-        if node.num_wants and not node.pin_ref:
-            return True
-        heap = self._pinned if node.pin_ref else self._ordinary
-        return bool(node.queued & heap.bit)
+        heap = self._heaps.get(class_of(node))
+        return heap is None or bool(node.queued & heap.bit)
 
 
 class _LazyHeap:
@@ -141,9 +163,9 @@ class _LazyHeap:
         entries: the heap, by (rank, order of arrival).
     """
 
-    def __init__(self, *, pinned: bool) -> None:
-        self.bit: Final = 2 if pinned else 1
-        self._of_pinned = pinned
+    def __init__(self, of: EvictionClass) -> None:
+        self.bit: Final = 1 << of
+        self._class = of
         self.entries: list[tuple[int, int, RadixNode]] = []
         self._num_discarded = 0
 
@@ -151,7 +173,7 @@ class _LazyHeap:
         """Whether an entry for this node is valid."""
         if node.lock_ref or node.children or node.parent is None:  # `is_evictable_leaf`, without the call
             return False
-        return node.pin_ref > 0 if self._of_pinned else not (node.pin_ref or node.num_wants)
+        return class_of(node) is self._class
 
     def discard(self, node: RadixNode) -> None:
         """Note that the entry of a node, if there is one, is stale. When half of the entries are, they are removed."""

@@ -110,6 +110,11 @@ class Pins:
                     changed += self._end(pin)
         return changed
 
+    def end_promises_at(self, node: RadixNode, tenant: str) -> list[RadixNode]:
+        """End the tenant's promises that end at a node; return as `end`."""
+        pins = [pin for pin in self._by_node.get(node, ()) if pin.tenant == tenant]
+        return [changed for pin in pins for changed in self._end(pin)]
+
     def make_room(self, num_pages: int, tenant: str) -> list[RadixNode]:
         """End promises until a new one of `num_pages` pages has room, as the module says; return as `end`."""
         promises = [pin for pin in self._by_key.values() if pin.tenant is not None]

@@ -14,8 +14,8 @@ of the whole leaf, so that one short request does not evict a long prefix.
 In a model with state layers a prefix is reused only up to a node with a checkpoint (`Checkpoints`).
 
 This module has the tree. `EvictionQueue` orders the leaves, `Wants` has the prefixes of waiting requests, `Pins` the
-clients' pins; `MissExplainer` explains misses with the `EvictionHistory`, and `BlockEvents` records changes for
-subscribers.
+clients' pins, `Sessions` the ends of conversations; `MissExplainer` explains misses with the `EvictionHistory`, and
+`BlockEvents` records changes for subscribers.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ import numpy as np
 
 from ..arrays import EMPTY, TOKEN_ID_BYTES, AnyIntArray, IntArray
 from ..records.verdict import CacheMiss
-from .base import Lease, PrefixCache, PrefixMatch
+from .base import Lease, PrefixCache, PrefixMatch, Session
 from .block_events import BlockRecorder
 from .eviction import EvictionQueue, Rank, lru
 from .miss_explainer import FLUSHED, EvictionHistory, MissExplainer
 from .pins import PinKey, Pins
 from .radix_node import Checkpoints, RadixNode, nodes_of, pages_in, path_to_root, verify_nodes
-from .sessions import Session, Sessions
+from .sessions import Sessions
 from .wants import Want, Wants
 
 MAX_TOMBSTONES: Final = 16_384
@@ -202,19 +202,25 @@ class RadixCache(PrefixCache):
         lease.num_pages += len(pages)
         return np.concatenate(kept) if kept else EMPTY
 
-    def release(self, lease: Lease, *, once: bool = False) -> None:
+    def release(self, lease: Lease, *, once: bool = False, session: Session | None = None) -> None:
+        end: RadixNode = lease.node
         self._clock += 1
         for node in path_to_root(lease.node):
             node.lock_ref -= 1
             # The rank of a node that only this lease used has no entry yet, so it may be the lowest.
             if lease.is_use:
-                node.last_access = 0 if once and node.num_uses == 1 else self._clock
+                node.last_access = self._clock
+                node.is_dead = once and node.num_uses == 1
             if not node.lock_ref:
                 self._locked_pages -= len(node.pages)
                 self._evictable_pages += len(node.pages)
                 self._note_if_evictable(node)
         lease.node = None
         lease.num_pages = 0
+        if session is not None and session.closed:
+            self._bury(end, session.tenant)
+        elif session is not None:
+            self._sessions.end_turn(session, end)
 
     def forget(self, lease: Lease) -> IntArray:
         node: RadixNode | None = lease.node
@@ -342,6 +348,7 @@ class RadixCache(PrefixCache):
             self._pins.removed(node, parent)
         if node.num_wants:
             self._wants.removed(node, parent)
+        self._sessions.removed(node, parent)
         if self._checkpoints is not None:
             self._checkpoints.removed(node)
         self._blocks.removed(node)
@@ -367,7 +374,7 @@ class RadixCache(PrefixCache):
 
     def _wants_changed(self, nodes: Iterable[RadixNode]) -> None:
         for node in nodes:
-            self._queue.want_changed(node)
+            self._queue.class_changed(node)
 
     # ------------------------------------------------------------ pins
 
@@ -402,7 +409,7 @@ class RadixCache(PrefixCache):
 
     def _pins_changed(self, nodes: Iterable[RadixNode]) -> None:
         for node in nodes:
-            self._queue.pin_changed(node)
+            self._queue.class_changed(node)
 
     @staticmethod
     def _unpinned_pages(match: PrefixMatch) -> int:
@@ -414,8 +421,46 @@ class RadixCache(PrefixCache):
 
     # ------------------------------------------------------------ sessions
 
-    def begin_turn(self, key: str, group: str, now_s: float) -> Session:
-        return self._sessions.begin_turn(key, group, now_s)
+    def begin_turn(self, key: str, tenant: str, group: str, now_s: float) -> Session:
+        return self._sessions.begin_turn(key, tenant, group, now_s)
+
+    def session(self, key: str) -> Session | None:
+        return self._sessions.find(key)
+
+    def demote(self, session: Session, *, close: bool) -> int:
+        ends = self._sessions.take_ends(session)
+        num_pages = sum(self._bury(end, session.tenant) for end in ends)
+        if close:
+            self._sessions.close(session)
+        else:
+            self._sessions.put_ends(session, ends)
+        return num_pages
+
+    def _bury(self, end: RadixNode, tenant: str) -> int:
+        """Make a path dead from its end up to what something else covers; return the number of pages."""
+        num_pages = 0
+        for node in path_to_root(end):
+            is_covered = node.lock_ref or self._sessions.ends_at(node)
+            if node.parent is None or is_covered or not all(each.is_dead for each in node.children.values()):
+                break
+            node.is_dead = True
+            self._pins_changed(self._pins.end_promises_at(node, tenant))
+            self._queue.class_changed(node)
+            if self._checkpoints is not None:
+                self._checkpoints.unused(node)
+            num_pages += len(node.pages)
+        return num_pages
+
+    def promise(self, session: Session, until_s: float) -> tuple[int, int]:
+        kept = asked = 0
+        for end in tuple(session.ends):
+            path = list(path_to_root(end))
+            namespace = path.pop().namespace
+            assert namespace is not None
+            token_ids = b"".join(node.key for node in reversed(path))
+            asked += len(token_ids) // self._page_bytes
+            kept += self.pin(namespace, token_ids, until_s, session.tenant)
+        return kept, asked
 
     # ------------------------------------------------------------ explanations
 
@@ -453,6 +498,7 @@ class RadixCache(PrefixCache):
         upper.pin_ref = node.pin_ref
         upper.last_access = node.last_access
         upper.num_uses = node.num_uses
+        upper.is_dead = node.is_dead
         node.parent.children[node.key[: self._page_bytes]] = upper
         node.key = node.key[cut:]
         node.pages = node.pages[num_pages:].copy()
@@ -473,6 +519,9 @@ class RadixCache(PrefixCache):
             each.lock_ref += 1
             each.num_uses += lease.is_use
             each.priority = max(each.priority, lease.priority)
+            if each.is_dead and lease.is_use:
+                each.is_dead = False
+                self._queue.class_changed(each)
 
     def _common_pages(self, key: bytes, token_ids: bytes, offset: int, end: int) -> int:
         count = min(len(key), end - offset) // TOKEN_ID_BYTES
@@ -492,6 +541,7 @@ class RadixCache(PrefixCache):
         wrong = list(verify_nodes(self._roots, leases, self._queue.finds, self.page_size, counts))
         wrong.extend(self._pins.verify(nodes_of(self._roots)))
         wrong.extend(self._wants.verify(nodes_of(self._roots)))
+        wrong.extend(self._sessions.verify(nodes_of(self._roots)))
         if self._checkpoints is not None:
             wrong.extend(self._checkpoints.verify(nodes_of(self._roots)))
         return wrong

@@ -27,6 +27,7 @@ class RadixNode:
         lock_ref: leases that end here or below; > 0 means locked.
         pin_ref: pins that end here or below.
         num_wants: waiting requests with a match that ends here.
+        is_dead: evicted before all others, see `EvictionClass`; written by `RadixCache`, too.
         created: logical time at which its pages were inserted.
         last_access: logical time of the last release; not used while the node is locked.
         num_uses: requests that have leased it, including the one that inserted it.
@@ -42,6 +43,7 @@ class RadixNode:
         "children",
         "created",
         "end_id",
+        "is_dead",
         "key",
         "last_access",
         "lock_ref",
@@ -74,6 +76,7 @@ class RadixNode:
         self.lock_ref = 0
         self.pin_ref = 0
         self.num_wants = 0
+        self.is_dead = False
         self.created = created
         self.last_access = created
         self.num_uses = 0
@@ -122,6 +125,11 @@ class Checkpoints:
     def used(self, node: RadixNode) -> None:
         """Note that a node's checkpoint was read, or would have been made again."""
         self._nodes.move_to_end(node.checkpoint)
+
+    def unused(self, node: RadixNode) -> None:
+        """Note that a node's checkpoint, if it has one, is unlikely to be read: it goes first."""
+        if node.checkpoint:
+            self._nodes.move_to_end(node.checkpoint, last=False)
 
     def removed(self, node: RadixNode) -> None:
         """The node has left the tree, or its last token has: free its checkpoint, if it has one."""

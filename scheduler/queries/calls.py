@@ -1,4 +1,4 @@
-"""`Calls`: answers the calls of the tokenizer manager: flush, pin, explain, list, load and unload adapters.
+"""`Calls`: answers the calls of the tokenizer manager: flush, pin, hints, explain, list, load and unload adapters.
 
 An explanation is read from the decision log; if that has dropped the first records of an unfinished request, the
 request itself supplies them. The list of requests takes the reason of each from the record of the last pass; it is made
@@ -21,6 +21,10 @@ from ...runtime.messages import (
     Explanation,
     FlushCache,
     FlushCacheDone,
+    HintAction,
+    HintDone,
+    HintOutcome,
+    HintSession,
     ListRequests,
     LiveRequest,
     LoadAdapter,
@@ -100,6 +104,8 @@ class Calls:
                 answer = FlushCacheDone(dropped * self._kv.page_size, kept * self._kv.page_size)
             case PinPrefix():
                 answer = self._pin(request, now_s)
+            case HintSession():
+                answer = self._hint(request, now_s)
             case Explain():
                 self._questions.append((call.call_id, request))
                 if not self._explained:
@@ -159,6 +165,30 @@ class Calls:
         elif pinned_tokens < asked_tokens and until_s is not None:
             reason = f"prefixes are kept in whole pages of {page_size} tokens"
         return PinDone(pinned_tokens, asked_tokens, reason)
+
+    def _hint(self, hint: HintSession, now_s: float) -> HintDone:
+        """Do what a client asks for a session."""
+        session, size = self._kv.session(hint.session), self._kv.page_size
+        if hint.action is HintAction.OPEN:
+            if session is not None:
+                return HintDone(HintOutcome.REJECTED, "is open already")
+            self._kv.open_session(hint.session, hint.tenant, now_s)
+            return HintDone(HintOutcome.ACCEPTED)
+        if session is None:
+            return HintDone(HintOutcome.MISSING, "no session with this key is known")
+        if hint.action is HintAction.RETAIN:
+            kept, asked = self._kv.promise(session, now_s + hint.ttl_s)
+            outcome = HintOutcome.ACCEPTED if kept == asked else HintOutcome.CLIPPED
+            words = f"{kept * size} of {asked * size} tokens are kept for {hint.ttl_s:g} s"
+            return HintDone(outcome, words if kept == asked else f"{words}; the quota is --pin-fraction")
+        close = hint.action is HintAction.CLOSE
+        detail = f"{self._kv.demote(session, close=close) * size} tokens are evicted first"
+        running = sum(req.session is session for req in self._requests.by_id.values())
+        if close and running:
+            return HintDone(
+                HintOutcome.DEFERRED, f"{detail}; of {running} unfinished requests, when they end"
+            )
+        return HintDone(HintOutcome.ACCEPTED, detail)
 
     def _reason_for_less(self, pinned_tokens: int) -> str:
         page_size, quota = self._kv.page_size, self._max_pinned_tokens

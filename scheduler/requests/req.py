@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from ...grammar.backend import Matcher
     from ...runtime.sampling_params import SamplingParams
     from ..arrays import IntArray
-    from ..prefix_cache.base import Lease, PrefixMatch
-    from ..prefix_cache.sessions import Session
+    from ..prefix_cache.base import Lease, PrefixMatch, Session
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ import numpy as np
 from ...runtime.messages import Finish, FinishKind, GenerateRequest, TokenOutput
 from ...runtime.transport.message_base import Logprobs
 from ..arrays import EMPTY, BoolArray, IntArray
-from ..prefix_cache.sessions import Session
+from ..prefix_cache.base import Session
 from ..records.decision_log import Finished
 from .outputs import output_row
 from .req import Req, ReqStatus

@@ -37,6 +37,13 @@ VALID: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": MARK},
     "/detokenize": {"tokens": [5]},
     "/v1/cache/pins": {"prompt": MARK, "ttl": 1},
+    "/open_session": {"session_id": MARK},
+    "/close_session": {"session_id": MARK},
+    "/v1/kv_hints": {
+        "protocol_version": 1,
+        "session_id": MARK,
+        "actions": [{"action_id": MARK, "action_type": "release"}],
+    },
     "/v1/grammar/check": {"guided_json": {"title": MARK}},
     "/abort_request": {"rid": MARK},
     "/start_profile": {"duration": 3600},

@@ -22,6 +22,9 @@ from engine.runtime.messages import (
     FlushCache,
     FlushCacheDone,
     GenerateRequest,
+    HintAction,
+    HintDone,
+    HintSession,
     LoadAdapter,
     TokenOutput,
     UnloadAdapter,
@@ -244,6 +247,13 @@ class Harness:
         self.scheduler.handle(AbortRequest(rid, reason), self.now_s)
         self.collect()
         self.scheduler.audit()
+
+    def hint(self, session: str, action: HintAction, ttl_s: float = 0.0) -> HintDone:
+        self.scheduler.handle(Call(2000, HintSession(session, action, ttl_s)), self.now_s)
+        [done] = self.scheduler.take_call_answers()
+        self.scheduler.audit()
+        assert isinstance(done.answer, HintDone)
+        return done.answer
 
     def flush(self) -> FlushCacheDone:
         self.scheduler.handle(Call(len(self.flushes) + 1, FlushCache()), self.now_s)

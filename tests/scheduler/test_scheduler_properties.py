@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from engine.runtime.messages import FinishKind
+from engine.runtime.messages import FinishKind, HintAction
 from engine.runtime.pooling import PoolingParams
 from tests.feasible import fits
 from tests.selection import examples
@@ -46,6 +46,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         schedule_conservativeness=st.sampled_from([0.01, 0.3, 1.0]),
         multi_step_ms=st.sampled_from([0.0, 25.0, 1e9]),
         max_loras_per_batch=st.sampled_from([1, 2, 8]),
+        cache=st.sampled_from([{}, {"pin_fraction": 0.5}]),
         news=st.randoms(use_true_random=False),
     )
     def make(self, overlap: int, multi_step_ms: float, news: random.Random, **config: Any) -> None:
@@ -60,19 +61,30 @@ class SchedulerMachine(RuleBasedStateMachine):
         min_new_tokens=st.integers(0, 4),
         ignore_eos=st.booleans(),
         extra_key=st.sampled_from(["", "", "salt"]),
-        message=st.sampled_from([{}, {}, {"lora_id": "a"}, {"lora_id": "b"}, {"lora_id": "c"}]),
+        adapter=st.sampled_from([{}, {}, {"lora_id": "a"}, {"lora_id": "b"}, {"lora_id": "c"}]),
+        turn=st.sampled_from(
+            [{}, {"session": "s"}, {"session": "t", "tenant": "a"}, {"session": "t", "keep_s": 2.0}]
+        ),
         logprobs=st.sampled_from([None, None, None, 0]),
         prompt_logprobs=st.sampled_from([None, None, None, 0]),
         stop_token_ids=st.sampled_from([(), (), (3, 5)]),
     )
     def submit(
-        self, shared: int, own: list[int], min_new_tokens: int, max_new_tokens: int, **options: Any
+        self,
+        shared: int,
+        own: list[int],
+        min_new_tokens: int,
+        max_new_tokens: int,
+        adapter: dict[str, str],
+        turn: dict[str, Any],
+        **options: Any,
     ) -> None:
         prompt = BASE[:shared] + own or [1]
         rid = self.harness.submit(
             prompt=prompt,
             max_new_tokens=max_new_tokens,
             min_new_tokens=min(min_new_tokens, max_new_tokens),
+            message=adapter | turn,
             **options,
         )
         refused = self.harness.answers[rid].finish is not None
@@ -97,6 +109,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.harness.abort(rid)
         if was_live:
             assert answer is not None and answer.finish is not None and answer.finish.kind is FinishKind.ABORT
+
+    @rule(
+        session=st.sampled_from("st"), action=st.sampled_from(HintAction), ttl_s=st.sampled_from([0.5, 30.0])
+    )
+    def hint(self, session: str, action: HintAction, ttl_s: float) -> None:
+        """A session is closed while its turns run, demoted, kept, or opened; it costs no memory."""
+        before = self.harness.pages()
+        self.harness.hint(session, action, ttl_s)
+        assert self.harness.pages() == before
 
     @rule(which=st.integers(0, 60))
     def fail(self, which: int) -> None:

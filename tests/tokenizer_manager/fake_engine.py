@@ -54,6 +54,9 @@ from engine.runtime.messages import (
     FlushCacheDone,
     GenerateRequest,
     GrammarReady,
+    HintDone,
+    HintOutcome,
+    HintSession,
     ListRequests,
     LoadAdapter,
     ManagerInput,
@@ -234,6 +237,8 @@ class FakeEngine:
         self.aborts: queue.Queue[AbortRequest] = queue.Queue()
         self.ready: queue.Queue[GrammarReady] = queue.Queue()
         self.pins: queue.Queue[PinPrefix] = queue.Queue()
+        self.hints: queue.Queue[HintSession] = queue.Queue()
+        self.hint_outcome = HintOutcome.ACCEPTED
         self.explains: queue.Queue[Explain] = queue.Queue()
         self.explanations: dict[str, Explanation] = {}
         self.loads: list[LoadAdapter] = []
@@ -291,6 +296,9 @@ class FakeEngine:
                 self.pins.put(request)
                 asked = len(request.input_ids) // 4
                 return PinDone(asked // 2, asked, "half of it is not cached")
+            case HintSession():
+                self.hints.put(request)
+                return HintDone(self.hint_outcome, "as the test says")
             case LoadAdapter():
                 self.loads.append(request)
                 return AdapterDone(self.load_error)

@@ -20,6 +20,16 @@ from .endpoints.adapters import (
 )
 from .endpoints.cache_pins import pin_prefix
 from .endpoints.grammar_check import GrammarCheckBody, GrammarCheckRequest, check_grammar
+from .endpoints.sessions import (
+    CloseSessionRequest,
+    HintResult,
+    HintsBody,
+    HintsRequest,
+    OpenSessionRequest,
+    close_session,
+    kv_hints,
+    open_session,
+)
 from .endpoints.wire import (
     AbortBody,
     AbortedBody,
@@ -275,6 +285,27 @@ ROUTES: Final = (
         PinRequest,
         PinnedBody,
         fails=(404,),
+    ),
+    *_post(
+        "/open_session",
+        open_session,
+        "Keep a session before its first turn; the answer is its id.",
+        OpenSessionRequest,
+        str,
+    ),
+    *_post(
+        "/close_session",
+        close_session,
+        "End a session: what only its conversations have cached is evicted first.",
+        CloseSessionRequest,
+        HintResult,
+    ),
+    *_post(
+        "/v1/kv_hints",
+        kv_hints,
+        "Release, demote, retain or pin what the conversations of a session have cached.",
+        HintsRequest,
+        HintsBody,
     ),
     *_post(
         "/v1/grammar/check",

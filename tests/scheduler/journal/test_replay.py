@@ -27,6 +27,8 @@ from engine.runtime.messages import (
     FlushCache,
     GenerateRequest,
     GrammarReady,
+    HintAction,
+    HintSession,
     LoadAdapter,
     PinPrefix,
     UnloadAdapter,
@@ -499,6 +501,24 @@ def test_a_log_of_version_2_is_read_and_replayed(path):
     calls = {type(each.message.request) for each in inputs_of(old) if isinstance(each.message, Call)}
     assert calls == {FlushCache, PinPrefix, LoadAdapter, UnloadAdapter}
     assert inputs_of(old) == inputs_of(new)
+    assert replay_file(path).is_equal
+
+
+def test_sessions_that_are_closed_are_replayed(path):
+    harness = record(path, num_pages=20, page_size=4, cache={"pin_fraction": 0.5})
+    rng = random.Random(5)
+    for idx in range(60):
+        prompt = [1 + rng.randrange(3)] * 12 + [rng.randrange(1, 90) for _ in range(8)]
+        session = rng.choice(["", "a", "b"])
+        harness.submit(prompt=prompt, message={"session": session}, max_new_tokens=3)
+        if idx % 3 == 0:
+            hint = HintSession(rng.choice("ab"), rng.choice(list(HintAction)), 0.5)
+            harness.scheduler.handle(Call(idx + 1, hint), harness.now_s)
+        for _ in range(rng.randrange(6)):
+            harness.step()
+    finish(harness)
+    [log] = [list(run.records) for run in read_runs(path)]
+    assert sum(isinstance(each.message, Call) for each in inputs_of(log)) == 20
     assert replay_file(path).is_equal
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from engine.runtime.messages import Call, PinDone, PinPrefix
+from engine.scheduler.prefix_cache.eviction import EvictionClass
 from tests.scheduler.prefix_cache.cached_pool import CachedPool, ids
 
 FOREVER = 1e9
@@ -245,8 +246,8 @@ def test_pinning_and_unpinning_for_ever_leaves_nothing_behind():
     assert pool.cache.pinned_pages == 0
     assert sound(pool)
     assert len(pool.cache._pins._expiries) <= 80
-    assert len(pool.cache._queue._pinned.entries) <= 80
-    assert len(pool.cache._queue._ordinary.entries) <= 80
+    assert len(pool.cache._queue._heaps[EvictionClass.PROMISED].entries) <= 80
+    assert len(pool.cache._queue._heaps[EvictionClass.ORDINARY].entries) <= 80
 
 
 def test_a_pin_too_many_is_told_apart_from_a_prefix_that_is_not_cached(make_scheduler):

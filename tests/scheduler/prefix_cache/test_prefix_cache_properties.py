@@ -1,8 +1,8 @@
 """`RadixCache` against a model that keeps one record per page: leases, extensions, evictions and pins in any order.
 
 The model is as simple as the rules: it evicts page by page, each time the unlocked page without a follower that is
-unpinned before pinned and has the lowest rank. So every eviction is checked page for page, for each policy. A consumer
-of the block events has exactly the blocks of the tree after each step.
+unpinned before pinned, dead before others, and has the lowest rank. So every eviction is checked page for page, for
+each policy. A consumer of the block events has exactly the blocks of the tree after each step.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -23,10 +24,11 @@ from hypothesis.stateful import (
 )
 
 from engine.runtime.config.engine_config import EvictionPolicyName
-from engine.scheduler.prefix_cache.base import Lease, namespace_of, split_namespace
+from engine.scheduler.prefix_cache.base import Lease, Session, namespace_of, split_namespace
 from engine.scheduler.prefix_cache.block_events import BlockEvents
 from engine.scheduler.prefix_cache.eviction import EVICTION_RANKS
 from engine.scheduler.prefix_cache.radix_cache import RadixCache
+from engine.scheduler.prefix_cache.radix_node import RadixNode, path_to_root
 from tests.scheduler.prefix_cache.block_consumer import BlockConsumer
 from tests.scheduler.prefix_cache.cached_pool import ids, pages
 from tests.selection import examples
@@ -37,6 +39,7 @@ KEYS = st.sampled_from([namespace_of("", ""), namespace_of("", "adapter"), names
 TOKENS = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=8)  # alike enough to meet
 PRIORITIES = st.integers(-1, 2)
 SOME = st.integers(0, 10**6)
+SESSIONS = st.sampled_from(["", "a", "a", "b"])
 
 
 @dataclass
@@ -49,6 +52,7 @@ class Page:
     last_access: int = 0
     num_uses: int = 0
     num_locks: int = 0
+    is_dead: bool = False
 
 
 @dataclass
@@ -60,6 +64,7 @@ class Holder:
     tokens: tuple[int, ...] = ()
     priority: int = 0
     path: list[Prefix] = field(default_factory=list)
+    session: Session | None = None
 
 
 class PrefixCacheMachine(RuleBasedStateMachine):
@@ -98,6 +103,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.page_size, self.quota = page_size, quota
         self.pins: dict[Prefix, tuple[float, set[Prefix]]] = {}
         self.holders: list[Holder] = []
+        self.ends: dict[str, set[Prefix]] = {}
         self.free: set[int] = set()
         self.num_made = self.clock = 0
         self.now_s = 0.0
@@ -126,11 +132,38 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def lose(self, gone: list[Prefix]) -> None:
         for prefix in gone:
             self.free.add(self.cached.pop(prefix).number)
+        for ends in self.ends.values():
+            kept = {self.kept_part(end) for end in ends}
+            ends.clear()
+            ends.update(end for end in kept if end[1])
         self.pins = {
             key: (until_s, cover - set(gone))
             for key, (until_s, cover) in self.pins.items()
             if cover - set(gone)
         }
+
+    def kept_part(self, prefix: Prefix) -> Prefix:
+        """The longest beginning that is still cached."""
+        while prefix[1] and prefix not in self.cached:
+            prefix = (prefix[0], prefix[1][: -self.page_size])
+        return prefix
+
+    def bury(self, end: Prefix) -> int:
+        """Make pages dead from an end up to one that something else covers; returns how many."""
+        count = 0
+        for prefix in reversed(self.prefixes(*end)):
+            page = self.cached[prefix]
+            following = [
+                self.cached[key, tokens]
+                for key, tokens in self.cached
+                if (key, tokens[: -self.page_size]) == prefix
+            ]
+            covered = page.num_locks or any(prefix in ends for ends in self.ends.values())
+            if covered or not all(each.is_dead for each in following):
+                break
+            page.is_dead = True
+            count += 1
+        return count
 
     def victims(self, count: int) -> list[Prefix]:
         """What evicting `count` pages must take, in order."""
@@ -147,7 +180,14 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             ]
             if not leaves:
                 break
-            victim = min(leaves, key=lambda prefix: (prefix in pinned, self.rank(self.cached[prefix])))
+            victim = min(
+                leaves,
+                key=lambda prefix: (
+                    prefix in pinned,
+                    not self.cached[prefix].is_dead,
+                    self.rank(self.cached[prefix]),
+                ),
+            )
             gone.append(victim)
             if len(victim[1]) > self.page_size:
                 followers[victim[0], victim[1][: -self.page_size]] -= 1
@@ -155,8 +195,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     # ------------------------------------------------------------ what may happen
 
-    @rule(key=KEYS, tokens=TOKENS, limit=st.integers(0, 12), priority=PRIORITIES)
-    def lock(self, key: str, tokens: list[int], limit: int, priority: int) -> None:
+    @rule(key=KEYS, tokens=TOKENS, limit=st.integers(0, 12), priority=PRIORITIES, session=SESSIONS)
+    def lock(self, key: str, tokens: list[int], limit: int, priority: int, session: str = "") -> None:
         match = self.cache.match(key, ids(*tokens), limit)
         unlocked = self.cache.unlocked_pages(match)
         before = self.cache.locked_pages
@@ -167,6 +207,9 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
         assert self.cache.locked_pages == before + unlocked
         holder = Holder(lease, key, tuple(tokens[: len(path) * self.page_size]), priority)
+        if session:
+            holder.session = self.cache.begin_turn(session, "tenant", "", self.now_s)
+            self.ends.setdefault(session, set())
         self.hold(holder, path)
         self.holders.append(holder)
 
@@ -175,6 +218,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             page = self.cached[prefix]
             page.num_locks += 1
             page.num_uses += 1
+            page.is_dead = False
             page.priority = max(page.priority, holder.priority)
         holder.path += more
 
@@ -203,10 +247,10 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.num_made += 1
         return self.num_made
 
-    @rule(key=KEYS, tokens=TOKENS, priority=PRIORITIES)
-    def serve(self, key: str, tokens: list[int], priority: int) -> None:
+    @rule(key=KEYS, tokens=TOKENS, priority=PRIORITIES, session=SESSIONS)
+    def serve(self, key: str, tokens: list[int], priority: int, session: str = "") -> None:
         """A whole request at once."""
-        self.lock(key, tokens, 12, priority)
+        self.lock(key, tokens, 12, priority, session)
         self.extend(-1, tokens[self.holders[-1].lease.num_pages * self.page_size :])
         self.release(-1)
 
@@ -214,15 +258,43 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     @rule(which=SOME, once=st.booleans())
     def release(self, which: int, once: bool = False) -> None:
         holder = self.holders.pop(which % len(self.holders))
-        self.cache.release(holder.lease, once=once)
+        self.cache.release(holder.lease, once=once, session=holder.session)
         self.let_go(holder, once)
+        if holder.session is None or not holder.path:
+            return
+        if holder.session.closed:
+            self.bury(holder.path[-1])
+        else:
+            self.ends[holder.session.key] -= set(holder.path)
+            self.ends[holder.session.key].add(holder.path[-1])
+
+    @rule(name=SESSIONS, close=st.booleans())
+    def demote(self, name: str, close: bool) -> None:
+        session = self.cache.session(name)
+        assert (session is not None) == (name in self.ends)
+        if session is None:
+            return
+        in_order = [self.prefix_at(each) for each in session.ends]
+        assert set(in_order) == self.ends.pop(name)
+
+        assert self.cache.demote(session, close=close) == sum(map(self.bury, in_order))
+
+        if not close:
+            self.ends[name] = set(in_order)
+
+    def prefix_at(self, node: RadixNode) -> Prefix:
+        *path, root = path_to_root(node)
+        assert root.namespace is not None
+        key = b"".join(each.key for each in reversed(path))
+        return root.namespace, tuple(np.frombuffer(key, dtype=np.int32).tolist())
 
     def let_go(self, holder: Holder, once: bool = False) -> None:
         self.clock += 1
         for prefix in holder.path:
             page = self.cached[prefix]
             page.num_locks -= 1
-            page.last_access = 0 if once and page.num_uses == 1 else self.clock
+            page.last_access = self.clock
+            page.is_dead = once and page.num_uses == 1
 
     @precondition(lambda self: self.holders)
     @rule(which=SOME)

@@ -48,6 +48,13 @@ VALID: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "hi"},
     "/detokenize": {"tokens": [71, 72]},
     "/v1/cache/pins": {"prompt": "hi", "ttl": 1},
+    "/open_session": {"timeout": 5},
+    "/close_session": {"session_id": "s"},
+    "/v1/kv_hints": {
+        "protocol_version": 1,
+        "session_id": "s",
+        "actions": [{"action_id": "a", "action_type": "retain", "payload": {"ttl_s": 5}}],
+    },
     "/v1/grammar/check": {"guided_json": {"type": "object"}},
     "/abort_request": {"rid": "cmpl-0"},
     "/v1/responses": {"input": "hi", "max_output_tokens": 3},

@@ -147,6 +147,14 @@ NOTES: Final[Mapping[str, str]] = {
     "safety_identifier": "The tenant, where `user` is absent.",
     "session_id": "The conversations of one agent have one; the cache counts its turns.",
     "session_params": "SGLang's form: `id` is the session; the prompt is always the whole one.",
+    "CloseSessionRequest.session_id": "Of the session's turns.",
+    "OpenSessionRequest.session_id": "Of its turns; left out, it is a new one.",
+    "OpenSessionRequest.timeout": "Accepted, without effect.",
+    "capacity_of_str_len": "Accepted, without effect.",
+    "protocol_version": "1.",
+    "message_id": "Returned as it is.",
+    "actions": "Objects with action_id, action_type (release, demote, retain, pin) and payload; retain and pin take "
+    "`ttl_s`.",
     "prompt_cache_key": "The session, where `session_id` and headers name none.",
     "prompt_cache_options": "`ttl` keeps the prompt for 30m or 12h, `mode: explicit` only one with a breakpoint; "
     "`prewarm` computes the prompt only.",
@@ -290,6 +298,13 @@ BODIES: Final[Mapping[tuple[str, str], Mapping[str, Any]]] = {
     ("POST", "/tokenize"): {"prompt": "Hello"},
     ("POST", "/detokenize"): {"tokens": [1, 2, 3]},
     ("POST", "/v1/cache/pins"): {"prompt": "A long prefix of many prompts", "ttl": 600},
+    ("POST", "/open_session"): {"capacity_of_str_len": 4096},
+    ("POST", "/close_session"): {"session_id": "3f2a"},
+    ("POST", "/v1/kv_hints"): {
+        "protocol_version": 1,
+        "session_id": "3f2a",
+        "actions": [{"action_id": "a1", "action_type": "retain", "payload": {"ttl_s": 600}}],
+    },
     ("POST", "/v1/grammar/check"): {
         "response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": _SCHEMA}}
     },

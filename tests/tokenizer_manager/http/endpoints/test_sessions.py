@@ -1,0 +1,145 @@
+"""`/open_session`, `/close_session`, `/v1/kv_hints`: what reaches the scheduler, what comes back, what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine.runtime.messages import HintAction, HintOutcome
+from tests.tokenizer_manager.conftest import Serve, Served
+from tests.tokenizer_manager.fake_engine import WAIT_S, say_all
+
+OPEN, CLOSE, HINTS = "/open_session", "/close_session", "/v1/kv_hints"
+
+
+def key_of(served: Served, headers: dict[str, str] | None = None, **fields: str) -> str:
+    """The session of a turn."""
+    served.client.post("/generate", json={"text": "hi"} | fields, headers=headers)
+    return served.engine.next_request().session
+
+
+def envelope(*actions: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"protocol_version": 1, "session_id": "s", "actions": list(actions)} | fields
+
+
+def action(kind: str, name: str = "a", **payload: Any) -> dict[str, Any]:
+    return {"action_id": name, "action_type": kind, "payload": payload}
+
+
+def test_a_session_is_closed_by_the_key_of_its_turns(serve: Serve):
+    served = serve(say_all("x"))
+    served.engine.hint_outcome = HintOutcome.DEFERRED
+    reply = served.client.post(CLOSE, json={"session_id": "s", "cache_salt": "c"})
+
+    assert (reply.status_code, reply.json()) == (200, {"outcome": "deferred", "detail": "as the test says"})
+    hint = served.engine.hints.get(timeout=WAIT_S)
+    assert (hint.session, hint.action) == (key_of(served, session_id="s", cache_salt="c"), HintAction.CLOSE)
+
+
+def test_another_api_key_closes_another_session(serve: Serve):
+    served = serve(say_all("x"), api_key=("one", "two"))
+    one, two = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
+    for headers in (one, two):
+        served.client.post(CLOSE, json={"session_id": "s"}, headers=headers)
+    closed = [served.engine.hints.get(timeout=WAIT_S).session for _ in range(2)]
+    assert closed[0] == key_of(served, one, session_id="s") != closed[1]
+
+
+def test_a_session_is_opened_with_its_id_or_a_new_one(serve: Serve):
+    served = serve(say_all("x"))
+    body = {"capacity_of_str_len": 1000, "session_id": "s", "timeout": 60.0}
+    assert served.client.post(OPEN, json=body).json() == "s"
+    hint = served.engine.hints.get(timeout=WAIT_S)
+    assert (hint.action, hint.session) == (HintAction.OPEN, key_of(served, session_id="s"))
+
+    made = served.client.post(OPEN, json={"capacity_of_str_len": 1000}).json()
+    assert served.engine.hints.get(timeout=WAIT_S).session == key_of(served, session_id=made)
+
+    served.engine.hint_outcome = HintOutcome.REJECTED
+    reply = served.client.post(OPEN, json={"session_id": "s"})
+    assert reply.status_code == 400
+    assert (
+        reply.json()["error"]["message"]
+        == 'session_id "s" as the test says; close it, or leave the field out'
+    )
+
+
+def test_hints_are_answered_one_by_one(serve: Serve):
+    served = serve(say_all("x"))
+    body = envelope(
+        action("retain", "1", ttl_s=60),
+        action("pin", "2", ttl_s=0.5),
+        action("demote", "3"),
+        action("release", "4"),
+        action("share", "5"),
+        action("prefetch", "6"),
+        action("retain", "7"),
+        action("pin", "8", ttl_s=True),
+        action("pin", "9", ttl_s=86_401),
+        action("demote", "10") | {"action_version": 2},
+        message_id="m",
+    )
+    reply = served.client.post(HINTS, json=body).json()
+
+    hints = [served.engine.hints.get(timeout=WAIT_S) for _ in range(4)]
+    assert [(hint.action, hint.ttl_s) for hint in hints] == [
+        (HintAction.RETAIN, 60.0),
+        (HintAction.RETAIN, 0.5),
+        (HintAction.DEMOTE, 0.0),
+        (HintAction.CLOSE, 0.0),
+    ]
+    assert {hint.session for hint in hints} == {key_of(served, session_id="s")}
+    assert reply["message_id"] == "m"
+    assert [each["action_id"] for each in reply["results"]] == [str(number) for number in range(1, 11)]
+    assert [each["outcome"] for each in reply["results"]] == ["accepted"] * 4 + ["rejected"] * 6
+    details = [each["detail"] for each in reply["results"][4:]]
+    assert details[0] == '"share" is not supported; release, demote, retain, pin are'
+    assert details[2] == "payload.ttl_s is null, but it must be a number in (0, 86400] seconds"
+    assert "payload.ttl_s is 86401, but" in details[4]
+    assert details[5] == "action_version is 2, but it must be 1"
+
+
+def test_a_header_names_the_session_of_hints(serve: Serve):
+    served = serve(say_all("x"))
+    headers = {"x-claude-code-session-id": "s"}
+    body = envelope(action("release"))
+    del body["session_id"]
+    assert served.client.post(HINTS, json=body, headers=headers).status_code == 200
+    assert served.engine.hints.get(timeout=WAIT_S).session == key_of(served, session_id="s")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        (CLOSE, {}, "session_id is missing"),
+        (CLOSE, {"session_id": None}, "session_id is null, but it must be a string"),
+        (CLOSE, {"session_id": ""}, "session_id is empty"),
+        (
+            CLOSE,
+            {"session_id": "s" * 257},
+            "session_id has 257 characters, the limit is 256; send a hash of it",
+        ),
+        (OPEN, {"session_id": 5}, "session_id is 5, but it must be a string"),
+        (OPEN, {"timeout": 0}, "timeout is 0, but it must lie in (0, 86400] seconds"),
+        (OPEN, {"streaming": True}, "streaming is true, but it is not supported yet"),
+        (HINTS, {"session_id": "s", "actions": []}, "protocol_version is missing"),
+        (HINTS, {"session_id": "s", "protocol_version": 1}, "actions is missing"),
+        (HINTS, envelope(protocol_version=2), "protocol_version is 2, but it must be 1"),
+        (HINTS, envelope(protocol_version="1"), "it must be an integer"),
+        (HINTS, envelope(session_id=None), "session_id is missing; name the session as its turns do"),
+        (HINTS, envelope(*[action("release")] * 65), "actions has 65 actions, the limit is 64"),
+        (HINTS, envelope({"action_type": "release"}), "actions[0].action_id is missing"),
+        (HINTS, envelope(action("release"), {"action_id": "b"}), "actions[1].action_type is missing"),
+        (HINTS, envelope({"action_id": 5, "action_type": "pin"}), "actions[0].action_id is 5"),
+        (HINTS, envelope(action("pin") | {"payload": [1]}), "actions[0].payload is [1]"),
+        (HINTS, {"protocol_version": 1, "session_id": "s", "actions": {}}, "actions is {}"),
+        (HINTS, {"protocol_version": 1, "session_id": "s", "actions": ["release"]}, "actions[0] is"),
+    ],
+)
+def test_a_malformed_body_is_refused_by_its_path(serve: Serve, path, body, message):
+    served = serve(say_all("x"))
+    reply = served.client.post(path, json=body)
+    assert reply.status_code == 400
+    assert message in reply.json()["error"]["message"]
+    assert served.engine.hints.empty()
