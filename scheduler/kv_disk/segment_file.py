@@ -120,18 +120,20 @@ def read_index(fd: int) -> dict[bytes, int] | None:
     return dict(_ENTRY.iter_unpack(entries)) if zlib.crc32(entries) == crc else None
 
 
-def find_records(fd: int) -> tuple[dict[bytes, int], int]:
-    """Offset of each whole record by key, and the end of the last one; reads the headers only."""
+def find_records(fd: int, begin: int = 0) -> tuple[dict[bytes, int], int]:
+    """Offset of each whole record from `begin` on by key, and the end of the last one; reads the headers only."""
     offsets: dict[bytes, int] = {}
     size = os.fstat(fd).st_size
-    offset = end = 0
+    offset = end = begin
     while offset < size:
         head = _parsed(os.pread(fd, _HEADER.size, offset))
-        if head is not None and offset + record_bytes(head[1]) <= size:
+        if head is None:
+            offset += _ALIGNMENT
+        elif offset + record_bytes(head[1]) > size:
+            break  # it is being written, or its engine has ended
+        else:
             offsets[head[0]] = offset
             offset = end = offset + record_bytes(head[1])
-        else:
-            offset += _ALIGNMENT
     return offsets, end
 
 

@@ -4,8 +4,10 @@
       IDENTITY/           mode 0700: the records of one identity
         identity.json     its facts, for people
         NAME.open         a segment that an engine appends to, and holds a lock on
-        NAME.kv           a sealed segment, which all engines read
+        NAME.kv           a sealed segment
 
+All engines read all segments, those of others as far as they are written: whole records by their headers. The replicas
+of a server find each other's prompts, whichever of them goes on with which segment after a restart.
 An engine goes on with the open segment of one that has ended, after its last whole record. Whole segments are evicted,
 the least recently found one first, whatever its identity; the modification time of a file is the time of its last hit.
 """
@@ -64,12 +66,14 @@ class _Segment:
         path: of the file.
         offsets: of its records by key; `SegmentStore` may use those of another segment, or none.
         reads: number of reads of each key by this process.
+        end: up to where an open segment of another engine was read.
     """
 
     def __init__(self, path: Path, offsets: dict[bytes, int]) -> None:
         self.path = path
         self.offsets = offsets
         self.reads: Counter[bytes] = Counter()
+        self.end = 0
 
 
 class SegmentStore:
@@ -134,6 +138,10 @@ class SegmentStore:
         self._leave_active()
         for segment in list(self._segments.values()):
             self._drop(segment)
+            if segment.path.suffix == ".open" and not is_abandoned(segment.path):
+                self._segments[segment.path] = segment  # what is appended from now on is found
+                segment.offsets.clear()
+                continue
             with contextlib.suppress(OSError):
                 segment.path.unlink()
 
@@ -280,22 +288,38 @@ class SegmentStore:
     # ------------------------------------------------------------ segments
 
     def _refresh(self) -> None:
-        """See which segments other engines have sealed and evicted."""
+        """See what other engines have appended, sealed and evicted."""
         with contextlib.suppress(OSError):
             changed_ns = self._folder.stat().st_mtime_ns
-            if changed_ns == self._seen_ns:
-                return
-            self._seen_ns = changed_ns
-            sealed = set(self._folder.glob("*.kv"))
-            for path, segment in list(self._segments.items()):
-                if segment is not self._active and path not in sealed:
-                    self._drop(segment)
-            for path in sealed - self._segments.keys():
-                with contextlib.suppress(OSError), path.open("rb", buffering=0) as file:
-                    offsets = read_index(file.fileno())
-                    if offsets is None:
-                        offsets, _ = find_records(file.fileno())
-                    self._add(path, offsets)
+            if changed_ns != self._seen_ns:
+                self._seen_ns = changed_ns
+                self._refresh_segments()
+        for segment in self._segments.values():
+            if segment is not self._active and segment.path.suffix == ".open":
+                with contextlib.suppress(OSError):
+                    self._read_appended(segment)
+
+    def _refresh_segments(self) -> None:
+        sealed = set(self._folder.glob("*.kv"))
+        present = sealed | set(self._folder.glob("*.open"))
+        for path, segment in list(self._segments.items()):
+            if segment is not self._active and path not in present:
+                self._drop(segment)
+        for path in present - self._segments.keys():
+            with contextlib.suppress(OSError), path.open("rb", buffering=0) as file:
+                offsets = read_index(file.fileno()) if path in sealed else {}
+                if offsets is None:
+                    offsets, _ = find_records(file.fileno())
+                self._add(path, offsets)
+
+    def _read_appended(self, segment: _Segment) -> None:
+        if segment.path.stat().st_size <= segment.end:
+            return
+        with segment.path.open("rb", buffering=0) as file:
+            offsets, segment.end = find_records(file.fileno(), segment.end)
+        segment.offsets |= offsets
+        for key in offsets:
+            self._index.setdefault(key, segment)
 
     def _add(self, path: Path, offsets: dict[bytes, int]) -> _Segment:
         segment = self._segments[path] = _Segment(path, offsets)

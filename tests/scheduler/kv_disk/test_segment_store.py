@@ -401,21 +401,84 @@ def test_half_of_the_free_space_is_left_alone(tmp_path, monkeypatch):
 # ---------------------------------------------------------------- several engines
 
 
-def test_two_engines_write_their_own_and_read_what_the_other_has_sealed(tmp_path, stores):
+def test_two_engines_write_their_own_and_read_what_the_other_has_written(tmp_path, stores):
     first, second = open_store(tmp_path), open_store(tmp_path)
     stores += first, second
     put(first, range(PER_SEGMENT + 1))
     put(second, range(1000, 1000 + PER_SEGMENT + 1))
 
     assert len(files(tmp_path, ".open")) == 2
-    assert second.find(map(key_of, range(PER_SEGMENT + 1))) == PER_SEGMENT, "the last one is not sealed"
-    assert got(second, range(PER_SEGMENT)) == list(range(PER_SEGMENT))
-    assert first.find(map(key_of, range(1000, 2000))) == PER_SEGMENT
+    assert second.find(map(key_of, range(PER_SEGMENT + 1))) == PER_SEGMENT + 1
+    assert got(second, range(PER_SEGMENT + 1)) == list(range(PER_SEGMENT + 1))
+    assert first.find(map(key_of, range(1000, 2000))) == PER_SEGMENT + 1
 
     first.close()
     third = open_store(tmp_path)
     stores.append(third)
-    assert alive(third, [PER_SEGMENT, 1000 + PER_SEGMENT]) == [PER_SEGMENT], "the second one is alive"
+    assert alive(third, [PER_SEGMENT]) == [PER_SEGMENT]
+    assert len(files(tmp_path, ".open")) == 2, "it goes on with that of the first one"
+
+
+def test_each_record_of_another_engine_is_found_once_it_is_written(tmp_path, stores):
+    first, second = open_store(tmp_path), open_store(tmp_path)
+    stores += first, second
+    for number in range(3 * PER_SEGMENT // 2):
+        put(first, [number])
+        assert second.find([key_of(number)]) == 1 and got(second, [number]) == [number]
+        put(second, [-1 - number])
+    assert first.find(map(key_of, range(-1, -1 - number, -1))) == number
+    assert first.find(map(key_of, range(number))) == number, "its own"
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_replicas_find_what_each_of_them_had_stored_before_a_restart(tmp_path, stores, is_first):
+    """Whichever of them opens the folder first."""
+    for number, store in enumerate([open_store(tmp_path), open_store(tmp_path)]):
+        put(store, [number])
+        stores.append(store)
+    for store in stores:
+        store.close()
+
+    opened = [open_store(tmp_path), open_store(tmp_path)]
+    stores += opened
+    replica = opened[not is_first]
+    put(opened[is_first], [2])
+    assert replica.find(map(key_of, [0, 1, 2])) == 3
+    assert got(replica, [0, 1, 2]) == [0, 1, 2]
+
+
+def test_a_record_that_another_engine_has_written_in_part_is_no_record(tmp_path, stores):
+    def write(fd: int, data: memoryview, offset: int) -> int:
+        if offset < RECORD:
+            return os.pwrite(fd, data, offset)
+        os.pwrite(fd, data[: len(data) // 2], offset)
+        raise Killed
+
+    second, first = open_store(tmp_path), open_store(tmp_path, write=write)
+    put(first, [1])
+    with pytest.raises(Killed):
+        put(first, [2])
+    assert second.find(map(key_of, [1, 2])) == 1
+    first.close()
+    third = open_store(tmp_path)
+    put(third, [3, 4])
+    stores += second, third
+    assert second.find([key_of(4)]) == 1
+    assert alive(second, [1, 2, 3, 4]) == [1, 3, 4]
+
+
+def test_what_is_forgotten_is_not_found_in_a_segment_that_another_engine_goes_on_with(tmp_path, stores):
+    first, second = open_store(tmp_path), open_store(tmp_path)
+    stores += first, second
+    put(first, [1])
+    put(second, [2])
+
+    second.forget()
+
+    assert [second.find([key_of(number)]) for number in (1, 2)] == [0, 0]
+    put(first, [3])
+    assert [second.find([key_of(number)]) for number in (1, 3)] == [0, 1]
+    assert alive(first, [1, 3]) == [1, 3]
 
 
 def test_a_segment_that_the_other_engine_evicts_is_a_miss(tmp_path, stores):
