@@ -1,4 +1,4 @@
-"""Qwen2, Qwen3, Qwen3-Next and Qwen3.5, dense and as mixtures of experts."""
+"""Qwen2, Qwen3, Qwen3-Next and Qwen3.5, dense and as mixtures of experts; MiMo, which is a Qwen2."""
 
 from __future__ import annotations
 
@@ -24,6 +24,11 @@ _DELTA_HEAD_DIM: Final = 256
 
 def _qwen2(fields: Fields) -> Facts:
     return rope_facts(fields, read_rope(fields)) | _qwen_windows(fields) | {"biases": Biases(qkv=True)}
+
+
+def _mimo(fields: Fields) -> Facts:
+    further = fields.integer("num_nextn_predict_layers", 0, 1 << 8, default=1)
+    return _qwen2(fields) | {"files": FilesSpec(num_mtp_layers=further)}
 
 
 def _qwen3(fields: Fields) -> Facts:
@@ -287,6 +292,13 @@ FAMILIES: Final = (
         architecture="Qwen2ForCausalLM",
         read=_qwen2,
         gguf={"qwen2": GGUF(no_facts), "qwen2vl": GGUF(no_facts)},
+    ),
+    Family(
+        "mimo",
+        structure="llama",
+        published="MiMo-7B-Base, SFT and RL",
+        architecture="MiMoForCausalLM",
+        read=_mimo,
     ),
     Family(
         "qwen3",

@@ -85,7 +85,7 @@ def test_packages_that_cannot_be_used(tmp_path: Path) -> None:
 def test_the_tables_say_what_the_package_says() -> None:
     installed = find_transformers()
     assert set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) == COMPUTED | WITH_STATE | WITH_OWN_ATTENTION
-    for name in (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "minimax_m3", "mimo", "deepseek_ref"):
+    for name in (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "minimax_m3", "xverse", "deepseek_ref"):
         told = why_not_transformers(name, None)
         assert told == why_not_transformers(name, installed) or str(told).startswith(
             f"transformers {TABLES_OF} has no"
@@ -96,7 +96,7 @@ def test_the_tables_say_what_the_package_says() -> None:
 @pytest.mark.parametrize(
     ("model_type", "quantization", "message"),
     [
-        ("mimo", {"quant_method": "fp8"}, "no built-in language model for model_type 'mimo'"),
+        ("xverse", {"quant_method": "fp8"}, "no built-in language model for model_type 'xverse'"),
         ("falcon_h1", {"quant_method": "fp8"}, "its layers keep a state"),
         (
             "hy_v4",

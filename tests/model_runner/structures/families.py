@@ -405,6 +405,7 @@ FAMILIES: dict[str, Row] = {
     ),
     "mistral yarn": row("mistral", sliding_window=None, rope_parameters=YARN),
     "qwen2": row("qwen2", bfloat16=True, blocks={}, gguf=("qwen2", {})),
+    "mimo": row("mimo", head_dim=16, blocks={}, made_as="qwen2"),
     "qwen2 tied": row("qwen2", tie_word_embeddings=True),
     "qwen2 window in some layers": row(
         "qwen2", use_sliding_window=True, sliding_window=20, max_window_layers=1, num_hidden_layers=3

@@ -50,7 +50,11 @@ def make_tiny(make_tiny_model: Callable[..., TinyModel]) -> Callable[..., TinyMo
         tiny = make_tiny_model(row.made_as, dtype=dtype, **(row.options | options))
         if row.made_as != row.model_type:
             path = tiny.folder / "config.json"
-            path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": row.model_type}))
+            other = {
+                "model_type": row.model_type,
+                "architectures": [KNOWN[row.model_type].architecture],
+            }
+            path.write_text(json.dumps(json.loads(path.read_text()) | other))
             tiny = TinyModel(tiny.reference, tiny.folder, read_hf_spec(tiny.folder))
         scaling = tiny.spec.rope_scaling
         if scaling.kind == "longrope" and scaling.original_max_position == 64:
