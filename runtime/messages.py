@@ -279,6 +279,37 @@ class RequestList(Message, frozen=True):
     last_pass: dict[str, int] = msgspec.field(default_factory=dict)
 
 
+class ListSessions(Message, frozen=True):
+    """Ask for the sessions, those with the latest turns first, at most `limit`."""
+
+    limit: int
+
+
+class SessionState(Record, frozen=True):
+    """One session.
+
+    Attributes:
+        session: a digest of its key.
+        turns: requests so far; parallel samples count once.
+        conversations: ends of turns that no other turn goes on with.
+        cached_tokens: that its conversations cover; others may cover them, too.
+        idle_s: seconds since its last turn arrived.
+    """
+
+    session: str
+    turns: int
+    conversations: int
+    cached_tokens: int
+    idle_s: float
+
+
+class SessionList(Message, frozen=True):
+    """Answer to `ListSessions`; `total`: sessions, listed or not."""
+
+    sessions: list[SessionState]
+    total: int
+
+
 class LoadAdapter(Message, frozen=True):
     """Read a LoRA adapter into host memory.
 
@@ -304,11 +335,11 @@ class AdapterDone(Message, frozen=True):
     error: str = ""
 
 
-Question = Explain | ListRequests
+Question = Explain | ListRequests | ListSessions
 """The calls that change nothing; the decision log leaves them out."""
 
 CallRequest = FlushCache | PinPrefix | HintSession | LoadAdapter | UnloadAdapter | Question
-CallAnswer = FlushCacheDone | PinDone | HintDone | AdapterDone | Explanation | RequestList
+CallAnswer = FlushCacheDone | PinDone | HintDone | AdapterDone | Explanation | RequestList | SessionList
 
 
 class Call(Message, frozen=True):

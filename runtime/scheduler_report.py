@@ -107,6 +107,8 @@ class SchedulerReport(Message, frozen=True):
         replica: the scheduler's number, with --dp.
         transfer: with --disaggregation-mode.
         disk: with --kv-disk.
+        num_sessions: that the prefix cache keeps.
+        session_turns: see `KVMemory.session_turns`.
     """
 
     sent_s: float
@@ -130,6 +132,8 @@ class SchedulerReport(Message, frozen=True):
     grammar: GrammarTotals = GrammarTotals()
     transfer: TransferFigures | None = None
     disk: TierFigures | None = None
+    num_sessions: int = 0
+    session_turns: dict[str, int] = msgspec.field(default_factory=dict)
 
     def flat(self) -> dict[str, Any]:
         """All figures by the names of `/metrics` and `/server_info`: `kv_used_tokens`, `prompt_tokens_total`."""

@@ -71,6 +71,8 @@ def report_of(
             overruled_tokens=stats.overruled_tokens,
         ),
         transfer=figures and replace(figures, page_bytes=page_size * capacity.kv_token_bytes),
+        num_sessions=kv.num_sessions,
+        session_turns=dict(kv.session_turns),
         disk=disk
         and replace(
             disk,

@@ -31,11 +31,13 @@ from ..runtime.messages import (
     HintOutcome,
     HintSession,
     ListRequests,
+    ListSessions,
     LoadAdapter,
     PinDone,
     PinPrefix,
     RequestList,
     SchedulerInput,
+    SessionList,
     UnloadAdapter,
 )
 from .engine_state import EngineState
@@ -47,7 +49,7 @@ from .request_log import RequestLog
 _ANSWER_TIMEOUT_S: Final = 10.0
 _ADAPTER_TIMEOUT_S: Final = 120.0  # to read an adapter, also from a slow disk
 _GENERATION_ID: Final = re.compile(r"[a-z]+-[0-9a-f]{32}")
-A = TypeVar("A", FlushCacheDone, PinDone, HintDone, Explanation, RequestList, AdapterDone)
+A = TypeVar("A", FlushCacheDone, PinDone, HintDone, Explanation, RequestList, SessionList, AdapterDone)
 
 
 _BEST_FIRST: Final = (
@@ -280,6 +282,16 @@ class Control:
         answer = await self._calls.call(ListRequests(limit), RequestList)
         return replace(answer, requests=answer.requests[:limit])  # each scheduler lists so many
 
+    async def list_sessions(self, limit: int) -> SessionList:
+        """The sessions with the latest turns, at most `limit`; one at several schedulers is listed by each.
+
+        Raises:
+            EngineDeadError: the scheduler does not answer.
+        """
+        self._engine.check_answering()
+        answer = await self._calls.call(ListSessions(limit), SessionList)
+        return replace(answer, sessions=answer.sessions[:limit])
+
 
 def merged(answers: Sequence[CallAnswer]) -> CallAnswer:
     """One answer from those of the schedulers, at least one, all of one kind.
@@ -315,6 +327,12 @@ def merged(answers: Sequence[CallAnswer]) -> CallAnswer:
             requests = [request for each in lists for request in each.requests]
             total = sum(each.total for each in lists)
             return replace(first, requests=requests, total=total, last_pass=dict(figures))
+        case SessionList():
+            states = [
+                each for answer in answers if isinstance(answer, SessionList) for each in answer.sessions
+            ]
+            total = sum(each.total for each in answers if isinstance(each, SessionList))
+            return SessionList(sorted(states, key=lambda each: each.idle_s), total)
         case AdapterDone():
             return next((each for each in answers if isinstance(each, AdapterDone) and each.error), first)
         case _:

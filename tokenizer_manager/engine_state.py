@@ -191,8 +191,10 @@ def combined(reports: Sequence[SchedulerReport], sent_s: float) -> SchedulerRepo
     if len(reports) == 1:
         return replace(reports[0], sent_s=sent_s)
     waiting: Counter[str] = Counter()
+    turns: Counter[str] = Counter()
     for report in reports:
         waiting.update(report.waiting_by_reason)
+        turns.update(report.session_turns)
     disks = [report.disk for report in reports if report.disk is not None]
     return SchedulerReport(
         sent_s=sent_s,
@@ -214,6 +216,8 @@ def combined(reports: Sequence[SchedulerReport], sent_s: float) -> SchedulerRepo
         totals=_sum([report.totals for report in reports]),
         grammar=_sum([report.grammar for report in reports]),
         disk=_sum(disks) if disks else None,
+        num_sessions=sum(report.num_sessions for report in reports),
+        session_turns=dict(turns),
         transfer=_of_pair([report.transfer for report in reports if report.transfer is not None]),
     )
 

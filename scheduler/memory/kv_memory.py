@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import heapq
 import operator
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -47,7 +48,12 @@ _MATCH_GENERATION: Final = operator.attrgetter("match_generation")
 
 
 class KVMemory:
-    """Gives pages to rows and takes them back."""
+    """Gives pages to rows and takes them back.
+
+    Attributes:
+        session_turns: turns of sessions that were admitted, but for the first of each, by what they found: all of an
+            earlier turn ("hit"), or not because it was "evicted", or because they begin otherwise ("rewritten").
+    """
 
     def __init__(
         self,
@@ -72,6 +78,7 @@ class KVMemory:
         self._lookahead = np.int32(num_lookahead_tokens)
         self._copies: list[tuple[int, int]] = []
         self._misses: list[CacheMiss] = []
+        self.session_turns = Counter[str]()
         self._supply = supply
         self._pool = pool
         self._states = states
@@ -195,10 +202,19 @@ class KVMemory:
     def lock(self, req: Req, match: PrefixMatch) -> None:
         """Lease the match for a request that is being admitted; leased pages cannot be evicted."""
         if req.status is ReqStatus.WAITING:
-            self._misses.append(self._explain(req, match))
+            miss = self._explain(req, match)
+            self._misses.append(miss)
+            if req.session is not None and req.turn > 1:
+                self.session_turns[self._outcome(req.session, match, miss.kind)] += 1
         req.checkpoint, req.tree_len = match.checkpoint, match.num_known * self.page_size
         req.lease = self._cache.lock(req.extra_key, match, req.priority)
         req.match = None
+
+    def _outcome(self, session: Session, match: PrefixMatch, kind: MissKind) -> str:
+        """What a later turn of a session found of the earlier ones."""
+        if kind in (MissKind.EVICTED, MissKind.FLUSHED, MissKind.NO_STATE):
+            return "evicted"
+        return "hit" if self._cache.continues(session, match) else "rewritten"
 
     def _explain(self, req: Req, match: PrefixMatch) -> CacheMiss:
         if req.needs_all_tokens:
@@ -406,6 +422,15 @@ class KVMemory:
     def expire_pins(self, now_s: float) -> None:
         """End expired pins."""
         self._cache.expire_pins(now_s)
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions that are kept."""
+        return self._cache.num_sessions
+
+    def newest_sessions(self, limit: int) -> list[tuple[Session, int]]:
+        """The sessions with the latest turns, and how many pages the conversations of each cover."""
+        return self._cache.newest_sessions(limit)
 
     def open_session(self, key: str, tenant: str, now_s: float) -> None:
         """Keep a session without a turn."""

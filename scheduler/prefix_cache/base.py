@@ -274,6 +274,19 @@ class PrefixCache:
         """
         return None
 
+    @property
+    def num_sessions(self) -> int:
+        """Sessions that are kept."""
+        return 0
+
+    def newest_sessions(self, limit: int) -> list[tuple[Session, int]]:
+        """The sessions with the latest turns, and how many pages the conversations of each cover."""
+        return []
+
+    def continues(self, session: Session, match: PrefixMatch) -> bool:
+        """Whether a match that is still valid has all that is cached of one of a session's conversations."""
+        return False
+
     def session(self, key: str) -> Session | None:
         """The session with this key; None: there is none."""
         return None

@@ -21,6 +21,7 @@ clients' pins, `Sessions` the ends of conversations; `MissExplainer` explains mi
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from itertools import islice
 from typing import Final
 
 import numpy as np
@@ -423,6 +424,17 @@ class RadixCache(PrefixCache):
 
     def begin_turn(self, key: str, tenant: str, group: str, now_s: float) -> Session:
         return self._sessions.begin_turn(key, tenant, group, now_s)
+
+    @property
+    def num_sessions(self) -> int:
+        return len(self._sessions)
+
+    def newest_sessions(self, limit: int) -> list[tuple[Session, int]]:
+        newest = list(islice(reversed(self._sessions), limit))
+        return [(each, sum(len(node.pages) for node in self._sessions.covered(each))) for each in newest]
+
+    def continues(self, session: Session, match: PrefixMatch) -> bool:
+        return self._sessions.continues(session, match)
 
     def session(self, key: str) -> Session | None:
         return self._sessions.find(key)

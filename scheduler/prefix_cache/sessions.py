@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from itertools import takewhile
 from typing import Final
 
 from .base import PrefixMatch, Session
@@ -30,9 +31,16 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._by_key)
 
-    def __iter__(self) -> Iterator[Session]:
-        """From the one without a turn for the longest time on."""
-        return iter(self._by_key.values())
+    def __reversed__(self) -> Iterator[Session]:
+        """The one with the latest turn first."""
+        return reversed(self._by_key.values())
+
+    def covered(self, session: Session) -> set[RadixNode]:
+        """The nodes of its conversations, and their roots."""
+        nodes: set[RadixNode] = set()
+        for end in session.ends:
+            nodes.update(takewhile(lambda node: node not in nodes, path_to_root(end)))
+        return nodes
 
     def find(self, key: str) -> Session | None:
         """The session with this key."""
@@ -111,10 +119,12 @@ class Sessions:
 
     def verify(self, nodes: Iterable[RadixNode]) -> Iterator[str]:
         """Yield errors: too many sessions or conversations, ends that are not in the tree, or of no session."""
-        if len(self) > MAX_SESSIONS or any(len(each.ends) > MAX_CONVERSATIONS for each in self):
+        if len(self) > MAX_SESSIONS or any(
+            len(each.ends) > MAX_CONVERSATIONS for each in self._by_key.values()
+        ):
             yield f"{len(self)} sessions are kept, or one has too many conversations"
         ends: dict[RadixNode, set[Session]] = {}
-        for session in self:
+        for session in self._by_key.values():
             for node in session.ends:
                 ends.setdefault(node, set()).add(session)
         if ends != self._by_node:

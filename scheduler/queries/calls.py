@@ -26,11 +26,14 @@ from ...runtime.messages import (
     HintOutcome,
     HintSession,
     ListRequests,
+    ListSessions,
     LiveRequest,
     LoadAdapter,
     PinDone,
     PinPrefix,
     RequestList,
+    SessionList,
+    SessionState,
     UnloadAdapter,
     base_rid,
 )
@@ -113,6 +116,8 @@ class Calls:
                 return
             case ListRequests():
                 answer = list_requests(self._requests, self._decisions, request.limit, now_s)
+            case ListSessions():
+                answer = list_sessions(self._kv, request.limit, now_s)
             case LoadAdapter():
                 answer = self._adapters.load(call.call_id, request)
             case UnloadAdapter():
@@ -270,6 +275,21 @@ def list_requests(requests: Requests, decisions: DecisionLog, limit: int, now_s:
         len(requests),
         {} if last is None else dict(_figures(last)),
     )
+
+
+def list_sessions(kv: KVMemory, limit: int, now_s: float) -> SessionList:
+    """At most `limit` sessions; see `SessionList`."""
+    states = [
+        SessionState(
+            session.key,
+            session.num_turns,
+            len(session.ends),
+            num_pages * kv.page_size,
+            now_s - session.last_s,
+        )
+        for session, num_pages in kv.newest_sessions(limit)
+    ]
+    return SessionList(states, kv.num_sessions)
 
 
 def _in_order(requests: Requests) -> Iterator[Req]:

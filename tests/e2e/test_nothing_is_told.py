@@ -60,7 +60,14 @@ VALID: dict[str, dict[str, Any]] = {
     "/v1/unload_lora_adapter": {"lora_name": MARK},
     "/unload_lora_adapter": {"lora_name": MARK},
 }
-IN_USE = {"stop": [MARK], "user": MARK, "cache_salt": MARK, "prompt": f"{MARK} and more", "max_tokens": 4}
+IN_USE = {
+    "stop": [MARK],
+    "user": MARK,
+    "cache_salt": MARK,
+    "session_id": MARK,
+    "prompt": f"{MARK} and more",
+    "max_tokens": 4,
+}
 
 
 def marked(document: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -108,10 +115,13 @@ def test_a_mark_in_every_field_shows_up_nowhere(start_serve, model, form):
         long = IN_USE | {"max_tokens": 1500, "ignore_eos": True, "stream": True}
         with client.stream("POST", "/v1/completions", json=long) as stream:
             next(stream.iter_lines())
-            shown = {path: client.get(path).text for path in ("/metrics", "/server_info", "/v1/requests")}
+            shown = {
+                path: client.get(path).text
+                for path in ("/metrics", "/server_info", "/v1/requests", "/v1/sessions")
+            }
             folder = Path(client.post("/stop_profile").json()["folder"])
             shown |= {path.name: path.read_text() for path in folder.iterdir()}
-            assert len(shown) == 6
+            assert len(shown) == 7
             shown["titles"] = titles([engine.process.pid, *engine.pids.values()])
             os.kill(engine.pids["scheduler"], signal.SIGSEGV)
             assert engine.wait() == 1  # with the request alive, of which the report must not tell

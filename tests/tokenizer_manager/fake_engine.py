@@ -58,12 +58,15 @@ from engine.runtime.messages import (
     HintOutcome,
     HintSession,
     ListRequests,
+    ListSessions,
     LoadAdapter,
     ManagerInput,
     PinDone,
     PinPrefix,
     RequestList,
     SchedulerInput,
+    SessionList,
+    SessionState,
     TextOutput,
     UnloadAdapter,
     Usage,
@@ -296,6 +299,8 @@ class FakeEngine:
                 self.pins.put(request)
                 asked = len(request.input_ids) // 4
                 return PinDone(asked // 2, asked, "half of it is not cached")
+            case ListSessions():
+                return SessionList([SessionState("3f2a99c0d1e2f3a4", 12, 2, 640, 1.5)], 7)
             case HintSession():
                 self.hints.put(request)
                 return HintDone(self.hint_outcome, "as the test says")

@@ -26,9 +26,11 @@ from .endpoints.sessions import (
     HintsBody,
     HintsRequest,
     OpenSessionRequest,
+    SessionsBody,
     close_session,
     kv_hints,
     open_session,
+    sessions,
 )
 from .endpoints.wire import (
     AbortBody,
@@ -286,6 +288,7 @@ ROUTES: Final = (
         PinnedBody,
         fails=(404,),
     ),
+    *_get("/v1/sessions", sessions, "The sessions with the latest turns.", SessionsBody, admin=True),
     *_post(
         "/open_session",
         open_session,

@@ -70,6 +70,7 @@ _GAUGES: Final = (
     ("host_used_tokens", "Slots of the host's KV pool that requests hold."),
     ("host_total_tokens", "Slots of the host's KV pool."),
     ("pinned_tokens", "KV slots of pinned prefixes."),
+    ("num_sessions", "Sessions whose turns the prefix cache counts."),
     ("num_adapters", "LoRA adapters in host memory."),
     ("num_adapter_slots_used", "Adapter slots of the device that running requests use."),
     ("detokenizer_reqs", "Requests that the detokenizer has a text state of."),
@@ -136,6 +137,7 @@ _OF_REPLICA: Final[Mapping[str, tuple[str, str, Callable[[SchedulerReport, bool]
 _SHOWN_AS: Final = {
     "grammar_build_s_total": "grammar_build_seconds_total",
     "grammar_mask_s_total": "grammar_mask_seconds_total",
+    "num_sessions": "sessions",
     "num_steps_total": "steps_total",
     "step_s_total": "step_seconds_total",
 }
@@ -282,6 +284,10 @@ class Metrics:
         yield from head("num_queue_reqs_by_reason", "Requests that wait, by what they wait for.", "gauge")
         for reason, count in sorted(report.waiting_by_reason.items()):
             yield sample("num_queue_reqs_by_reason", {**self._labels, "reason": reason}, count)
+        text = "Later turns of sessions: all of an earlier turn was cached, or it was evicted or rewritten."
+        yield from head("session_turns_total", text, "counter")
+        for outcome, count in sorted(report.session_turns.items()):
+            yield sample("session_turns_total", {**self._labels, "outcome": outcome}, count)
         yield from self._value(
             "stalled", "1 if requests wait and nothing moves.", "gauge", int(bool(report.stalled))
         )

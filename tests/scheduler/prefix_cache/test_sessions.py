@@ -6,10 +6,13 @@ schedules.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from engine.runtime.messages import HintAction, HintOutcome
 from engine.scheduler.prefix_cache.sessions import MAX_CONVERSATIONS, MAX_SESSIONS, Sessions
+from engine.scheduler.queries.calls import list_sessions
 from tests.scheduler.prefix_cache.cached_pool import CachedPool
 
 
@@ -178,3 +181,38 @@ def test_a_session_that_is_closed_while_a_turn_runs_is_dead_when_it_ends(make_sc
     older = harness.submit(prompt=[50] * 16, max_new_tokens=1)
     harness.run_until_idle()
     assert harness.answers[older].rows[-1].usage.cached_tokens == 12
+
+
+def test_turns_are_counted_by_what_they_found_and_sessions_are_listed(make_scheduler):
+    harness = make_scheduler(num_pages=32, page_size=4)
+
+    def ask(prompt: list[int], session: str) -> None:
+        harness.submit(prompt=prompt, message={"session": session}, max_new_tokens=1)
+        harness.run_until_idle()
+        harness.now_s += 1.0
+
+    def outcomes() -> Any:
+        return harness.scheduler.report(0.0).session_turns
+
+    ask(PROMPT, "s")
+    assert outcomes() == {}
+    ask([*PROMPT, *range(50, 60)], "s")
+    ask([*PROMPT, *range(50, 60), 9], "s")
+    assert outcomes() == {"hit": 2}
+    ask([*PROMPT[:20], *range(70, 80)], "s")
+    assert outcomes() == {"hit": 2, "rewritten": 1}
+    ask([5] * 8, "t")
+
+    now_s = harness.now_s
+    listed = list_sessions(harness.scheduler._kv, 1, now_s)
+    assert (listed.total, [each.session for each in listed.sessions]) == (2, ["t"])
+    [_, state] = list_sessions(harness.scheduler._kv, 9, now_s).sessions
+    assert (state.turns, state.conversations, state.cached_tokens) == (4, 2, 56)
+    assert state.idle_s == pytest.approx(2.0, abs=0.5)
+
+    for number in range(20):
+        harness.submit(prompt=[100 - number] * 40, max_new_tokens=1)
+        harness.run_until_idle()
+    ask([*PROMPT, *range(50, 60), 9, 9], "s")
+    assert outcomes() == {"hit": 2, "rewritten": 1, "evicted": 1}
+    assert harness.scheduler.report(0.0).num_sessions == 2

@@ -34,6 +34,8 @@ FIXED_NAMES = {
     "host_used_tokens": "gauge",
     "host_total_tokens": "gauge",
     "pinned_tokens": "gauge",
+    "sessions": "gauge",
+    "session_turns_total": "counter",
     "detokenizer_reqs": "gauge",
     "stalled": "gauge",
     "schedule_policy_info": "gauge",
@@ -92,7 +94,12 @@ def full_page() -> str:
     metrics.http_responses.add("200")
     metrics.finished_reqs.add("stop")
     report = SchedulerReport(
-        sent_s=1.0, new_token_ratio=1e-7, policy="lpm", waiting_by_reason={"NO_KV": 3}, stalled="x"
+        sent_s=1.0,
+        new_token_ratio=1e-7,
+        policy="lpm",
+        waiting_by_reason={"NO_KV": 3},
+        stalled="x",
+        session_turns={"hit": 2},
     )
     return metrics.render(report)
 

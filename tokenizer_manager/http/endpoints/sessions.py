@@ -1,4 +1,5 @@
-"""`POST /open_session`, `/close_session` (SGLang's) and `/v1/kv_hints`: what clients know about a session's next turn.
+"""`GET /v1/sessions`; `POST /open_session` and `/close_session` (SGLang's) and `/v1/kv_hints`: what clients know of a
+session's next turn.
 
 They name a session as its turns do, see `session_of`.
 """
@@ -6,7 +7,7 @@ They name a session as its turns do, see `session_of`.
 from __future__ import annotations
 
 import uuid
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -19,6 +20,7 @@ from ..schema.values import Body, convert, objects, refused, show
 from ..services import Engine
 
 MAX_ACTIONS: Final = 64
+MAX_LISTED: Final = 256
 PROTOCOL_VERSION: Final = 1
 _ACTIONS: Final = {
     "release": HintAction.CLOSE,
@@ -71,6 +73,24 @@ class HintResult(msgspec.Struct, kw_only=True):
     detail: str
 
 
+class SessionBody(msgspec.Struct, kw_only=True):
+    """One session; `session` is a digest of its key."""
+
+    session: str
+    turns: int
+    conversations: int
+    cached_tokens: int
+    idle_s: float
+
+
+class SessionsBody(msgspec.Struct, kw_only=True):
+    """The listed sessions, and the number of all."""
+
+    object: Literal["list"] = "list"
+    total: int
+    data: list[SessionBody]
+
+
 class HintsBody(msgspec.Struct, kw_only=True):
     """Results of the actions, in their order."""
 
@@ -95,6 +115,14 @@ async def _read(
         return convert(body, target), warnings
 
     return await engine.read(exchange, build)
+
+
+async def sessions(exchange: Exchange, engine: Engine) -> None:
+    """The sessions with the latest turns, in numbers."""
+    async with exchange.abort_on_disconnect():
+        answer = await engine.manager.control.list_sessions(MAX_LISTED)
+        listed = [SessionBody(**msgspec.structs.asdict(each)) for each in answer.sessions]
+        await exchange.send_json(SessionsBody(total=answer.total, data=listed))
 
 
 async def open_session(exchange: Exchange, engine: Engine) -> None:

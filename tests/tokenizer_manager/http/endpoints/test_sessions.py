@@ -143,3 +143,22 @@ def test_a_malformed_body_is_refused_by_its_path(serve: Serve, path, body, messa
     assert reply.status_code == 400
     assert message in reply.json()["error"]["message"]
     assert served.engine.hints.empty()
+
+
+def test_sessions_are_listed_for_an_admin(serve: Serve):
+    served = serve(say_all("x"), api_key=("one",), admin_api_key="boss")
+    one, boss = ({"Authorization": f"Bearer {key}"} for key in ("one", "boss"))
+    assert served.client.get("/v1/sessions", headers=one).status_code == 403
+    assert served.client.get("/v1/sessions", headers=boss).json() == {
+        "object": "list",
+        "total": 7,
+        "data": [
+            {
+                "session": "3f2a99c0d1e2f3a4",
+                "turns": 12,
+                "conversations": 2,
+                "cached_tokens": 640,
+                "idle_s": 1.5,
+            }
+        ],
+    }
