@@ -416,6 +416,7 @@ class GenerateRequest(Message, frozen=True):
         keep_s: seconds from its end for which the prefix cache keeps its prompt, within the quota of pins; 0: its pages
             are evicted first; None: neither.
         session: a digest of its session's key: the conversations of one agent or user. "": it names none.
+        in_memory: its prompt is not written to a disk.
     """
 
     rid: str
@@ -439,6 +440,7 @@ class GenerateRequest(Message, frozen=True):
     reports_progress: bool = False
     keep_s: float | None = None
     session: str = ""
+    in_memory: bool = False
 
 
 class GrammarReady(Message, frozen=True):

@@ -306,6 +306,7 @@ def fan_out(
                     reports_progress=request.reports_progress,
                     keep_s=scheduling.keep_s,
                     session=scheduling.session,
+                    in_memory=scheduling.in_memory,
                 ),
             )
 

@@ -51,6 +51,7 @@ class Scheduling(msgspec.Struct, frozen=True, kw_only=True):
         replica: number of the replica that gets it (`data_parallel_rank`); None: the server chooses.
         keep_s: seconds for which the prefix cache keeps the prompt; 0: it is not to be cached, None: as usual.
         session: a digest of the key of its session, see `session_of`; "": it names none.
+        in_memory: the prompt is not written to a disk.
         bootstrap: fields about its other half at another engine; None: it names none.
     """
 
@@ -65,6 +66,7 @@ class Scheduling(msgspec.Struct, frozen=True, kw_only=True):
     replica: int | None = None
     keep_s: float | None = None
     session: str = ""
+    in_memory: bool = False
     bootstrap: Bootstrap | None = None
 
 

@@ -219,7 +219,7 @@ class DiskTier(TransferRole):
             self._prefill_s_per_token = sample if last is None else last + _RATE_WEIGHT * (sample - last)
         for idx in range(batch.num_extends):
             req = batch.reqs[idx]
-            if batch.end[idx] >= req.prompt_len and _may_persist(req):
+            if batch.end[idx] >= req.prompt_len and _may_persist(req) and not req.in_memory:
                 self._note_prompt(req)
         self._store_waiting()
 

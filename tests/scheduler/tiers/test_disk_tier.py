@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engine.runtime.messages import FinishKind
@@ -84,6 +85,20 @@ def test_short_prompts_prompt_logprobs_and_salts_ask_no_disk_and_are_not_stored(
 
     assert [order for order in kinds(warm.disk) if order is not StorePages] == []
     assert all(not order.namespace for order in warm.disk.orders if isinstance(order, StorePages))
+
+
+def test_a_prompt_that_stays_in_memory_is_loaded_and_not_stored(warm: DiskHarness) -> None:
+    rid = warm.submit(prompt=PROMPT, message={"in_memory": True})
+    for _ in range(2):  # what a second request uses is stored at once
+        warm.submit(prompt=[*range(70, 96), *PROMPT], message={"in_memory": True})
+        warm.run_until_idle()
+    warm.scheduler.close()
+    warm.collect()
+
+    assert warm.events(rid) == ["looked up", "loading", "loaded"]
+    own = np.arange(70, 96, dtype=np.int32).tobytes()
+    stores = [order for order in warm.disk.orders if isinstance(order, StorePages)]
+    assert not any(order.token_ids.startswith(own) for order in stores)
 
 
 def test_a_busy_engine_stores_what_a_second_request_uses_alone() -> None:

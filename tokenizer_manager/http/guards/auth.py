@@ -27,7 +27,7 @@ from ...scheduling_options import (
     digest_of,
     tenant_of,
 )
-from ..schema.cache_fields import keep_s_of, session_of
+from ..schema.cache_fields import is_kept_in_memory, keep_s_of, session_of
 from ..schema.values import Body
 
 OPEN_PATHS: Final = frozenset({"/health", "/ping"})
@@ -170,6 +170,7 @@ class Caller(NamedTuple):
             replica=field("data_parallel_rank"),
             owner=self.owner,
             keep_s=None if body is None else keep_s_of(body, field("prompt_cache_options")),
+            in_memory=is_kept_in_memory(field("prompt_cache_retention")),
             session=session_of(request, self.session_header, self.owner, extra_key, user_session),
             bootstrap=bootstrap,
         )

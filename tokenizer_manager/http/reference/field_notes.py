@@ -156,6 +156,7 @@ NOTES: Final[Mapping[str, str]] = {
     "actions": "Objects with action_id, action_type (release, demote, retain, pin) and payload; retain and pin take "
     "`ttl_s`.",
     "prompt_cache_key": "The session, where `session_id` and headers name none.",
+    "prompt_cache_retention": "in_memory: the prompt is not written to the disk of --kv-disk; 24h: it may be.",
     "prompt_cache_options": "`ttl` keeps the prompt for 30m or 12h, `mode: explicit` only one with a breakpoint; "
     "`prewarm` computes the prompt only.",
     "diagnostics": "`previous_message_id`: the answer says which part of that message's prompt has changed.",

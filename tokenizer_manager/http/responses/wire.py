@@ -19,7 +19,7 @@ from ..schema.field_policy import (
     NotYet,
     policy_of,
 )
-from ..schema.field_types import OVERRIDES, AnswerLimit, CountOrNone, Priority, Salt, Seconds
+from ..schema.field_types import OVERRIDES, AnswerLimit, CountOrNone, Priority, Retention, Salt, Seconds
 from ..schema.generation_fields import SamplingFields
 
 _MESSAGE: Final = {
@@ -68,6 +68,7 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     safety_identifier: str | None = None
     prompt_cache_options: CacheOptions | None = None
     prompt_cache_key: Salt | None = None
+    prompt_cache_retention: Retention | None = None
     session_id: Salt | None = None
     priority: Priority | None = None
     cache_salt: Salt | None = None
@@ -103,6 +104,7 @@ _NO_EFFECT: Final = (NO_EFFECT | {"client_metadata", "max_tool_calls", "stream_o
     "metadata",
     "prompt_cache_key",
     "prompt_cache_options",
+    "prompt_cache_retention",
     "store",
     "parallel_tool_calls",
     "include_reasoning",

@@ -14,7 +14,7 @@ from typing import Final, Literal
 import msgspec
 
 from ...scheduling_options import checked_salt, digest_of
-from .values import Body, convert, objects_in
+from .values import Body, convert, objects_in, one_of
 
 CONTROL_S: Final = {"5m": 300.0, "1h": 3600.0}
 _OPTIONS_S: Final = {"30m": 1800.0, "12h": 43_200.0}
@@ -22,6 +22,8 @@ _CONTROL: Final = "cache_control"
 _BREAKPOINT: Final = "prompt_cache_breakpoint"
 BREAKPOINTS: Final = (_CONTROL, _BREAKPOINT)
 """Fields of parts and tools."""
+RETENTIONS: Final = ("24h", "in_memory", "in-memory")
+"""Of `prompt_cache_retention`; OpenAI has had both forms of the second."""
 SESSION_HEADERS: Final = (
     b"x-session-id",
     b"x-claude-code-session-id",
@@ -87,6 +89,15 @@ def session_of(
             parts = owner, namespace, checked_salt(key, param) or ""
             return digest_of("\0".join(parts).encode("utf-8", "surrogatepass"))
     return ""
+
+
+def is_kept_in_memory(retention: str | None) -> bool:
+    """Whether `prompt_cache_retention` forbids to write the prompt to a disk.
+
+    Raises:
+        RequestError: it is another value.
+    """
+    return bool(retention) and one_of(retention, RETENTIONS, "prompt_cache_retention") != "24h"
 
 
 def keep_s_of(body: Body, options: CacheOptions | None = None) -> float | None:

@@ -65,7 +65,7 @@ SAMPLING_NOT_YET: Final[NotYet] = {
     "xtc_probability": (0,),
 }
 
-COMPLETION_NO_EFFECT: Final = NO_EFFECT - {"prompt_cache_key"}
+COMPLETION_NO_EFFECT: Final = NO_EFFECT - {"prompt_cache_key", "prompt_cache_retention"}
 CHAT_NO_EFFECT: Final = COMPLETION_NO_EFFECT - {"prompt_cache_options"} | {"prediction"}
 """`prediction` is a guess at the answer, which only makes it faster."""
 CHAT_NOT_YET: Final[NotYet] = SAMPLING_NOT_YET | {

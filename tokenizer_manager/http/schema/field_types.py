@@ -169,6 +169,7 @@ LoraPaths = Annotated[
         anyOf=[{"type": "string"}, {"type": "array", "items": {"type": ["string", "null"]}}, _NOTHING],
     ),
 ]
+Retention = Annotated[str, documented(enum=["", "24h", "in_memory", "in-memory"])]
 Effort = Annotated[str, documented(enum=["", "none", "minimal", "low", "medium", "high", "xhigh", "max"])]
 _CHOICE_WORDS: Final[_Schema] = {"enum": ["none", "auto", "required", "any", "", None]}
 ToolChoiceField = Annotated[

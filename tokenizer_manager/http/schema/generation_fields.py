@@ -28,6 +28,7 @@ from .field_types import (
     LogitBias,
     Priority,
     ReplicaNumber,
+    Retention,
     Salt,
     Seconds,
     StopString,
@@ -155,6 +156,7 @@ class GenerationFields(SamplingFields, kw_only=True):
     safety_identifier: str | None = None
     session_id: Salt | None = None
     prompt_cache_key: Salt | None = None
+    prompt_cache_retention: Retention | None = None
     queue_timeout: Seconds | None = None
     timeout: Seconds | None = None
     data_parallel_rank: ReplicaNumber | None = None

@@ -135,3 +135,21 @@ def test_other_types_and_turns_with_only_the_new_part_are_refused(serve: Serve, 
     reply = serve(say_all("x")).client.post(path, json=BODIES[path] | fields)
     assert reply.status_code == 400
     assert f"{param} is " in reply.text
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", RESPONSES])
+def test_a_retention_in_memory_forbids_the_disk(serve: Serve, path):
+    served = serve(say_all("x"))
+    found = {}
+    for value in ("in_memory", "in-memory", "24h", "", None):
+        assert (
+            served.client.post(path, json=BODIES[path] | {"prompt_cache_retention": value}).status_code == 200
+        )
+        found[value] = served.engine.next_request().in_memory
+    assert found == {"in_memory": True, "in-memory": True, "24h": False, "": False, None: False}
+    reply = served.client.post(path, json=BODIES[path] | {"prompt_cache_retention": "48h"})
+    assert reply.status_code == 400
+    assert (
+        reply.json()["error"]["message"]
+        == 'prompt_cache_retention is "48h", but it must be one of 24h, in_memory, in-memory'
+    )
