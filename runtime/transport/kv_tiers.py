@@ -105,12 +105,14 @@ class Loaded(Message, frozen=True):
         num_pages: how many of them, from the first on, have their KV; with a checkpoint all and the state, or 0.
         error: why not all; "": the disk lost them, or the load was cancelled, or all were read.
         seconds: that it took.
+        num_bytes: that were read, and undamaged.
     """
 
     job: int
     num_pages: int
     error: str = ""
     seconds: float = 0.0
+    num_bytes: int = 0
 
 
 class Stored(Message, frozen=True):
@@ -120,12 +122,14 @@ class Stored(Message, frozen=True):
         num_pages: how many of them, from the first on, the disk has now.
         error: why not all, or not the state.
         seconds: that it took.
+        num_bytes: that were written; what the disk has already is not written again.
     """
 
     job: int
     num_pages: int
     error: str = ""
     seconds: float = 0.0
+    num_bytes: int = 0
 
 
 TierNews = Found | Loaded | Stored

@@ -283,22 +283,25 @@ class KvDisk:
             if count < len(piece):
                 break
             yield None
-        if command.checkpoint and not (done == len(keys) and self._load_state(command.checkpoint, keys[-1])):
-            done = 0
+        num_bytes = done * self._memory.page_bytes
+        if command.checkpoint:
+            state_bytes = self._load_state(command.checkpoint, keys[-1]) if done == len(keys) else 0
+            num_bytes += state_bytes
+            done = done if state_bytes else 0
         self._cancelled.discard(command.job)
         seconds = time.monotonic() - started_s
         if done:
-            rate = self._num_bytes(command) * done / len(keys) / max(seconds, 1e-6)
+            rate = num_bytes / max(seconds, 1e-6)
             self._rate += (rate - self._rate) * (_NEWEST_SHARE if self._rate else 1.0)
-        yield Loaded(command.job, done, "", seconds)
+        yield Loaded(command.job, done, "", seconds, num_bytes)
 
-    def _load_state(self, checkpoint: int, page_key: bytes) -> bool:
-        """Load the state after a page; False: the disk has lost it."""
+    def _load_state(self, checkpoint: int, page_key: bytes) -> int:
+        """Load the state after a page; returns its bytes, 0 if the disk has lost it."""
         assert self._states is not None and self._store is not None
         if not self._store.read([state_key(page_key)], self._state):
-            return False
+            return 0
         self._states.write_rows(np.array([checkpoint], np.int32), self._state.payloads)
-        return True
+        return self._states.page_bytes
 
     def _save(self, command: StorePages) -> Iterator[Stored | None]:
         """Store in pieces; the last value is the answer."""
@@ -306,7 +309,7 @@ class KvDisk:
         pages, num_forgets = _page_ids(command), self._num_forgets
         keys = list(islice(self._keys(command), command.first_page, command.first_page + len(pages)))
         started_s = time.monotonic()
-        done = 0
+        done = num_bytes = 0
         while done < len(keys) and self._store.writes and num_forgets == self._num_forgets:
             end = min(len(keys), done + len(self._buffer.rows))
             new = [index for index in range(done, end) if keys[index] not in self._store]
@@ -314,22 +317,24 @@ class KvDisk:
                 self._memory.read_rows(pages[new], self._buffer.payloads[: len(new)])
                 written = self._store.write([keys[index] for index in new], self._buffer)
                 end = new[written] if written < len(new) else end
+                num_bytes += written * self._memory.page_bytes
             done = end
             yield None
         is_whole = done == len(keys)
-        if is_whole and command.checkpoint:
-            is_whole = num_forgets == self._num_forgets and self._save_state(command.checkpoint, keys[-1])
+        if is_whole and command.checkpoint and state_key(keys[-1]) not in self._store:
+            written = (
+                self._save_state(command.checkpoint, keys[-1]) if num_forgets == self._num_forgets else 0
+            )
+            num_bytes += written
+            is_whole = written > 0
         error = "" if is_whole else "forgotten" if self._store.writes else "the disk is full, or failed"
-        yield Stored(command.job, done, error, time.monotonic() - started_s)
+        yield Stored(command.job, done, error, time.monotonic() - started_s, num_bytes)
 
-    def _save_state(self, checkpoint: int, page_key: bytes) -> bool:
-        """Store the state after a page, unless it is stored; False: it cannot be written."""
+    def _save_state(self, checkpoint: int, page_key: bytes) -> int:
+        """Store the state after a page; returns its bytes, 0 if it cannot be written."""
         assert self._states is not None and self._store is not None
-        key = state_key(page_key)
-        if key in self._store:
-            return True
         self._states.read_rows(np.array([checkpoint], np.int32), self._state.payloads)
-        return self._store.write([key], self._state) == 1
+        return self._store.write([state_key(page_key)], self._state) * self._states.page_bytes
 
 
 class _Job(NamedTuple):

@@ -330,6 +330,22 @@ def test_a_state_comes_back_bit_for_bit_with_its_pages(tmp_path, hybrid_at):
         assert changed == [slot], "the slots of rows, of drafts and of other checkpoints are as they were"
 
 
+def test_answers_count_the_bytes_that_were_moved(tmp_path, hybrid_at):
+    """What the disk has already is not written, so it does not count."""
+    tokens, page = prompt(4), PAGE_SIZE * 4
+    engine, states = hybrid_at(tmp_path)
+    page_bytes, state_bytes = engine.memory.page_bytes, PageMemory(states.checkpoint_views).page_bytes
+    stores = [
+        engine.ask(StorePages, "", tokens[: count * page], 0, ids(*range(1, count + 1)), checkpoint)
+        for count, checkpoint in ((2, 1), (4, 2), (4, 2), (2, 1))
+    ]
+    assert [each.num_bytes for each in stores] == [2 * page_bytes + state_bytes] * 2 + [0, 0]
+    assert [(each.num_pages, each.error) for each in stores] == [(2, ""), (4, ""), (4, ""), (2, "")]
+
+    load = engine.ask(LoadPages, "", tokens, 1, ids(20, 21, 22), 3)
+    assert load.num_bytes == 3 * page_bytes + state_bytes
+
+
 def test_the_longest_prefix_with_a_state_is_found(tmp_path, hybrid_at):
     tokens, page = prompt(6), PAGE_SIZE * 4
     engine, _ = hybrid_at(tmp_path)
