@@ -30,7 +30,7 @@ def report_of(
     """
     requests, stats, memory, page_size = parts.requests, parts.stats, parts.memory, capacity.page_size
     kv, host = memory.kv, memory.host
-    figures, disk = parts.transfer.figures(), parts.transfer.disk_figures()
+    figures = parts.transfer.figures()
     return SchedulerReport(
         sent_s=now_s,
         num_running_reqs=requests.num_with_row,
@@ -73,12 +73,7 @@ def report_of(
         transfer=figures and replace(figures, page_bytes=page_size * capacity.kv_token_bytes),
         num_sessions=kv.num_sessions,
         session_turns=dict(kv.session_turns),
-        disk=disk
-        and replace(
-            disk,
-            loaded_bytes=disk.loaded_tokens * capacity.kv_token_bytes,
-            stored_bytes=disk.stored_tokens * capacity.kv_token_bytes,
-        ),
+        disk=parts.transfer.disk_figures(),
     )
 
 

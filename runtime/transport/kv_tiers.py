@@ -142,9 +142,9 @@ class TierFigures(Record, frozen=True):
         waiting: requests that wait for an answer about their prompt, or for their pages.
         loading_pages: pages of the KV pool that are read from the disk, or may still be written to.
         leased_pages: pages that are locked while they are written to the disk.
-        lookups, loaded_tokens, stored_tokens, load_s, store_s: totals; tokens that are stored again count again.
+        lookups, loaded_tokens, load_s, store_s: totals.
         timeouts, load_errors, store_errors: answers that took too long, and loads and stores that failed.
-        loaded_bytes, stored_bytes: of those tokens.
+        loaded_bytes, stored_bytes: that were read and written, of KV and of states.
     """
 
     waiting: int = 0
@@ -152,7 +152,6 @@ class TierFigures(Record, frozen=True):
     leased_pages: int = 0
     lookups: int = 0
     loaded_tokens: int = 0
-    stored_tokens: int = 0
     load_s: float = 0.0
     store_s: float = 0.0
     timeouts: int = 0

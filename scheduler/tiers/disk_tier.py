@@ -13,18 +13,16 @@ that nothing will be written to them any more. So the disk can delay a request f
 
 In a model with state layers the state after the last page travels with the pages: the prefix cache gets both or none.
 
-What a second request uses is stored at once, the rest while no request runs, and when the engine stops: so prompts that
-come once cost a busy engine nothing. A lease keeps pages until `Stored`.
+`PromptStores` decides what is stored, and when.
 """
 
 from __future__ import annotations
 
-import logging
+import itertools
 import operator
-from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from ...runtime.feasibility import pages_for
 from ...runtime.messages import TokenOutput
@@ -37,7 +35,6 @@ from ...runtime.transport.kv_tiers import (
     LoadPages,
     LookUp,
     Stored,
-    StorePages,
     TierCommand,
     TierFigures,
 )
@@ -46,12 +43,11 @@ from ..arrays import EMPTY, TOKEN_ID_BYTES, IntArray
 from ..batch import ScheduleBatch
 from ..memory.kv_memory import KVMemory
 from ..memory.pages import IncomingPages
-from ..prefix_cache.base import Lease, PrefixCache, PrefixMatch, split_namespace
+from ..prefix_cache.base import Lease, PrefixCache, PrefixMatch
 from ..requests.req import Req, ReqStatus
 from ..requests.requests import Requests
 from ..transfer.role import NO_CHANGES, Changes, News, Step, TransferRole
-
-logger = logging.getLogger(__name__)
+from .prompt_stores import PromptStores, TierCounts, may_persist
 
 MIN_TOKENS: Final = 256
 """A prompt with fewer missing tokens is computed; one with fewer tokens is not stored."""
@@ -61,12 +57,6 @@ LOAD_SHARE: Final = 8
 """Their pages are at most 1/8 of the pool, unless it is a single prompt."""
 STATE_SHARE: Final = 4
 """Their states take at most 1/4 of the slots for checkpoints, or one."""
-STORE_SHARE: Final = 16
-"""Pages that are locked while they are stored are at most 1/16 of the pool, unless it is a single prompt."""
-MAX_STORES_WAITING: Final = 64
-KEPT_PROMPTS: Final = 128
-"""The last prompts; those of them that are not stored yet are stored when there is time."""
-
 WORTH_SHARE: Final = 0.7
 """A prompt is loaded if that takes less than this share of the time of computing it."""
 _RATE_WEIGHT: Final = 0.3
@@ -108,25 +98,6 @@ class _Fetch:
     began_s: float = 0.0
 
 
-class _Prompt(NamedTuple):
-    """A prompt or its beginning: the namespace, and int32 bytes of whole pages."""
-
-    namespace: str
-    token_ids: bytes
-
-
-@dataclass(slots=True)
-class _Counts:
-    """Totals since the start; see `TierFigures`."""
-
-    lookups: int = 0
-    loaded_tokens: int = 0
-    stored_tokens: int = 0
-    load_s: float = 0.0
-    store_s: float = 0.0
-    errors: Counter[str] = field(default_factory=Counter)
-
-
 def _by_priority(fetch: _Fetch) -> tuple[int, int]:
     return -fetch.req.priority, fetch.req.seq
 
@@ -161,35 +132,38 @@ class DiskTier(TransferRole):
         self._page_bytes = kv.page_size * TOKEN_ID_BYTES
         self._slots = kv.state_slots
         self._has_states = kv.state_slots.num_checkpoints > 0
-        self._last_job = 0
+        self._jobs = itertools.count(1)
         self._fetches: dict[int, _Fetch] = {}  # by job
         self._job_of: dict[str, int] = {}  # rid -> job, for `_fetches`
         self._draining: dict[int, _Fetch] = {}  # by job; their pages and slots may still be written to
         self._loaded: list[tuple[Req, int]] = []  # requests that were loaded and wait, with their pages
         self._is_late = False  # an answer is overdue: nothing is asked until the next one
-        self._stores: dict[int, tuple[Lease, int]] = {}  # by job; with the checkpoint at its end, or 0
-        self._to_store: deque[_Prompt] = deque(maxlen=MAX_STORES_WAITING)
-        self._writes_through = writes_through
-        self._prompts: OrderedDict[_Prompt, bool] = (
-            OrderedDict()
-        )  # the last ones, and whether they are stored
         self._prefill_s_per_token: float | None = None  # of steps that compute prompts alone
         self._commands: list[TierCommand] = []
-        self._counts = _Counts()
+        self._counts = TierCounts()
+        self._stores = PromptStores(
+            cache,
+            kv,
+            incoming,
+            self._counts,
+            self._jobs,
+            self._commands,
+            min_pages=self._min_pages,
+            writes_through=writes_through,
+        )
 
     @property
     def num_open(self) -> int:
         return len(self._fetches) + len(self._draining) + len(self._stores)
 
     def arrived(self, req: Req, now_s: float) -> Sequence[Step]:
-        if self._is_late or req.status not in _QUEUED or req.needs_all_tokens or not _may_persist(req):
+        if self._is_late or req.status not in _QUEUED or req.needs_all_tokens or not may_persist(req):
             return ()
         num_pages = (req.fill_len - 1) // self._kv.page_size
         if num_pages - self._kv.match(req).num_pages < self._min_pages:
             return ()
         self._requests.await_kv(req, now_s)
-        self._last_job += 1
-        fetch = _Fetch(req, self._last_job, now_s + LOOK_UP_LIMIT_S)
+        fetch = _Fetch(req, next(self._jobs), now_s + LOOK_UP_LIMIT_S)
         self._fetches[fetch.job], self._job_of[req.rid] = fetch, fetch.job
         self._counts.lookups += 1
         self._commands.append(LookUp(fetch.job, req.extra_key, req.fill_ids[: num_pages * self._page_bytes]))
@@ -197,7 +171,7 @@ class DiskTier(TransferRole):
 
     def plan(self, now_s: float) -> Changes:
         if not self._requests:
-            self._store_one_more()
+            self._stores.store_one_more()
         if not self._fetches:
             return NO_CHANGES
         self._loaded = [each for each in self._loaded if each[0].status in _QUEUED]
@@ -219,9 +193,9 @@ class DiskTier(TransferRole):
             self._prefill_s_per_token = sample if last is None else last + _RATE_WEIGHT * (sample - last)
         for idx in range(batch.num_extends):
             req = batch.reqs[idx]
-            if batch.end[idx] >= req.prompt_len and _may_persist(req) and not req.in_memory:
-                self._note_prompt(req)
-        self._store_waiting()
+            if batch.end[idx] >= req.prompt_len and may_persist(req) and not req.in_memory:
+                self._stores.note_prompt(req)
+        self._stores.store_waiting()
 
     def answered(self, rows: Sequence[TokenOutput], now_s: float) -> Sequence[Step]:
         for row in rows if self._fetches else ():
@@ -245,26 +219,15 @@ class DiskTier(TransferRole):
                 self._end_checkpoint(drained)
             case Loaded(job=job) if (fetch := self._fetches.get(job)) and fetch.lease is not None:
                 return Changes([self._take(fetch, fetch.lease, message, now_s)])
-            case Stored(job=job) if job in self._stores:
-                lease, checkpoint = self._stores.pop(job)
-                if checkpoint:
-                    self._slots.stored.remove(checkpoint)
-                self._incoming.num_read -= lease.num_pages
-                self._cache.release(lease)
-                self._counts.stored_tokens += message.num_pages * self._kv.page_size
-                self._counts.store_s += message.seconds
-                self._note_error("store", message.error)
-                self._store_waiting()
-                if not self._requests:
-                    self._store_one_more()
+            case Stored():
+                self._stores.stored(message, is_idle=not self._requests)
             case _:
                 pass  # of a job that has ended
         return NO_CHANGES
 
     def flushed(self, now_s: float) -> Changes:
         """The disk forgets, too; what it is asked for now is not loaded."""
-        self._to_store.clear()
-        self._prompts.clear()
+        self._stores.forget()
         self._commands.append(Forget())
         steps = []
         for fetch in [*self._fetches.values()]:
@@ -273,19 +236,18 @@ class DiskTier(TransferRole):
         return Changes(steps)
 
     def close(self) -> None:
-        newest = [prompt for prompt, is_stored in reversed(self._prompts.items()) if not is_stored]
-        for prompt in (*self._to_store, *newest):
-            self._store(prompt)
+        self._stores.close()
 
     def take_commands(self) -> list[TierCommand]:
-        commands, self._commands = self._commands, []
+        commands = [*self._commands]
+        self._commands.clear()
         return commands
 
     def wake_s(self) -> float | None:
         return min((fetch.expires_s for fetch in self._fetches.values()), default=None)
 
     def leases(self) -> list[Lease]:
-        return [*(lease for lease, _ in self._stores.values()), *(lease for _, lease in self._loading())]
+        return [*self._stores.leases(), *(lease for _, lease in self._loading())]
 
     def disk_figures(self) -> TierFigures:
         counts = self._counts
@@ -295,7 +257,8 @@ class DiskTier(TransferRole):
             leased_pages=self._incoming.num_read,
             lookups=counts.lookups,
             loaded_tokens=counts.loaded_tokens,
-            stored_tokens=counts.stored_tokens,
+            loaded_bytes=counts.loaded_bytes,
+            stored_bytes=counts.stored_bytes,
             load_s=counts.load_s,
             store_s=counts.store_s,
             timeouts=counts.errors["timeout"],
@@ -415,8 +378,9 @@ class DiskTier(TransferRole):
         self._incoming.give_back(fetch.pages[count:])
         self._end_checkpoint(fetch, lease if count else None)
         self._cache.release(lease)
-        self._note_error("load", message.error)
+        self._counts.note_error("load", message.error)
         self._counts.loaded_tokens += count * self._kv.page_size
+        self._counts.loaded_bytes += message.num_bytes
         self._counts.load_s += message.seconds
         if not count:
             return self._go_on(req, "not loaded", message.error or "the disk has lost it", now_s)
@@ -452,81 +416,11 @@ class DiskTier(TransferRole):
 
     def _go_on(self, req: Req, event: str, detail: str, now_s: float, failure: str = "") -> Step:
         if failure:
-            self._note_error(failure, detail)
+            self._counts.note_error(failure, detail)
         self._requests.kv_ready(req, now_s)
         return Step(req.rid, event, detail)
-
-    def _note_error(self, kind: str, error: str) -> None:
-        if error:
-            if not self._counts.errors[kind]:
-                logger.warning("the disk tier failed, requests go on without it kind=%s: %s", kind, error)
-            self._counts.errors[kind] += 1
-
-    # ------------------------------------------------------------ stores
-
-    def _note_prompt(self, req: Req) -> None:
-        """A prompt is computed: queue the part that another request has used before, and remember the whole."""
-        # A prompt is reused without its last token, and a state at its end is of no use for that. Where prompts part,
-        # the state is kept only now.
-        num_pages = (req.prompt_len - self._has_states) // self._kv.page_size
-        used_pages = min(num_pages, max(req.cached_tokens, req.tree_len) // self._kv.page_size)
-        if num_pages - used_pages >= self._min_pages or self._writes_through:
-            self._remember(req, num_pages, is_stored=self._writes_through)
-        if not req.loaded_tokens or req.tree_len > req.cached_tokens:  # else the disk has it
-            self._remember(req, used_pages, is_stored=True)
-
-    def _remember(self, req: Req, num_pages: int, *, is_stored: bool) -> None:
-        prompt = _Prompt(req.extra_key, req.fill_ids[: num_pages * self._page_bytes])
-        was_stored = self._prompts.pop(prompt, False)
-        if num_pages < self._min_pages:
-            return
-        self._prompts[prompt] = is_stored or was_stored
-        if is_stored and not was_stored:
-            self._to_store.append(prompt)
-        if len(self._prompts) > KEPT_PROMPTS:
-            self._prompts.popitem(last=False)
-
-    def _store_waiting(self) -> None:
-        """Order the stores that are queued, up to the first one that must wait."""
-        most = self._kv.num_pages // STORE_SHARE
-        while self._to_store:
-            num_pages = min(self._kv.num_pages, len(self._to_store[0].token_ids) // self._page_bytes)
-            if self._stores and self._incoming.num_read + num_pages > most:
-                return
-            self._store(self._to_store.popleft())
-
-    def _store_one_more(self) -> None:
-        """No request runs: store the newest prompt that is not stored, one at a time."""
-        while not (self._stores or self._to_store):
-            newest = next((each for each in reversed(self._prompts) if not self._prompts[each]), None)
-            if newest is None:
-                return
-            self._prompts[newest] = True
-            self._store(newest)
-
-    def _store(self, prompt: _Prompt) -> None:
-        """Order the store of the part of a prompt that the prefix cache has; unless that is too short."""
-        match = self._cache.match(prompt.namespace, prompt.token_ids, self._kv.num_pages)
-        if match.num_pages < self._min_pages:
-            return  # evicted, or its step has failed
-        self._last_job += 1
-        self._incoming.num_read += match.num_pages
-        lease = self._cache.lock(prompt.namespace, match, is_use=False)
-        self._stores[self._last_job] = lease, match.checkpoint
-        if match.checkpoint:
-            self._slots.stored.append(match.checkpoint)
-        token_ids = prompt.token_ids[: match.num_pages * self._page_bytes]
-        pages = self._cache.pages_of(lease).tobytes()
-        self._commands.append(
-            StorePages(self._last_job, prompt.namespace, token_ids, 0, pages, match.checkpoint)
-        )
 
 
 def _bytes_of(found: Found, num_pages: int) -> float:
     """Bytes of some of the pages that were found, and of the state."""
     return found.num_bytes * num_pages / found.num_pages + found.state_bytes
-
-
-def _may_persist(req: Req) -> bool:
-    """Whether the prompt may be written to a disk: not with a cache salt, which makes it private."""
-    return not split_namespace(req.extra_key)[0]

@@ -99,11 +99,11 @@ class FakeDisk:
                 news = Found(command.job, count, count * PAGE_BYTES, self.estimate_s, state_bytes)
             case LoadPages():
                 count = self.load(command, runner, most)
-                news = Loaded(command.job, count, error, 0.001)
+                news = Loaded(command.job, count, error, 0.001, count * PAGE_BYTES)
             case StorePages():
                 self.check_source(command, runner)
                 count = self.store(command, runner, most)
-                news = Stored(command.job, count, error, 0.001)
+                news = Stored(command.job, count, error, 0.001, count * PAGE_BYTES)
         self.send(news, scheduler, now_s)
 
     def send(self, news: TierNews, scheduler: Scheduler, now_s: float) -> None:

@@ -21,7 +21,7 @@ from engine.runtime.transport.kv_tiers import (
 from engine.scheduler.queries.why import explain
 from engine.scheduler.tiers import disk_tier
 
-from .fake_disk import DiskHarness, FakeDisk, ints
+from .fake_disk import PAGE_BYTES, DiskHarness, FakeDisk, ints
 
 PROMPT = list(range(1, 42))  # ten whole pages and a token
 
@@ -67,6 +67,7 @@ def test_a_prompt_is_stored_once_it_is_computed_and_found_after_a_restart(warm: 
         0,
         0,
     )
+    assert (figures.loaded_bytes, figures.stored_bytes) == (10 * PAGE_BYTES, 0)
 
 
 def test_a_prompt_that_the_prefix_cache_has_asks_no_disk(warm: DiskHarness) -> None:
