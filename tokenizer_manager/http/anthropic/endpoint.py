@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, assert_never
 
 import msgspec
@@ -23,14 +23,15 @@ from ...generation import Generation, GenerationRequest, Row
 from ..delivery import collect_deltas, stream
 from ..exchange import Exchange
 from ..guards.auth import Caller
+from ..prompt_parts import Comparison, compare
 from ..schema.accounting import truncated_of, usage_of
 from ..schema.cache_fields import CONTROL_S
 from ..services import Engine
 from .convert import read_count, read_messages, user_of
-from .diagnostics import diagnose
 from .wire import (
     Block,
     CacheCreation,
+    CacheMissReason,
     CountBody,
     Diagnostics,
     MessageBody,
@@ -102,12 +103,11 @@ class _Writer:
         self._is_cut = room < request.max_tokens
         self._begun = False
         message_id = generation.id.replace("-", "_")
-        self._diagnose: Callable[[int], Diagnostics | None] | None = None
+        self._diagnostics = request.diagnostics
+        self._comparison: Comparison | None = None
         if request.diagnostics is not None:
-            page_size = engine.manager.capacity.page_size
-            self._diagnose = diagnose(
-                request.diagnostics, generation, message_id, engine.recent_items, page_size
-            )
+            earlier_id = request.diagnostics.previous_message_id
+            self._comparison = compare(generation, message_id, earlier_id, engine.recent_items)
         self.stream = MessageStream(
             MessageBody(
                 id=message_id,
@@ -152,8 +152,20 @@ class _Writer:
                 return "end_turn", None
 
     def _note_diagnostics(self) -> None:
-        if self._diagnose is not None:
-            self.stream.body.diagnostics = self._diagnose(self._generation.choices[0].usage.cached_tokens)
+        if self._diagnostics is None:
+            return
+        cached, comparison = self._generation.choices[0].usage.cached_tokens, self._comparison
+        reason = None
+        if comparison is None and self._diagnostics.previous_message_id:
+            reason = CacheMissReason("previous_message_not_found")
+        elif comparison is not None and comparison.changed:
+            missed = comparison.missed_tokens(cached)
+            reason = CacheMissReason(f"{comparison.changed}_changed", missed)
+        elif comparison is not None and not comparison.is_reused(
+            cached, self._engine.manager.capacity.page_size
+        ):
+            reason = CacheMissReason("unavailable")
+        self.stream.body.diagnostics = None if reason is None else Diagnostics(reason)
 
     def _usage(self) -> MessageUsage:
         generation, tokenizer = self._generation, self._engine.tokenizer

@@ -21,6 +21,7 @@ from ...generation import Generation, GenerationRequest, Row
 from ..delivery import collect_deltas, stream
 from ..exchange import Exchange
 from ..guards.auth import Caller
+from ..prompt_parts import Comparison, compare
 from ..schema.accounting import truncated_of, usage_of
 from ..schema.errors import ErrorReply
 from ..services import Engine
@@ -36,6 +37,7 @@ from .wire import (
     MessageItem,
     OutputDetails,
     OutputText,
+    PromptCacheDiagnostics,
     ReasoningItem,
     ReasoningText,
     ResponseBody,
@@ -96,6 +98,12 @@ class _Writer:
         self._generation = generation
         self._begun = False
         self._recent_items = None if request.store is False else engine.recent_items
+        options = request.prompt_cache_options
+        self._earlier_id = None if options is None else options.comparison_response_id
+        self._comparison: Comparison | None = None
+        if self._recent_items is not None or options is not None:
+            response_id = generation.id.replace("-", "_")
+            self._comparison = compare(generation, response_id, self._earlier_id, engine.recent_items)
         self.stream = ResponseStream(
             _body(engine, generation, request),
             lambda prefix: f"{prefix}_{uuid.uuid4().hex}",
@@ -115,6 +123,11 @@ class _Writer:
         if choice.finish_reason == "abort":
             return self.stream.fail(_ABORTED, usage)
         self.stream.body.truncated = truncated_of(choice, self._engine.tokenizer)
+        if self._earlier_id:
+            page_size = self._engine.manager.capacity.page_size
+            self.stream.body.prompt_cache_diagnostics = _diagnostics(
+                self._comparison, choice.usage.cached_tokens, page_size
+            )
         events = self.stream.complete(
             None if choice.warm_up else choice.finish_reason, usage, int(time.time())
         )
@@ -128,6 +141,17 @@ class _Writer:
         code = "rate_limit_exceeded" if reply.status == 429 else "server_error"
         usage = _usage(self._generation, self._engine)
         return self.stream.fail(ResponseError(code, error.message), usage)
+
+
+def _diagnostics(comparison: Comparison | None, cached_tokens: int, page_size: int) -> PromptCacheDiagnostics:
+    if comparison is None:
+        return PromptCacheDiagnostics(type="comparison_response_not_found")
+    if comparison.changed:
+        part = comparison.changed if comparison.changed in ("model", "tools") else "input"
+        missed = comparison.missed_tokens(cached_tokens)
+        return PromptCacheDiagnostics(type="cache_miss", reason=f"{part}_changed", cache_missed_tokens=missed)
+    reused = comparison.is_reused(cached_tokens, page_size)
+    return PromptCacheDiagnostics(type="cache_hit" if reused else "unavailable")
 
 
 def _body(engine: Engine, generation: Generation, request: ResponsesRequest) -> ResponseBody:

@@ -240,6 +240,18 @@ class IncompleteDetails(msgspec.Struct):
     reason: str
 
 
+class PromptCacheDiagnostics(msgspec.Struct, kw_only=True):
+    """The prompt beside that of `prompt_cache_options.comparison_response_id`.
+
+    A `cache_miss` has as `reason` model_changed, tools_changed or input_changed, and the tokens that were not cached
+    because of it; `unavailable`: both begin alike, and the memory was evicted.
+    """
+
+    type: Literal["cache_hit", "cache_miss", "comparison_response_not_found", "unavailable"]
+    reason: str | UnsetType = UNSET
+    cache_missed_tokens: int | UnsetType = UNSET
+
+
 class ResponseBody(msgspec.Struct, kw_only=True):
     """The response object; settings of the request are echoed."""
 
@@ -270,6 +282,7 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     usage: ResponsesUsage | UnsetType = UNSET
     user: str | UnsetType = UNSET
     metadata: dict[str, Any] = {}
+    prompt_cache_diagnostics: PromptCacheDiagnostics | UnsetType = UNSET
     truncated: Truncated | UnsetType = UNSET
     warnings: list[str] | UnsetType = UNSET
 

@@ -42,11 +42,15 @@ class CacheControl(msgspec.Struct, kw_only=True):
 
 
 class CacheOptions(msgspec.Struct, kw_only=True):
-    """`prompt_cache_options`: the time of the request's breakpoints; `explicit`: the end of the prompt is none."""
+    """`prompt_cache_options`: the time of the request's breakpoints; `explicit`: the end of the prompt is none.
+
+    `comparison_response_id`: see `prompt_parts.py`; without effect outside of responses.
+    """
 
     mode: Literal["implicit", "explicit"] | None = None
     ttl: Literal["30m", "12h"] | None = None
     prewarm: bool | None = None
+    comparison_response_id: str | None = None
 
 
 class SessionParams(msgspec.Struct, kw_only=True):

@@ -224,7 +224,7 @@ CALL_POLICY: Final = policy_of(
 _TEXTS: Final = ("text", "input_text", "output_text", "refusal", "summary_text", "reasoning_text")
 _PART_FIELDS: Final = ("text", "refusal", *BREAKPOINTS)
 _PART_NO_EFFECT: Final = ("annotations", "citations", "id", "logprobs")
-CACHE_OPTIONS_POLICY: Final = FieldPolicy(CacheOptions, {}, no_effect=("comparison_response_id",))
+CACHE_OPTIONS_POLICY: Final = FieldPolicy(CacheOptions, {}, no_effect=())
 PART_POLICY: Final = policy_of(_PART_FIELDS, _PART_NO_EFFECT, kinds=(*_TEXTS, None))
 """Fields of a text part, which may leave out its type."""
 RESULT_POLICY: Final = policy_of(_PART_FIELDS, _PART_NO_EFFECT, kinds=_TEXTS)

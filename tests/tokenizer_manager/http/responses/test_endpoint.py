@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -163,3 +164,64 @@ def test_closing_a_stream_aborts_it(serve: Serve, client_of: ClientOf):
     stream.close()
 
     assert served.engine.next_abort().rid == served.engine.next_request().rid
+
+
+ASKED: Any = [{"role": "user", "content": "hi " * 100}]
+ANSWERED: Any = [*ASKED, {"role": "assistant", "content": "x"}, {"role": "user", "content": "go on"}]
+FUNCTIONS: Any = [{"type": "function", "name": "t", "parameters": {"type": "object"}}]
+TURN: Any = {"instructions": "be brief", "tools": FUNCTIONS}
+
+
+@pytest.mark.parametrize(
+    ("cached", "turn", "expected"),
+    [
+        (10_000, {"input": ANSWERED}, "cache_hit"),
+        (0, {"input": ANSWERED}, "unavailable"),
+        (0, {"input": ANSWERED, "tools": []}, "tools_changed"),
+        (16, {"input": ANSWERED, "instructions": "be long"}, "input_changed"),
+        (16, {"input": ANSWERED[1:]}, "input_changed"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_is_compared_with_that_of_an_earlier_response(
+    serve: Serve, cached: int, turn: Any, expected: str, stream: bool
+):
+    client = serve(say_all("x", cached=cached), capacity=ROOMY).client
+    first = client.post("/v1/responses", json=TURN | {"input": ASKED}).json()
+    assert "prompt_cache_diagnostics" not in first
+    options = {"prompt_cache_options": {"comparison_response_id": first["id"]}}
+    reply = client.post("/v1/responses", json=TURN | turn | options | {"stream": stream})
+    if stream:
+        body = json.loads(reply.text.strip().splitlines()[-1].removeprefix("data: "))["response"]
+    else:
+        body = reply.json()
+
+    if expected in ("cache_hit", "unavailable"):
+        assert body["prompt_cache_diagnostics"] == {"type": expected}
+    else:
+        missed = first["usage"]["input_tokens"] - cached
+        assert body["prompt_cache_diagnostics"] == {
+            "type": "cache_miss",
+            "reason": expected,
+            "cache_missed_tokens": missed,
+        }
+
+
+def test_responses_that_are_not_known_are_not_compared(serve: Serve):
+    served = serve(say_all("x"), capacity=ROOMY, api_key=("a", "b"))
+
+    def ask(key: str, **fields: Any) -> Any:
+        headers = {"Authorization": f"Bearer {key}"}
+        return served.client.post(
+            "/v1/responses", json=TURN | {"input": ASKED} | fields, headers=headers
+        ).json()
+
+    hidden = ask("a", store=False)
+    known = ask("a", store=False, prompt_cache_options={})
+    for key, response_id in (("a", hidden["id"]), ("b", known["id"]), ("a", known["output"][0]["id"])):
+        answer = ask(key, prompt_cache_options={"comparison_response_id": response_id})
+        assert answer["prompt_cache_diagnostics"] == {"type": "comparison_response_not_found"}
+    compared = ask("a", prompt_cache_options={"comparison_response_id": known["id"]})
+    assert compared["prompt_cache_diagnostics"]["type"] in ("cache_hit", "unavailable")
+    wrong = ask("a", prompt_cache_options={"comparison_response_id": 5})
+    assert wrong["error"]["message"].startswith("prompt_cache_options.comparison_response_id")
