@@ -39,7 +39,7 @@ from engine.model_runner.kernels.cpu.compiler import (
     runnable_isas,
 )
 
-MULTIPLICATION: Final = re.compile(r"v(pmaddubsw|pmaddwd|pdpbusd|dpbf16ps|fn?m(add|sub)\d*ps)")
+MULTIPLICATION: Final = re.compile(r"v(pmaddubsw|pmaddwd|pdpbusd|pdpwssd|dpbf16ps|fn?m(add|sub)\d*ps)")
 MIN_MULTIPLICATIONS: Final = 8  # of a hot loop: fewer are not a matmul's
 FUNCTION: Final = re.compile(r"^[0-9a-f]+ <(?P<name>.*)>:$")
 INSTRUCTION: Final = re.compile(r"^\s*([0-9a-f]+):\s+(?:\{\w+\} )?(\S+)\s*([^<#]*)")

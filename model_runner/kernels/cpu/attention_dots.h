@@ -1,7 +1,8 @@
 // The inner loops of stream items: dot products of a query with keys, and sums of weighted values.
 //
-// Four variants, by the instructions of the CPU. All of them take 32 dimensions of a head at a time; a head that ends
-// with 16 is padded with zeros.
+// Four variants, by the instructions of the CPU. All of them take chunks of 32 dimensions of a head; a head that ends
+// with 16 is padded with zeros. On AVX2 a chunk takes two registers, and loops take one of them at a time where the sums
+// of several heads and keys would not fit into the CPU's 16 registers.
 //
 //   PairDots    bfloat16 keys, values, queries and weights (AVX-512 BF16); float accumulators
 //   WordDots    8-bit keys and values as 16-bit integers; queries and weights are quantized to 16 bits
@@ -13,6 +14,7 @@
 
 #include <type_traits>
 
+#include "bytes.h"
 #include "simd.h"
 #include "tile.h"
 
@@ -31,6 +33,51 @@
 namespace engine {
 
 constexpr int CHUNK = 2 * LANES;  // dimensions
+
+// A register of a chunk, or of a vector of 16 lanes: on AVX2 one of two, elsewhere the whole of it.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr int REGISTERS = 2;
+typedef f32x8 f32r;
+typedef i32x8 i32r;
+typedef u32x8 u32r;
+
+ALWAYS_INLINE f32r register_of(f32x16 v, int r) { return r == 0 ? v.low : v.high; }
+
+template <class Register>
+ALWAYS_INLINE void set_register(VectorPair<Register>& v, int r, Register part) {
+    (r == 0 ? v.low : v.high) = part;
+}
+
+// Register `r` of a chunk of 16-bit numbers, of which `left` exist.
+ALWAYS_INLINE u32r load_pairs(const bf16* p, int r, int64_t left) {
+    u32r pairs = {};
+    if (left > r * LANES) get(pairs, p + r * LANES);
+    return pairs;
+}
+#else
+constexpr int REGISTERS = 1;
+typedef f32x16 f32r;
+typedef i32x16 i32r;
+typedef u32x16 u32r;
+
+ALWAYS_INLINE f32r register_of(f32x16 v, int /*r*/) { return v; }
+
+template <class Register>
+ALWAYS_INLINE void set_register(Register& v, int /*r*/, Register part) {
+    v = part;
+}
+
+ALWAYS_INLINE u32r load_pairs(const bf16* p, int /*r*/, int64_t left) { return Pairs::load_numbers(p, left); }
+#endif
+constexpr int REGISTER_LANES = LANES / REGISTERS, REGISTER_DIMS = CHUNK / REGISTERS;
+
+ALWAYS_INLINE f32r load_floats(const float* p) {
+    f32r floats;
+    get(floats, p);
+    return floats;
+}
+
+ALWAYS_INLINE f32r splat_float(float x) { return x - f32r{}; }
 
 ALWAYS_INLINE f32x16 load(const int8_t* p) {
 #if defined(__AVX512F__)
@@ -56,28 +103,26 @@ ALWAYS_INLINE f32x16 load(const int8_t* p) {
 ALWAYS_INLINE f32x16 to_float(f32x16 v) { return v; }
 
 // sum + a * b with a single rounding, if the CPU has FMA; the compiler cannot split or contract it differently.
-ALWAYS_INLINE f32x16 fused(f32x16 sum, f32x16 a, f32x16 b) {
+ALWAYS_INLINE f32r fused(f32r sum, f32r a, f32r b) {
 #if defined(__aarch64__)
     return by_quarters([](f32x4 sum, f32x4 a, f32x4 b) __attribute__((always_inline)) {
         return (f32x4)vfmaq_f32((float32x4_t)sum, (float32x4_t)a, (float32x4_t)b);
     }, sum, a, b);
 #elif HAS_FUSED && defined(__AVX512F__)
-    return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+    return (f32r)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
 #elif HAS_FUSED
-    return {(f32x8)_mm256_fmadd_ps((__m256)a.low, (__m256)b.low, (__m256)sum.low),
-            (f32x8)_mm256_fmadd_ps((__m256)a.high, (__m256)b.high, (__m256)sum.high)};
+    return (f32r)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
 #else
     return sum + a * b;
 #endif
 }
 
-// Interleaves two rows of 32 16-bit elements: pairs (a[i], b[i]) of the first four of each eight, or of the last four.
-ALWAYS_INLINE u32x16 low_pairs(u32x16 a, u32x16 b) {
+// Interleaves two rows of 16-bit elements: pairs (a[i], b[i]) of the first four of each eight, or of the last four.
+ALWAYS_INLINE u32r low_pairs(u32r a, u32r b) {
 #if defined(__AVX512BW__)
-    return (u32x16)_mm512_unpacklo_epi16((__m512i)a, (__m512i)b);
+    return (u32r)_mm512_unpacklo_epi16((__m512i)a, (__m512i)b);
 #elif HAS_WORD_DOT
-    return {(u32x8)_mm256_unpacklo_epi16((__m256i)a.low, (__m256i)b.low),
-            (u32x8)_mm256_unpacklo_epi16((__m256i)a.high, (__m256i)b.high)};
+    return (u32r)_mm256_unpacklo_epi16((__m256i)a, (__m256i)b);
 #elif defined(__aarch64__)
     return by_quarters([](u32x4 a, u32x4 b) __attribute__((always_inline)) {
         return (u32x4)vzip1q_u16((uint16x8_t)a, (uint16x8_t)b);
@@ -86,12 +131,11 @@ ALWAYS_INLINE u32x16 low_pairs(u32x16 a, u32x16 b) {
     return a;  // not reached
 #endif
 }
-ALWAYS_INLINE u32x16 high_pairs(u32x16 a, u32x16 b) {
+ALWAYS_INLINE u32r high_pairs(u32r a, u32r b) {
 #if defined(__AVX512BW__)
-    return (u32x16)_mm512_unpackhi_epi16((__m512i)a, (__m512i)b);
+    return (u32r)_mm512_unpackhi_epi16((__m512i)a, (__m512i)b);
 #elif HAS_WORD_DOT
-    return {(u32x8)_mm256_unpackhi_epi16((__m256i)a.low, (__m256i)b.low),
-            (u32x8)_mm256_unpackhi_epi16((__m256i)a.high, (__m256i)b.high)};
+    return (u32r)_mm256_unpackhi_epi16((__m256i)a, (__m256i)b);
 #elif defined(__aarch64__)
     return by_quarters([](u32x4 a, u32x4 b) __attribute__((always_inline)) {
         return (u32x4)vzip2q_u16((uint16x8_t)a, (uint16x8_t)b);
@@ -110,6 +154,7 @@ ALWAYS_INLINE void put_parts_in_order(float* values, int64_t head_dim) {
     }
 }
 
+#if HAS_BF16_DOT
 struct PairDots {
     typedef bf16 Stored;
     typedef bf16 Query;
@@ -118,14 +163,14 @@ struct PairDots {
     typedef bf16 Weight;
     static constexpr bool MIXES = true;  // a pass may mix the heads of tokens: results do not depend on the grouping
 
-    static ALWAYS_INLINE Row load_row(const bf16* p, int64_t left) { return Pairs::load_numbers(p, left); }
-    static ALWAYS_INLINE Row load_query(const bf16* p, int64_t left) { return Pairs::load_numbers(p, left); }
+    static ALWAYS_INLINE Row load_row(const bf16* p, int r, int64_t left) { return load_pairs(p, r, left); }
+    static ALWAYS_INLINE Row load_query(const bf16* p, int r, int64_t left) { return load_pairs(p, r, left); }
     static ALWAYS_INLINE Sum multiply_add(Sum sum, Row a, Row b) { return dot_pairs(sum, a, b); }
 
     struct Values {
         u32x16 parts[2];
-        Values(const bf16* first, const bf16* second, int64_t left) {
-            u32x16 a = load_row(first, left), b = load_row(second, left);
+        Values(const bf16* first, const bf16* second, int r, int64_t left) {
+            u32x16 a = load_row(first, r, left), b = load_row(second, r, left);
             parts[0] = low_pairs(a, b);
             parts[1] = high_pairs(a, b);
         }
@@ -133,40 +178,45 @@ struct PairDots {
     typedef u32x16 WeightPair;
     static ALWAYS_INLINE WeightPair load_weights(const Weight* p) { return splat_bits(load_pair(p)); }
     static ALWAYS_INLINE void add(Sum (&sums)[2], const Values& values, WeightPair weights) {
+#pragma GCC unroll 2
         for (int u = 0; u < 2; ++u) sums[u] = dot_pairs(sums[u], values.parts[u], weights);
     }
     static void put_in_order(float* values, int64_t head_dim) { put_parts_in_order(values, head_dim); }
 };
+#endif
 
 struct WideDots {
     typedef bf16 Stored;
     typedef float Query;
-    typedef f32x16 Sum;
+    typedef f32r Sum;
     typedef float Weight;
     static constexpr bool MIXES = HAS_FUSED;
 
     struct Row {
-        f32x16 parts[2];
+        f32r parts[2];
     };
-    static ALWAYS_INLINE Row load_row(const bf16* p, int64_t left) {
-        u32x16 pairs = Pairs::load_numbers(p, left);
-        return {{(f32x16)(pairs << 16), (f32x16)(pairs & 0xffff0000u)}};
+    static ALWAYS_INLINE Row load_row(const bf16* p, int r, int64_t left) {
+        u32r pairs = load_pairs(p, r, left);
+        return {{(f32r)(pairs << 16), (f32r)(pairs & 0xffff0000u)}};
     }
-    static ALWAYS_INLINE Row load_query(const float* p, int64_t /*left*/) { return {{load(p), load(p + LANES)}}; }  // padded
+    static ALWAYS_INLINE Row load_query(const float* p, int r, int64_t /*left*/) {  // padded
+        return {{load_floats(p + r * REGISTER_LANES), load_floats(p + LANES + r * REGISTER_LANES)}};
+    }
     static ALWAYS_INLINE Sum multiply_add(Sum sum, const Row& a, const Row& b) {
         return fused(fused(sum, a.parts[0], b.parts[0]), a.parts[1], b.parts[1]);
     }
 
     struct Values {
         Row first, second;
-        Values(const bf16* first_, const bf16* second_, int64_t left)
-            : first(load_row(first_, left)), second(load_row(second_, left)) {}
+        ALWAYS_INLINE Values(const bf16* first_, const bf16* second_, int r, int64_t left)
+            : first(load_row(first_, r, left)), second(load_row(second_, r, left)) {}
     };
     struct WeightPair {
-        f32x16 first, second;
+        f32r first, second;
     };
-    static ALWAYS_INLINE WeightPair load_weights(const Weight* p) { return {splat(p[0]), splat(p[1])}; }
+    static ALWAYS_INLINE WeightPair load_weights(const Weight* p) { return {splat_float(p[0]), splat_float(p[1])}; }
     static ALWAYS_INLINE void add(Sum (&sums)[2], const Values& values, const WeightPair& weights) {
+#pragma GCC unroll 2
         for (int u = 0; u < 2; ++u) {
             sums[u] = fused(sums[u], values.first.parts[u], weights.first);
             sums[u] = fused(sums[u], values.second.parts[u], weights.second);
@@ -181,90 +231,92 @@ struct WideDots {
     }
 };
 
+struct WordDots;  // only declared where nothing is stored in its order
+
+#if HAS_WORD_DOT
 struct WordDots {
     typedef int8_t Stored;
     typedef int16_t Query;
-    typedef i32x16 Sum;
-    typedef u32x16 Row;
+    typedef i32r Sum;
+    typedef u32r Row;
     typedef int16_t Weight;
     static constexpr bool MIXES = true;
 
-#if HAS_WORD_DOT && !defined(__AVX512F__)
-    static ALWAYS_INLINE Row load_row(const int8_t* p, int64_t left) {
-        auto part = [](const int8_t* p) { return (u32x8)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)); };
-        return {part(p), left >= CHUNK ? part(p + LANES) : u32x8{}};
-    }
-    static ALWAYS_INLINE Row load_query(const int16_t* p, int64_t /*left*/) { return load_pairs(p); }  // padded
-    static ALWAYS_INLINE Sum multiply_add(Sum sum, Row a, Row b) {
-        return sum + Sum{(i32x8)_mm256_madd_epi16((__m256i)a.low, (__m256i)b.low),
-                         (i32x8)_mm256_madd_epi16((__m256i)a.high, (__m256i)b.high)};
-    }
-#elif HAS_WORD_DOT
-    static ALWAYS_INLINE Row load_row(const int8_t* p, int64_t left) {
+    static ALWAYS_INLINE Row load_row(const int8_t* p, int r, int64_t left) {
+#if defined(__AVX512F__)
         if (left >= CHUNK) return (Row)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p));
         return (Row)_mm512_cvtepi8_epi16(_mm256_zextsi128_si256(_mm_loadu_si128((const __m128i*)p)));
+#else
+        if (left <= r * REGISTER_DIMS) return Row{};
+        return (Row)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(p + r * REGISTER_DIMS)));
+#endif
     }
-    static ALWAYS_INLINE Row load_query(const int16_t* p, int64_t /*left*/) { return load_pairs(p); }  // padded
+    static ALWAYS_INLINE Row load_query(const int16_t* p, int r, int64_t /*left*/) {  // padded
+        Row words;
+        get(words, p + r * REGISTER_DIMS);
+        return words;
+    }
     static ALWAYS_INLINE Sum multiply_add(Sum sum, Row a, Row b) {
-#if defined(__AVX512VNNI__)
+#if HAS_WORD_SUMS
+        return add_pair_products(sum, (Sum)a, (Sum)b);
+#elif defined(__AVX512F__)
         return (Sum)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
 #else
-        return sum + (Sum)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+        return (Sum)_mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)a, (__m256i)b);
 #endif
     }
-#else
-    static ALWAYS_INLINE Row load_row(const int8_t*, int64_t) { return Row{}; }
-    static ALWAYS_INLINE Row load_query(const int16_t*, int64_t) { return Row{}; }
-    static ALWAYS_INLINE Sum multiply_add(Sum sum, Row, Row) { return sum; }
-#endif
 
     struct Values {
-        u32x16 parts[2];
-        Values(const int8_t* first, const int8_t* second, int64_t left) {
-            u32x16 a = load_row(first, left), b = load_row(second, left);
+        u32r parts[2];
+        ALWAYS_INLINE Values(const int8_t* first, const int8_t* second, int r, int64_t left) {
+            u32r a = load_row(first, r, left), b = load_row(second, r, left);
             parts[0] = low_pairs(a, b);
             parts[1] = high_pairs(a, b);
         }
     };
-    typedef u32x16 WeightPair;
-    static ALWAYS_INLINE WeightPair load_weights(const Weight* p) { return splat_bits(load_pair(p)); }
+    typedef u32r WeightPair;
+    static ALWAYS_INLINE WeightPair load_weights(const Weight* p) { return load_pair(p) | u32r{}; }
     static ALWAYS_INLINE void add(Sum (&sums)[2], const Values& values, WeightPair weights) {
+#pragma GCC unroll 2
         for (int u = 0; u < 2; ++u) sums[u] = multiply_add(sums[u], values.parts[u], weights);
     }
     static void put_in_order(float* values, int64_t head_dim) { put_parts_in_order(values, head_dim); }
 };
+#endif
 
 template <class T, class KV>
 struct FloatDots {
     typedef KV Stored;
     typedef T Query;
-    typedef f32x16 Sum;
+    typedef f32r Sum;
     typedef float Weight;
     static constexpr bool MIXES = false;
 
     struct Row {
-        f32x16 parts[2];
+        f32r parts[2];
     };
     template <class X>
-    static ALWAYS_INLINE Row load_row(const X* p, int64_t left) {
-        return {{load(p), left >= CHUNK ? load(p + LANES) : f32x16{}}};
+    static ALWAYS_INLINE Row load_row(const X* p, int r, int64_t left) {
+        return {{register_of(load(p), r), left >= CHUNK ? register_of(load(p + LANES), r) : f32r{}}};
     }
-    static ALWAYS_INLINE Row load_query(const T* p, int64_t left) { return load_row(p, left); }
+    static ALWAYS_INLINE Row load_query(const T* p, int r, int64_t left) { return load_row(p, r, left); }
     static ALWAYS_INLINE Sum multiply_add(Sum sum, const Row& a, const Row& b) {
+#pragma GCC unroll 2
         for (int u = 0; u < 2; ++u) sum += a.parts[u] * b.parts[u];
         return sum;
     }
 
     struct Values {
         Row first, second;
-        Values(const KV* first_, const KV* second_, int64_t left)
-            : first(load_row(first_, left)), second(load_row(second_, left)) {}
+        ALWAYS_INLINE Values(const KV* first_, const KV* second_, int r, int64_t left)
+            : first(load_row(first_, r, left)), second(load_row(second_, r, left)) {}
     };
     struct WeightPair {
         float first, second;
     };
     static ALWAYS_INLINE WeightPair load_weights(const Weight* p) { return {p[0], p[1]}; }
-    static ALWAYS_INLINE void add(Sum (&sums)[2], const Values& values, WeightPair weights) {
+    static ALWAYS_INLINE void add(Sum (&sums)[2], const Values& values, const WeightPair& weights) {
+#pragma GCC unroll 2
         for (int u = 0; u < 2; ++u) {
             sums[u] += values.first.parts[u] * weights.first;
             sums[u] += values.second.parts[u] * weights.second;
@@ -294,17 +346,31 @@ struct DotsOf<T, int8_t> {
 
 // ---------------------------------------------------------------- 4 sums, and 4 times 4, at once
 
-// In each of the four 128-bit parts of the vector: its sums of a, b, c, and d.
+// A shuffle of each 128-bit part of two registers.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+#define SHUFFLE_PARTS(x, y, a, b, c, d) SHUFFLE(x, y, a, b, c, d, a + 4, b + 4, c + 4, d + 4)
+#else
+#define SHUFFLE_PARTS(x, y, a, b, c, d) \
+    SHUFFLE(x, y, a, b, c, d, a + 4, b + 4, c + 4, d + 4, a + 8, b + 8, c + 8, d + 8, a + 12, b + 12, c + 12, d + 12)
+#endif
+
+// In each 128-bit part: x0 + x2, y0 + y2, x1 + x3, y1 + y3.
 template <class Vector>
-ALWAYS_INLINE Vector sums_of_parts(Vector a, Vector b, Vector c, Vector d) {
-    auto neighbors = [](Vector x, Vector y) -> Vector {  // x0 + x2, y0 + y2, x1 + x3, y1 + y3
-        return (Vector)SHUFFLE((f32x16)x, (f32x16)y, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
-               (Vector)SHUFFLE((f32x16)x, (f32x16)y, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
-    };
-    Vector ab = neighbors(a, b), cd = neighbors(c, d);
-    return (Vector)SHUFFLE((f32x16)ab, (f32x16)cd, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-           (Vector)SHUFFLE((f32x16)ab, (f32x16)cd, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+ALWAYS_INLINE Vector add_neighbors(Vector x, Vector y) {
+    constexpr int Y = REGISTER_LANES;
+    return (Vector)SHUFFLE_PARTS((f32r)x, (f32r)y, 0, Y, 1, Y + 1) +
+           (Vector)SHUFFLE_PARTS((f32r)x, (f32r)y, 2, Y + 2, 3, Y + 3);
 }
+
+// From add_neighbors(a, b) and add_neighbors(c, d): in each 128-bit part, its sums of a, b, c, and d.
+template <class Vector>
+ALWAYS_INLINE Vector sums_of_parts(Vector ab, Vector cd) {
+    constexpr int Y = REGISTER_LANES;
+    return (Vector)SHUFFLE_PARTS((f32r)ab, (f32r)cd, 0, 1, Y, Y + 1) +
+           (Vector)SHUFFLE_PARTS((f32r)ab, (f32r)cd, 2, 3, Y + 2, Y + 3);
+}
+
+#undef SHUFFLE_PARTS
 
 // Adds up the four parts of each vector: the sums of 16 vectors, in their order.
 template <class Vector>

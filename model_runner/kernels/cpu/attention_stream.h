@@ -17,7 +17,7 @@
 #include "attention_words.h"
 #include "parallel.h"
 
-// GCC 12 stops inlining add_chunks and its callers as soon as code is added elsewhere in the class: one thread then
+// GCC 12 stops inlining add_columns and its callers as soon as code is added elsewhere in the class: one thread then
 // takes 37 instead of 28 ns for a key and its value from a cache (Zen 4, 3 heads of 64).
 #define INNER_LOOP __attribute__((always_inline))
 
@@ -50,7 +50,8 @@ class Stream {
 
   private:
     typedef typename DotsOf<T, KV>::type Dots;
-    typedef typename Dots::Sum Sum;
+    typedef typename Dots::Sum Sum;  // a register
+    typedef std::conditional_t<std::is_same_v<Sum, f32r>, f32x16, i32x16> SumVector;
     typedef typename Dots::Query Query;
     typedef typename Dots::Weight Weight;
     typedef FetchAhead<KV> Ahead;
@@ -59,11 +60,21 @@ class Stream {
     static constexpr bool IS_WIDE = std::is_same<Dots, WideDots>::value;
     static constexpr int MAX_GROUP = 4;  // query heads per pass; larger groups make another pass over cached rows
     static constexpr int QUARTER = 4;    // keys reduced together
+    // Registers of sums in a loop; the others are for keys or values, and queries or weights.
 #if defined(__AVX512F__)
-    static constexpr int KEYS_AT_ONCE = QUARTER, CHUNKS_AT_ONCE = 2;  // with accumulators in registers
+    static constexpr int MAX_SUMS = 16;
+#elif defined(__AVX2__)
+    static constexpr int MAX_SUMS = 8;
 #else
-    static constexpr int KEYS_AT_ONCE = 2, CHUNKS_AT_ONCE = 1;
+    static constexpr int MAX_SUMS = 2;  // vectors
 #endif
+    // In a loop over keys: keys of a quarter, and registers of a chunk; in a loop over values: registers of chunks.
+    template <int GROUP>
+    static constexpr int KEYS_AT_ONCE = GROUP * QUARTER * REGISTERS <= MAX_SUMS ? QUARTER : 2;
+    template <int GROUP>
+    static constexpr int KEY_COLUMNS = GROUP * KEYS_AT_ONCE<GROUP> * REGISTERS <= MAX_SUMS ? REGISTERS : 1;
+    template <int GROUP>
+    static constexpr int VALUE_COLUMNS = std::clamp(MAX_SUMS / (2 * GROUP), 1, 2);
     // Keys per pass over the values: more keys load and store accumulators less often; fewer use rows as they arrive.
     static constexpr int64_t VALUES_AT_ONCE = IS_WORDS ? KEY_BLOCK : LANES;
     static constexpr int TURNS_OF_WEIGHTS = IS_WORDS ? 2 : 4;  // FetchAhead turns per head while computing weights
@@ -71,6 +82,10 @@ class Stream {
     // Compile-time knowledge of a head's dimensions: none, a multiple of the chunk size, or the exact number. The more
     // is known, the fewer branches remain in the innermost loops.
     static constexpr int ANY = 0, WHOLE = 1;
+
+    // The same in loops over GROUP heads. On AVX2, compilers that know the number keep whole queries on the stack.
+    template <int GROUP, int DIM>
+    static constexpr int KNOWN = REGISTERS > 1 && GROUP > 1 && DIM > WHOLE ? WHOLE : DIM;
 
     template <int DIM>
     int64_t dim_of() const {
@@ -134,8 +149,10 @@ class Stream {
             head.query = room;
         } else if constexpr (IS_WIDE) {
             for (int64_t d = 0; d < step_.head_dim; d += CHUNK) {
-                typename Dots::Row row = Dots::load_row(q + d, step_.head_dim - d);
-                for (int u = 0; u < 2; ++u) store(room + d + u * LANES, row.parts[u]);
+                for (int r = 0; r < REGISTERS; ++r) {
+                    typename Dots::Row row = Dots::load_row(q + d, r, step_.head_dim - d);
+                    for (int u = 0; u < 2; ++u) put(room + d + u * LANES + r * REGISTER_LANES, row.parts[u]);
+                }
             }
             head.query = room;
         } else {
@@ -164,7 +181,7 @@ class Stream {
         find_rows(in_.k, rows, sixteens * LANES);
         for (int64_t from = 0; from < rows.count; from += LANES)
             for_heads([&]<int GROUP>(int64_t kv_head, int64_t head) INNER_LOOP {
-                score<GROUP, DIM>(kv_head, head, from, of_scores);
+                score<GROUP, KNOWN<GROUP, DIM>>(kv_head, head, from, of_scores);
             });
         if constexpr (KV_IS_QUANTISED) {
             find_scales(rows.slots, rows.count);
@@ -182,7 +199,7 @@ class Stream {
         for (int64_t from = 0; from < rows.count; from += VALUES_AT_ONCE) {
             int64_t to = std::min(from + VALUES_AT_ONCE, quarters * QUARTER);
             for_heads([&]<int GROUP>(int64_t kv_head, int64_t head) INNER_LOOP {
-                add_values<GROUP, DIM>(kv_head, head, from, to, of_values);
+                add_values<GROUP, KNOWN<GROUP, DIM>>(kv_head, head, from, to, of_values);
             });
         }
     }
@@ -218,13 +235,18 @@ class Stream {
     template <int GROUP, int DIM>
     INNER_LOOP inline void score(int64_t kv_head, int64_t head, int64_t from, Ahead& ahead) {
         const Query* queries[GROUP];
+#pragma GCC unroll 4
         for (int g = 0; g < GROUP; ++g) queries[g] = heads_[head + g].query;
-        Sum parts[GROUP][LANES / QUARTER];
+        SumVector parts[GROUP][LANES / QUARTER];
 #pragma GCC unroll 4
         for (int quarter = 0; quarter < LANES / QUARTER; ++quarter) {
-            score_quarter<GROUP, DIM>(rows_ + from + quarter * QUARTER, kv_head * dim_of<DIM>(), queries, quarter, parts);
+#pragma GCC unroll 2
+            for (int r = 0; r < REGISTERS; r += KEY_COLUMNS<GROUP>)
+                score_quarter<GROUP, DIM>(rows_ + from + quarter * QUARTER, kv_head * dim_of<DIM>(), r, queries, quarter,
+                                          parts);
             ahead.turn();
         }
+#pragma GCC unroll 4
         for (int g = 0; g < GROUP; ++g) {
             float scale = score_scale_;
             if constexpr (IS_WORDS) scale *= heads_[head + g].query_scale;
@@ -232,25 +254,62 @@ class Stream {
         }
     }
 
-    // The same for 4 keys; `at` is the offset of the head in their rows.
+    // Calls body(i, j, first(i), second(j)) for all i < A and j < B. The side with fewer values stays in registers.
+    template <int A, int B, class First, class Second, class Body>
+    static INNER_LOOP inline void for_pairs(const First& first, const Second& second, const Body& body) {
+        if constexpr (A > B) {
+            for_pairs<B, A>(second, first,
+                            [&](int j, int i, const auto& b, const auto& a) INNER_LOOP { body(i, j, a, b); });
+        } else {
+            decltype(first(0)) kept[A];
+#pragma GCC unroll 4
+            for (int i = 0; i < A; ++i) kept[i] = first(i);
+#pragma GCC unroll 4
+            for (int j = 0; j < B; ++j) {
+                auto other = second(j);
+#pragma GCC unroll 4
+                for (int i = 0; i < A; ++i) body(i, j, kept[i], other);
+            }
+        }
+    }
+
+    // The same for 4 keys and the registers [first_r, first_r + COLUMNS) of each chunk; `at` is the offset of the head in
+    // their rows.
     template <int GROUP, int DIM>
-    INNER_LOOP inline void score_quarter(const KV* const* rows, int64_t at, const Query* const (&queries)[GROUP],
-                                         int quarter, Sum (&parts)[GROUP][LANES / QUARTER]) {
-        Sum sums_of[GROUP][QUARTER] = {};
+    INNER_LOOP inline void score_quarter(const KV* const* rows, int64_t at, int first_r,
+                                         const Query* const (&queries)[GROUP], int quarter,
+                                         SumVector (&parts)[GROUP][LANES / QUARTER]) {
+        constexpr int KEYS = KEYS_AT_ONCE<GROUP>, COLUMNS = KEY_COLUMNS<GROUP>;  // GROUP * KEYS * COLUMNS sums
+        Sum neighbors[GROUP][COLUMNS][QUARTER / 2];
 #pragma GCC unroll 2
-        for (int first = 0; first < QUARTER; first += KEYS_AT_ONCE)
+        for (int first = 0; first < QUARTER; first += KEYS) {
+            Sum sums_of[GROUP][COLUMNS][KEYS] = {};
 #pragma GCC unroll 4
             for (int64_t d = 0; d < dim_of<DIM>(); d += CHUNK) {
                 int64_t left = DIM == ANY ? step_.head_dim - d : CHUNK;
-                typename Dots::Row query[GROUP];
-                for (int g = 0; g < GROUP; ++g) query[g] = Dots::load_query(queries[g] + d, left);
-                for (int n = first; n < first + KEYS_AT_ONCE; ++n) {
-                    typename Dots::Row key = Dots::load_row(rows[n] + at + d, left);
-                    for (int g = 0; g < GROUP; ++g) sums_of[g][n] = Dots::multiply_add(sums_of[g][n], key, query[g]);
+#pragma GCC unroll 4
+                for (int c = 0; c < COLUMNS; ++c) {
+                    auto key = [&](int n) INNER_LOOP { return Dots::load_row(rows[first + n] + at + d, first_r + c, left); };
+                    auto query = [&](int g) INNER_LOOP { return Dots::load_query(queries[g] + d, first_r + c, left); };
+                    auto add = [&](int g, int n, const auto& mine, const auto& row) INNER_LOOP {
+                        sums_of[g][c][n] = Dots::multiply_add(sums_of[g][c][n], row, mine);
+                    };
+                    for_pairs<GROUP, KEYS>(query, key, add);
                 }
             }
+#pragma GCC unroll 4
+            for (int g = 0; g < GROUP; ++g)
+#pragma GCC unroll 4
+                for (int c = 0; c < COLUMNS; ++c)
+#pragma GCC unroll 4
+                    for (int n = 0; n < KEYS; n += 2)
+                        neighbors[g][c][(first + n) / 2] = add_neighbors(sums_of[g][c][n], sums_of[g][c][n + 1]);
+        }
+#pragma GCC unroll 4
         for (int g = 0; g < GROUP; ++g)
-            parts[g][quarter] = sums_of_parts(sums_of[g][0], sums_of[g][1], sums_of[g][2], sums_of[g][3]);
+#pragma GCC unroll 4
+            for (int c = 0; c < COLUMNS; ++c)
+                set_register(parts[g][quarter], first_r + c, sums_of_parts(neighbors[g][c][0], neighbors[g][c][1]));
     }
 
     // For each KV head, the scales of the block's tokens, contiguous and padded with zeros.
@@ -325,25 +384,38 @@ class Stream {
     // Adds the weighted values of the block's keys [from, to), a multiple of 4.
     template <int GROUP, int DIM>
     INNER_LOOP inline void add_values(int64_t kv_head, int64_t head, int64_t from, int64_t to, Ahead& ahead) {
+        constexpr int COLUMNS = VALUE_COLUMNS<GROUP>, CHUNKS = std::max(COLUMNS / REGISTERS, 1);
         int64_t d = 0;
-        for (; d + (CHUNKS_AT_ONCE - 1) * CHUNK < dim_of<DIM>(); d += CHUNKS_AT_ONCE * CHUNK)
-            add_chunks<GROUP, CHUNKS_AT_ONCE, DIM>(kv_head, head, from, to, d, ahead);
-        if (d < dim_of<DIM>()) add_chunks<GROUP, 1, DIM>(kv_head, head, from, to, d, ahead);
+        for (; d + (CHUNKS - 1) * CHUNK < dim_of<DIM>(); d += CHUNKS * CHUNK) {
+#pragma GCC unroll 2
+            for (int r = 0; r < CHUNKS * REGISTERS; r += COLUMNS)
+                add_columns<GROUP, COLUMNS, DIM>(kv_head, head, from, to, d, r, ahead);
+        }
+        if (CHUNKS > 1 && d < dim_of<DIM>()) add_columns<GROUP, REGISTERS, DIM>(kv_head, head, from, to, d, 0, ahead);
     }
 
-    template <int GROUP, int CHUNKS, int DIM>
-    INNER_LOOP inline void add_chunks(int64_t kv_head, int64_t head, int64_t from, int64_t to, int64_t d, Ahead& ahead) {
-        int64_t at = kv_head * dim_of<DIM>() + d, left = DIM == ANY ? step_.head_dim - d : CHUNKS * CHUNK;
+    // The same for the registers [first_r, first_r + COLUMNS) of the chunks from dimension `d` on.
+    template <int GROUP, int COLUMNS, int DIM>
+    INNER_LOOP inline void add_columns(int64_t kv_head, int64_t head, int64_t from, int64_t to, int64_t d, int first_r,
+                                       Ahead& ahead) {
+        int64_t at = kv_head * dim_of<DIM>() + d;
         float* values_of[GROUP];
         for (int g = 0; g < GROUP; ++g) values_of[g] = heads_[head + g].values() + d;
-        Sum sums_of[GROUP][CHUNKS][2];
+        auto sum_at = [&](int g, int c, int u) INNER_LOOP {
+            int r = first_r + c;
+            return values_of[g] + r / REGISTERS * CHUNK + u * LANES + r % REGISTERS * REGISTER_LANES;
+        };
+        Sum sums_of[GROUP][COLUMNS][2];
+#pragma GCC unroll 4
         for (int g = 0; g < GROUP; ++g)
-            for (int c = 0; c < CHUNKS; ++c)
+#pragma GCC unroll 4
+            for (int c = 0; c < COLUMNS; ++c)
+#pragma GCC unroll 4
                 for (int u = 0; u < 2; ++u) {
                     if constexpr (IS_WORDS)
                         sums_of[g][c][u] = Sum{};
                     else
-                        sums_of[g][c][u] = load(values_of[g] + c * CHUNK + u * LANES);
+                        sums_of[g][c][u] = load_floats(sum_at(g, c, u));
                 }
         for (int64_t quarter = from; quarter < to; quarter += QUARTER) {
             const KV* const* rows = rows_ + quarter;
@@ -351,24 +423,31 @@ class Stream {
 #pragma GCC unroll 2
             for (int n = 0; n < QUARTER; n += 2) {
                 const KV *first = rows[n] + at, *second = rows[n + 1] + at;
-                typename Dots::WeightPair mine[GROUP];
-                for (int g = 0; g < GROUP; ++g) mine[g] = Dots::load_weights(weights + g * KEY_BLOCK + n);
-                for (int c = 0; c < CHUNKS; ++c) {
-                    typename Dots::Values values(first + c * CHUNK, second + c * CHUNK, left - c * CHUNK);
-                    for (int g = 0; g < GROUP; ++g) Dots::add(sums_of[g][c], values, mine[g]);
+#pragma GCC unroll 4
+                for (int c = 0; c < COLUMNS; ++c) {
+                    int r = first_r + c, chunk = r / REGISTERS * CHUNK;
+                    int64_t left = DIM == ANY ? step_.head_dim - d - chunk : CHUNK;
+                    typename Dots::Values values(first + chunk, second + chunk, r % REGISTERS, left);
+#pragma GCC unroll 4
+                    for (int g = 0; g < GROUP; ++g)
+                        Dots::add(sums_of[g][c], values, Dots::load_weights(weights + g * KEY_BLOCK + n));
                 }
-                if (d == 0) ahead.turn();
+                if (d == 0 && first_r == 0) ahead.turn();
             }
         }
+#pragma GCC unroll 4
         for (int g = 0; g < GROUP; ++g)
-            for (int c = 0; c < CHUNKS; ++c)
+#pragma GCC unroll 4
+            for (int c = 0; c < COLUMNS; ++c)
+#pragma GCC unroll 4
                 for (int u = 0; u < 2; ++u) {
                     const Head& mine = heads_[head + g];
-                    float* sum = values_of[g] + c * CHUNK + u * LANES;
+                    float* sum = sum_at(g, c, u);
                     if constexpr (IS_WORDS)
-                        store(sum, fused(load(sum) * mine.kept, to_float(sums_of[g][c][u]), splat(mine.value_scale)));
+                        put(sum, fused(load_floats(sum) * mine.kept, to_float(sums_of[g][c][u]),
+                                       splat_float(mine.value_scale)));
                     else
-                        store(sum, sums_of[g][c][u]);
+                        put(sum, sums_of[g][c][u]);
                 }
     }
 

@@ -108,16 +108,21 @@ ALWAYS_INLINE f32x16 load(const float* p) {
     return v;
 }
 
+#if !defined(__AVX512F__)
+ALWAYS_INLINE f32x8 to_float(i32x8 v) {
+#if defined(__AVX2__)
+    return __builtin_convertvector(v, f32x8);
+#else
+    return {__builtin_convertvector(v.low, f32x4), __builtin_convertvector(v.high, f32x4)};
+#endif
+}
+#endif
+
 ALWAYS_INLINE f32x16 to_float(i32x16 v) {
 #if defined(__AVX512F__)
     return __builtin_convertvector(v, f32x16);
-#elif defined(__AVX2__)
-    return {__builtin_convertvector(v.low, f32x8), __builtin_convertvector(v.high, f32x8)};
 #else
-    auto part = [](i32x8 x) {
-        return f32x8{__builtin_convertvector(x.low, f32x4), __builtin_convertvector(x.high, f32x4)};
-    };
-    return {part(v.low), part(v.high)};
+    return {to_float(v.low), to_float(v.high)};
 #endif
 }
 
