@@ -184,7 +184,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
                 leaves,
                 key=lambda prefix: (
                     prefix in pinned,
-                    not self.cached[prefix].is_dead,
+                    prefix in pinned or not self.cached[prefix].is_dead,  # a pin makes them alike
                     self.rank(self.cached[prefix]),
                 ),
             )
