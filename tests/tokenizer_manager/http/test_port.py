@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -39,7 +40,9 @@ def test_every_endpoint_says_that_the_model_loads_in_the_form_of_its_api(
     body = reply.json()
     assert reply.status_code == 503
     assert reply.headers["retry-after"] == str(RETRY_AFTER_S)
-    message = "the model is loading, for 0 s so far; try again in 5 s"
+    waited = re.search(r"loading, for (\d+) s", reply.text)
+    assert waited and int(waited[1]) <= WAIT_S, reply.text
+    message = f"the model is loading, for {waited[1]} s so far; try again in 5 s"
     match path:
         case "/v1/messages":
             assert body.pop("request_id") == reply.headers["x-request-id"]
