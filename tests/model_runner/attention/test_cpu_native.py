@@ -20,7 +20,7 @@ from engine.model_runner.kernels.cpu.compiler import ISAS, runnable_isas
 from engine.model_runner.memory.io_buffers import InputBuffers
 from tests.model_runner.attention.paged_batches import Pages, assert_close, batches, spec_of, whole_texts
 from tests.model_runner.kernels.cpu.conftest import COMPILES, COMPILES_FOR_GUEST, best_library, library_of
-from tests.model_runner.kernels.cpu.guest import CPUS
+from tests.model_runner.kernels.cpu.guest import CPUS, GuestLibrary
 from tests.selection import examples
 
 __all__ = ["best_library"]  # fixture
@@ -236,10 +236,11 @@ def test_what_prompts_share_is_packed_once_and_changes_no_bits(library, kv_dtype
     layout = BatchLayout(pages.rows, np.array(lens) - new, new, 4)
     step = backend.plan_step(layout)
     plan = step.plans.of_layer[1]
-    packed = {int(item[4]): int(item[7]) for item in items_of(plan) if item[0]}  # by the first token
-    firsts = np.cumsum(new) - new
-    assert [packed.get(first, 0) for first in firsts] == [512, 192, 512, 0, 192 * fixed_order]
-    assert Step.from_address(plan).num_blocks in (512 // 64, 512 // 64 + 192 // 64)
+    if not isinstance(library, GuestLibrary):  # its plans are in the memory of the emulator
+        packed = {int(item[4]): int(item[7]) for item in items_of(plan) if item[0]}  # by the first token
+        firsts = np.cumsum(new) - new
+        assert [packed.get(first, 0) for first in firsts] == [512, 192, 512, 0, 192 * fixed_order]
+        assert Step.from_address(plan).num_blocks in (512 // 64, 512 // 64 + 192 // 64)
     together = step.forward(1, pages.q.contiguous()).split(new.tolist())
     assert_close(list(together), expected, BF16)
     for idx, queries in enumerate(pages.q.contiguous().split(new.tolist())):
