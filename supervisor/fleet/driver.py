@@ -67,27 +67,38 @@ def run_driver(drive: Callable[[DriverSocket], int], patience_s: float) -> tuple
     ours, theirs = socket.socketpair()
     sys.stdout.flush()
     sys.stderr.flush()
-    pid = os.fork()
-    if pid == 0:
-        ours.close()
-        os.setpgid(0, 0)
-        die_with(parent)
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            # Unlike SIG_IGN, a handler is not inherited by Ray's processes.
-            signal.signal(signum, lambda _signum, _frame: None)
-        try:
-            return drive(DriverSocket(theirs, folder)), ""
-        finally:
-            theirs.send(_OWN_END)
-            theirs.detach()  # open until the process has ended: the other side answers signals until then
-    os.setpgid(pid, pid)  # in both processes: a signal may come before the new one has run
-    theirs.close()
-    with SignalQueue() as signals, ours:
-        said, code, message = _watch(pid, ours, signals, patience_s)
+    with contextlib.ExitStack() as stack:
+        signals = stack.enter_context(SignalQueue())  # before the fork: a signal may come at once
+        pid = os.fork()
+        if pid == 0:
+            stack.pop_all()
+            ours.close()
+            return _drive(drive, parent, theirs, folder)
+        os.setpgid(pid, pid)  # in both processes: a signal may come before the new one has run
+        theirs.close()
+        with ours:
+            said, code, message = _watch(pid, ours, signals, patience_s)
     # Else processes of the driver may be left, and need their files.
     if _JOINED not in said or _OWN_END in said:
         shutil.rmtree(folder, ignore_errors=True)
     return code, message
+
+
+def _drive(
+    drive: Callable[[DriverSocket], int], parent: int, sock: socket.socket, folder: str
+) -> tuple[int, str]:
+    """The new process."""
+    os.setpgid(0, 0)
+    die_with(parent)
+    signal.set_wakeup_fd(-1)
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # Unlike SIG_IGN, a handler is not inherited by Ray's processes.
+        signal.signal(signum, lambda _signum, _frame: None)
+    try:
+        return drive(DriverSocket(sock, folder)), ""
+    finally:
+        sock.send(_OWN_END)
+        sock.detach()  # open until the process has ended: the other side answers signals until then
 
 
 def _watch(pid: int, sock: socket.socket, signals: SignalQueue, patience_s: float) -> tuple[bytes, int, str]:

@@ -24,18 +24,29 @@ def drive(driver):
     DRIVE
 
 module._AT_ONCE_S = 0.1
+BEFORE
 code, message = module.run_driver(drive, 60.0)
 say(f"{code} {message}")
 sys.exit(code)
 """
 STUCK = 'say("up"); time.sleep(1000)'
+SIGNAL_AFTER_FORK = """
+import signal
+fork = os.fork
+def fork_and_end():
+    pid = fork()
+    if pid:
+        signal.raise_signal(signal.SIGTERM)
+    return pid
+os.fork = fork_and_end
+"""
 
 
 class Driver:
     """A started program."""
 
-    def __init__(self, drive: str) -> None:
-        program = PROGRAM.replace("DRIVE", drive)
+    def __init__(self, drive: str, before: str = "") -> None:
+        program = PROGRAM.replace("DRIVE", drive).replace("BEFORE", before)
         self.process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.output = self.process.stdout
@@ -76,6 +87,11 @@ def test_a_signal_before_ray_answers_ends_it_at_once():
     driver.process.terminate()
     assert driver.end() == ["143", "143 stopped at once by SIGTERM; Ray did not answer"]
     assert not driver.folder.exists()
+
+
+def test_a_signal_right_after_the_fork_ends_it_at_once():
+    driver = Driver(STUCK, SIGNAL_AFTER_FORK)
+    assert driver.end()[0] == "143"  # it may have come before the first line
 
 
 def test_signals_do_not_interrupt_the_driver_and_reach_it_when_it_asks():
