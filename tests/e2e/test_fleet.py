@@ -166,12 +166,14 @@ def test_clients_of_a_router_notice_nothing(fleet: EngineFleet, router: Router):
             while not is_over.is_set():
                 statuses.append(client.post("/v1/completions", json=SHORT).status_code)
 
+    fleet.wait_for(lambda: router.num_healthy() == 2)
     client = threading.Thread(target=ask)
     client.start()
     try:
         os.kill(fleet.ready()[0]["pid"], signal.SIGKILL)
         fleet.wait_for(lambda: len(fleet.listed()) == 1)
         fleet.wait_until_ready(2)
+        fleet.wait_for(lambda: router.num_healthy() == 2)  # it reads the list once a second
         fleet.scale(1)
         fleet.wait_until_ready(1)
         fleet.wait_for(lambda: router.num_healthy() == 1)
