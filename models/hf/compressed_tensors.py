@@ -6,7 +6,7 @@ Each group of `config_groups` describes the weights of some modules, 8-bit float
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from msgspec import structs
@@ -152,8 +152,15 @@ def module_names(fields: Fields, name: str) -> tuple[str, ...]:
         return ()
     if not isinstance(value, list) or any(not isinstance(item, str) or not item for item in value):
         raise fields.error(name, value, "expected a list of module names")
+    return checked_names(fields, name, value)
+
+
+def checked_names(fields: Fields, name: str, modules: Sequence[str]) -> tuple[str, ...]:
+    """Names of modules and patterns, see `QuantizationSpec.plain_modules`; `name`: the field that has them."""
     try:
-        compiled(tuple(value))
+        compiled(tuple(modules))
     except re.error as error:
-        raise fields.error(name, value, f"holds a regular expression that cannot be read: {error}") from None
-    return tuple(value)
+        raise fields.error(
+            name, fields.get(name), f"holds a regular expression that cannot be read: {error}"
+        ) from None
+    return tuple(modules)

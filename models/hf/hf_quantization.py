@@ -17,7 +17,7 @@ from ...runtime.errors import ConfigError
 from ..fields import Fields
 from ..model_files import read_json
 from ..spec.quantization import HEADS, QuantizationSpec
-from .compressed_tensors import block_sizes, module_names, read_compressed_tensors
+from .compressed_tensors import block_sizes, checked_names, module_names, read_compressed_tensors
 
 SUPPORTED: Final = (
     "fp8 (e4m3; per tensor, channel or block; also as fbgemm_fp8, as compressed-tensors in float-quantized form and as "
@@ -244,7 +244,7 @@ def _plain_by_dynamic(fields: Fields) -> Iterator[str]:
         raise fields.error("dynamic", dynamic, "expected an object")
     for pattern, settings in dynamic.items():
         if pattern.startswith("-:"):
-            yield "re:" + pattern.removeprefix("-:")
+            yield from checked_names(fields, "dynamic", ["re:" + pattern.removeprefix("-:")])
         elif _differs(fields, settings):
             raise fields.error(
                 "dynamic", {pattern: settings}, "only one setting for all quantized layers is supported"
@@ -267,10 +267,11 @@ def _read_auto_round(fields: Fields) -> QuantizationSpec:
     if layout not in _AUTO_ROUND_LAYOUTS:
         raise fields.error("packing_format", layout, f"supported are {', '.join(_AUTO_ROUND_LAYOUTS)}")
     _must_be(fields, "data_type", "int", default="int")
-    for name in ("act_bits", "rotation_config"):
-        value = fields.get(name)
-        if value and not (name == "act_bits" and isinstance(value, int) and value >= _PLAIN_BITS):
-            raise fields.error(name, value, "inputs that are changed before a layer are not supported")
+    act_bits = fields.integer("act_bits", 1, 64, default=_PLAIN_BITS)
+    if act_bits < _PLAIN_BITS:
+        raise fields.error("act_bits", act_bits, "quantized inputs are not supported")
+    if rotation := fields.get("rotation_config"):
+        raise fields.error("rotation_config", rotation, "inputs that are rotated are not supported")
     plain = list(module_names(fields, "modules_to_not_convert"))
     extra = fields.get("extra_config") or {}
     if not isinstance(extra, Mapping):
@@ -289,7 +290,7 @@ def _read_auto_round(fields: Fields) -> QuantizationSpec:
         bits=_bits(fields, *((4,) if method == "awq" else (4, 8))),
         group_size=_group_size(fields, "group_size"),
         zeros_less_one=layout == "auto_round:auto_gptq",
-        plain_modules=tuple(plain),
+        plain_modules=checked_names(fields, "extra_config", plain),
     )
 
 

@@ -346,6 +346,7 @@ def weights_of_group(**changes: Any) -> dict[str, Any]:
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin', only gptq and gptq_v2"),
         (GPTQ | {"dynamic": {"+:.*down": {"bits": 8}}}, r"dynamic is .*\+:.*only one setting"),
         (GPTQ | {"dynamic": {".*down": False}}, "dynamic is .*only one setting"),
+        (GPTQ | {"dynamic": {"-:(down": {}}}, "dynamic is .*regular expression that cannot be read"),
         (GPTQ | {"dynamic": ["-:.*down"]}, "dynamic is .*expected an object"),
         (GPTQ | {"bits": 3}, "bits is 3, only 4 and 8 bits"),
         (
@@ -353,12 +354,17 @@ def weights_of_group(**changes: Any) -> dict[str, Any]:
             "packing_format is .*fp8_static'.*supported",
         ),
         (AUTO_ROUND | {"data_type": "mx_fp"}, "data_type is 'mx_fp', only int"),
-        (AUTO_ROUND | {"act_bits": 8}, "act_bits is 8, inputs that are changed"),
+        (AUTO_ROUND | {"act_bits": 8}, "act_bits is 8, quantized inputs"),
         (
             AUTO_ROUND | {"extra_config": {"lm_head": {"bits": 4}}},
             "extra_config is .*lm_head.*only one setting",
         ),
         (AUTO_ROUND | {"extra_config": {"mlp": {"bits": 8}}}, "extra_config is .*mlp.*only one setting"),
+        (
+            AUTO_ROUND | {"extra_config": {"(mlp": {"bits": 16}}},
+            "extra_config is .*regular expression that cannot be read",
+        ),
+        (AUTO_ROUND | {"rotation_config": {"a": 1}}, "rotation_config is .*rotated"),
         (AUTO_ROUND | {"extra_config": ["mlp"]}, "extra_config is .*expected an object"),
         (AUTO_ROUND | {"packing_format": "auto_round:auto_awq", "bits": 8}, "bits is 8, only 4 bits"),
         (GPTQ | {"lm_head": True}, "lm_head is True"),
