@@ -177,6 +177,7 @@ class SchedulerParts:
         self.sentinel = StallSentinel()
         self.calls = Calls(
             kv,
+            prefix_cache,
             requests,
             decisions,
             adapters=self.adapters,

@@ -211,7 +211,7 @@ class KVMemory:
         req.match = None
 
     def _outcome(self, session: Session, match: PrefixMatch, kind: MissKind) -> str:
-        """What a later turn of a session found of the earlier ones."""
+        """The part of earlier turns that a later turn of a session found, as in `session_turns`."""
         if kind in (MissKind.EVICTED, MissKind.FLUSHED, MissKind.NO_STATE):
             return "evicted"
         return "hit" if self._cache.continues(session, match) else "rewritten"
@@ -427,27 +427,6 @@ class KVMemory:
     def num_sessions(self) -> int:
         """Sessions that are kept."""
         return self._cache.num_sessions
-
-    def newest_sessions(self, limit: int) -> list[tuple[Session, int]]:
-        """The sessions with the latest turns, and how many pages the conversations of each cover."""
-        return self._cache.newest_sessions(limit)
-
-    def open_session(self, key: str, tenant: str, now_s: float) -> None:
-        """Keep a session without a turn."""
-        if (session := self._cache.begin_turn(key, tenant, "", now_s)) is not None:
-            session.num_turns = 0
-
-    def session(self, key: str) -> Session | None:
-        """The session with this key; None: there is none."""
-        return self._cache.session(key)
-
-    def demote(self, session: Session, *, close: bool) -> int:
-        """Let pages of a session be evicted first; return their number. See `PrefixCache.demote`."""
-        return self._cache.demote(session, close=close)
-
-    def promise(self, session: Session, until_s: float) -> tuple[int, int]:
-        """Keep the conversations of a session until a time; see `PrefixCache.promise`."""
-        return self._cache.promise(session, until_s)
 
     def flush(self) -> tuple[int, int]:
         """Drop all pages of the prefix cache that are not leased; return (pages dropped, pages kept)."""

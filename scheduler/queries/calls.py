@@ -41,7 +41,7 @@ from ..adapters.adapter_slots import AdapterSlots
 from ..adapters.adapter_table import AdapterTable
 from ..arrays import TOKEN_ID_BYTES
 from ..memory.kv_memory import KVMemory
-from ..prefix_cache.base import namespace_of
+from ..prefix_cache.base import PrefixCache, namespace_of
 from ..records.decision_log import Arrived, DecisionLog, PassRecord, Settled
 from ..records.verdict import Reason, Verdict
 from ..requests.intake import reason_to_refuse_pin
@@ -65,6 +65,7 @@ class Calls:
     def __init__(
         self,
         kv: KVMemory,
+        cache: PrefixCache,
         requests: Requests,
         decisions: DecisionLog,
         *,
@@ -78,6 +79,7 @@ class Calls:
             max_pinned_tokens: the quota, for the answer; the prefix cache enforces it.
         """
         self._kv = kv
+        self._cache = cache
         self._requests = requests
         self._decisions = decisions
         self._adapters = adapters
@@ -117,7 +119,7 @@ class Calls:
             case ListRequests():
                 answer = list_requests(self._requests, self._decisions, request.limit, now_s)
             case ListSessions():
-                answer = list_sessions(self._kv, request.limit, now_s)
+                answer = list_sessions(self._cache, request.limit, self._kv.page_size, now_s)
             case LoadAdapter():
                 answer = self._adapters.load(call.call_id, request)
             case UnloadAdapter():
@@ -173,21 +175,22 @@ class Calls:
 
     def _hint(self, hint: HintSession, now_s: float) -> HintDone:
         """Do what a client asks for a session."""
-        session, size = self._kv.session(hint.session), self._kv.page_size
+        session, size = self._cache.session(hint.session), self._kv.page_size
         if hint.action is HintAction.OPEN:
             if session is not None:
                 return HintDone(HintOutcome.REJECTED, "is open already")
-            self._kv.open_session(hint.session, hint.tenant, now_s)
+            if (opened := self._cache.begin_turn(hint.session, hint.tenant, "", now_s)) is not None:
+                opened.num_turns = 0
             return HintDone(HintOutcome.ACCEPTED)
         if session is None:
             return HintDone(HintOutcome.MISSING, "no session with this key is known")
         if hint.action is HintAction.RETAIN:
-            kept, asked = self._kv.promise(session, now_s + hint.ttl_s)
+            kept, asked = self._cache.promise(session, now_s + hint.ttl_s)
             outcome = HintOutcome.ACCEPTED if kept == asked else HintOutcome.CLIPPED
             words = f"{kept * size} of {asked * size} tokens are kept for {hint.ttl_s:g} s"
             return HintDone(outcome, words if kept == asked else f"{words}; the quota is --pin-fraction")
         close = hint.action is HintAction.CLOSE
-        detail = f"{self._kv.demote(session, close=close) * size} tokens are evicted first"
+        detail = f"{self._cache.demote(session, close=close) * size} tokens are evicted first"
         running = sum(req.session is session for req in self._requests.by_id.values())
         if close and running:
             return HintDone(
@@ -277,19 +280,19 @@ def list_requests(requests: Requests, decisions: DecisionLog, limit: int, now_s:
     )
 
 
-def list_sessions(kv: KVMemory, limit: int, now_s: float) -> SessionList:
+def list_sessions(cache: PrefixCache, limit: int, page_size: int, now_s: float) -> SessionList:
     """At most `limit` sessions; see `SessionList`."""
     states = [
         SessionState(
             session.key,
             session.num_turns,
             len(session.ends),
-            num_pages * kv.page_size,
+            num_pages * page_size,
             now_s - session.last_s,
         )
-        for session, num_pages in kv.newest_sessions(limit)
+        for session, num_pages in cache.newest_sessions(limit)
     ]
-    return SessionList(states, kv.num_sessions)
+    return SessionList(states, cache.num_sessions)
 
 
 def _in_order(requests: Requests) -> Iterator[Req]:

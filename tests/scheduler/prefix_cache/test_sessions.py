@@ -13,7 +13,7 @@ import pytest
 from engine.runtime.messages import HintAction, HintOutcome
 from engine.scheduler.prefix_cache.sessions import MAX_CONVERSATIONS, MAX_SESSIONS, Sessions
 from engine.scheduler.queries.calls import list_sessions
-from tests.scheduler.prefix_cache.cached_pool import CachedPool
+from tests.scheduler.prefix_cache.cached_pool import CachedPool, ids
 
 
 def test_parallel_samples_are_one_turn():
@@ -86,6 +86,20 @@ def test_what_another_request_goes_on_with_is_covered():
     turn(pool, "t", [*SYSTEM, 8])
     assert end(pool, "s") == 0
     assert end(pool, "t") == 1
+
+
+def test_the_upper_part_of_dead_pages_that_are_split_is_dead_as_well():
+    """A store reads the beginning of a conversation, which splits it and is no use of it."""
+    pool = CachedPool(16)
+    pool.serve([11, 12, 13, 14])
+    turn(pool, "s", [*SYSTEM, 5, 6])
+    assert end(pool, "s") == 6
+    lease = pool.cache.lock("", pool.cache.match("", ids(*SYSTEM), 4), is_use=False)
+    pool.cache.release(lease)
+
+    pool.cache.evict(6)
+    assert pool.cached([11, 12, 13, 14]) == 4
+    assert pool.cached(SYSTEM) == 0
 
 
 def test_a_later_use_makes_dead_pages_ordinary_again():
@@ -204,9 +218,9 @@ def test_turns_are_counted_by_what_they_found_and_sessions_are_listed(make_sched
     ask([5] * 8, "t")
 
     now_s = harness.now_s
-    listed = list_sessions(harness.scheduler._kv, 1, now_s)
+    listed = list_sessions(harness.prefix_cache, 1, 4, now_s)
     assert (listed.total, [each.session for each in listed.sessions]) == (2, ["t"])
-    [_, state] = list_sessions(harness.scheduler._kv, 9, now_s).sessions
+    [_, state] = list_sessions(harness.prefix_cache, 9, 4, now_s).sessions
     assert (state.turns, state.conversations, state.cached_tokens) == (4, 2, 56)
     assert state.idle_s == pytest.approx(2.0, abs=0.5)
 
