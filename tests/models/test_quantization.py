@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -122,8 +122,8 @@ def test_parts_that_are_fused_keep_their_bytes_unless_they_are_one_weight() -> N
 
 
 def test_memory_is_planned_for_what_the_device_keeps() -> None:
-    def weights(*, reordered: bool = False, **device: Any) -> int:
-        gptq = QuantizationSpec(method="gptq", group_size=128, reordered=reordered)
+    def weights(*, reordered: bool = False, bits: Literal[4, 8] = 4, **device: Any) -> int:
+        gptq = QuantizationSpec(method="gptq", bits=bits, group_size=128, reordered=reordered)
         budget = plan_memory(
             spec(quantization=gptq, tie_word_embeddings=False),
             usable_bytes=1 << 30,
@@ -142,3 +142,6 @@ def test_memory_is_planned_for_what_the_device_keeps() -> None:
     )  # a scale and a minimum per 32 numbers, not per 128
     assert in_blocks == 3 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 512 * 256) * (4 / 32 - 3 / 128)
     assert weights(on_cpu=False) < 0.6 * weight_bytes(spec(), 2)
+    more = 3 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 512 * 256) // 2  # half a byte for each number
+    for on_cpu in (True, False):
+        assert weights(bits=8, on_cpu=on_cpu) - weights(on_cpu=on_cpu) == more

@@ -13,8 +13,12 @@ from engine.runtime.messages import (
     Explanation,
     FlushCache,
     FlushCacheDone,
+    HintDone,
+    HintOutcome,
     PinDone,
     SchedulerInput,
+    SessionList,
+    SessionState,
 )
 from engine.tokenizer_manager.control import PendingCalls, merged
 
@@ -83,6 +87,32 @@ def test_a_failure_reaches_every_pending_call():
 def test_a_pinned_prefix_is_as_long_as_where_most_of_it_is_cached():
     nowhere, most = PinDone(0, 64, "none of it is cached"), PinDone(48, 64, "the rest is not cached")
     assert merged([nowhere, most]) == merged([most, nowhere]) == most
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "counts"),
+    [
+        ("missing", "accepted", "accepted"),
+        ("accepted", "deferred", "deferred"),
+        ("clipped", "accepted", "clipped"),
+        ("accepted", "rejected", "rejected"),  # it is open at one of them
+        ("missing", "missing", "missing"),
+    ],
+)
+def test_the_outcome_of_a_hint_is_that_of_the_scheduler_that_has_the_session(
+    first: str, second: str, counts: str
+) -> None:
+    one, other = HintDone(HintOutcome(first), "one"), HintDone(HintOutcome(second), "other")
+    for answers in ([one, other], [other, one]):
+        answer = merged(answers)
+        assert isinstance(answer, HintDone)
+        assert answer.outcome == counts
+
+
+def test_the_sessions_of_all_schedulers_are_listed_the_latest_first() -> None:
+    states = [SessionState(key, 1, 1, 16, idle_s) for key, idle_s in (("a", 3.0), ("b", 1.0), ("c", 2.0))]
+    answer = merged([SessionList(states[:1], 5), SessionList(states[1:], 7)])
+    assert answer == SessionList([states[1], states[2], states[0]], 12)
 
 
 def test_an_adapter_that_one_scheduler_could_not_load_is_not_loaded():

@@ -335,9 +335,13 @@ def test_families_with_other_modules_are_read_from_integers(make_tiny_model, mak
     bool(reasons_against_blocks(quant_target(CPU, torch.bfloat16))), reason="no kernel for blocks here"
 )
 @pytest.mark.parametrize(
-    "form", ["awq", "4 bits by weight", "awq in one group", "gptq v2", "gptq by weight", *INT_FORMS]
+    "form",
+    [
+        *("awq", "4 bits by weight", "awq in one group", "gptq v2", "gptq by weight", "8 bits gptq"),
+        *("auto-round", *INT_FORMS),
+    ],
 )
-def test_4_bits_are_multiplied_as_blocks_where_that_is_faster(
+def test_integers_are_multiplied_as_blocks_where_that_is_faster(
     make_tiny_llama, make_driver, unpack, caplog, form
 ):
     tiny = make_tiny_llama(**SIZES)

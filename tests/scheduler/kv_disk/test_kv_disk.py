@@ -331,7 +331,7 @@ def test_a_state_comes_back_bit_for_bit_with_its_pages(tmp_path, hybrid_at):
 
 
 def test_answers_count_the_bytes_that_were_moved(tmp_path, hybrid_at):
-    """What the disk has already is not written, so it does not count."""
+    """Pages that the disk has already are not written, so they do not count."""
     tokens, page = prompt(4), PAGE_SIZE * 4
     engine, states = hybrid_at(tmp_path)
     page_bytes, state_bytes = engine.memory.page_bytes, PageMemory(states.checkpoint_views).page_bytes
