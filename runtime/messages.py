@@ -191,7 +191,7 @@ class HintAction(enum.StrEnum):
 
 
 class HintOutcome(enum.StrEnum):
-    """What came of a hint: CLIPPED by a quota, DEFERRED until running turns end, MISSING: there is no such session."""
+    """The result of a hint: CLIPPED by a quota, DEFERRED until running turns end, MISSING: there is no such session."""
 
     ACCEPTED = "accepted"
     CLIPPED = "clipped"

@@ -50,8 +50,6 @@ _ANSWER_TIMEOUT_S: Final = 10.0
 _ADAPTER_TIMEOUT_S: Final = 120.0  # to read an adapter, also from a slow disk
 _GENERATION_ID: Final = re.compile(r"[a-z]+-[0-9a-f]{32}")
 A = TypeVar("A", FlushCacheDone, PinDone, HintDone, Explanation, RequestList, SessionList, AdapterDone)
-
-
 _BEST_FIRST: Final = (
     HintOutcome.REJECTED,  # one that is open already
     HintOutcome.DEFERRED,
@@ -59,7 +57,7 @@ _BEST_FIRST: Final = (
     HintOutcome.ACCEPTED,
     HintOutcome.MISSING,
 )
-"""Of the outcomes at several schedulers the first one counts."""
+"""The first outcome that one of several schedulers has is the answer."""
 
 
 class _Call:

@@ -68,7 +68,7 @@ EVICTION_RANKS: Final[dict[EvictionPolicyName, Rank]] = {
 
 
 class EvictionClass(enum.IntEnum):
-    """What is evicted first to last, whatever its rank: a higher class goes when the lower ones are empty.
+    """Classes of leaves, in the order of eviction, whatever their ranks: one goes when those before it are empty.
 
     - DEAD: pages of closed sessions, and of prompts that are unlikely to be repeated; a later use makes them ordinary.
     - WANTED: pages of waiting requests, ordered by `Wants`.

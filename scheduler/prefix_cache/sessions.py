@@ -16,9 +16,9 @@ from .base import PrefixMatch, Session
 from .radix_node import RadixNode, path_to_root
 
 MAX_SESSIONS: Final = 4096
-"""Of more sessions the one without a turn for the longest time is forgotten."""
+"""Beyond it the session without a turn for the longest time is forgotten."""
 MAX_CONVERSATIONS: Final = 256
-"""Of one session; of more the oldest is forgotten."""
+"""Limit of one session; beyond it its oldest conversation is forgotten."""
 
 
 class Sessions:

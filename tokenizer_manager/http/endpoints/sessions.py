@@ -66,7 +66,7 @@ class HintFields(msgspec.Struct, kw_only=True):
 
 
 class HintResult(msgspec.Struct, kw_only=True):
-    """What came of an action, with figures or a reason."""
+    """The outcome of an action, with figures or a reason."""
 
     action_id: str | UnsetType = UNSET
     outcome: HintOutcome

@@ -23,7 +23,7 @@ _BREAKPOINT: Final = "prompt_cache_breakpoint"
 BREAKPOINTS: Final = (_CONTROL, _BREAKPOINT)
 """Fields of parts and tools."""
 RETENTIONS: Final = ("24h", "in_memory", "in-memory")
-"""Of `prompt_cache_retention`; OpenAI has had both forms of the second."""
+"""Values of `prompt_cache_retention`; OpenAI has had both forms of the second."""
 SESSION_HEADERS: Final = (
     b"x-session-id",
     b"x-claude-code-session-id",
