@@ -188,7 +188,7 @@ def ids(source: random.Random, count: int) -> list[int]:
 def wait_for_weights(log: Path) -> None:
     """Wait until the server has the digest of its weights: before that nothing is found."""
     deadline_s = time.monotonic() + _START_S
-    while "kv_disk.kv_disk kv_disk=" not in log.read_text(errors="replace"):
+    while "kv_stores.segment_store kv_disk=" not in log.read_text(errors="replace"):
         if time.monotonic() > deadline_s:
             raise SystemExit(f"the disk was not opened; see {log}")
         time.sleep(0.05)

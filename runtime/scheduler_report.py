@@ -106,7 +106,7 @@ class SchedulerReport(Message, frozen=True):
         num_adapter_slots_used: by running requests.
         replica: the scheduler's number, with --dp.
         transfer: with --disaggregation-mode.
-        disk: with --kv-disk.
+        tiers: with --kv-disk or --kv-store, by the tier's name.
         num_sessions: that the prefix cache keeps.
         session_turns: see `KVMemory.session_turns`.
     """
@@ -131,7 +131,7 @@ class SchedulerReport(Message, frozen=True):
     totals: SchedulerTotals = SchedulerTotals()
     grammar: GrammarTotals = GrammarTotals()
     transfer: TransferFigures | None = None
-    disk: TierFigures | None = None
+    tiers: dict[str, TierFigures] = msgspec.field(default_factory=dict)
     num_sessions: int = 0
     session_turns: dict[str, int] = msgspec.field(default_factory=dict)
 
@@ -143,9 +143,8 @@ class SchedulerReport(Message, frozen=True):
             figures |= {name: getattr(record, field) for field, name in _flat_names(group)}
         if self.transfer is not None:
             figures["transfer"] = msgspec.structs.asdict(self.transfer)
-        if self.disk is not None:
-            figures["disk"] = msgspec.structs.asdict(self.disk)
-        return figures
+        del figures["tiers"]
+        return figures | {tier: msgspec.structs.asdict(each) for tier, each in self.tiers.items()}
 
     @classmethod
     def from_flat(cls, figures: Mapping[str, Any]) -> SchedulerReport:

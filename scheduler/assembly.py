@@ -46,7 +46,7 @@ from .speculation.multi_step import MultiStepDecode
 from .speculation.speculation import make_speculation
 from .step_size.step_limits import StepCaps, StepLimits
 from .step_size.step_target import StepTarget
-from .tiers.disk_tier import DiskTier
+from .tiers.page_tier import PageTier
 from .transfer.decode_role import DecodeRole
 from .transfer.prefill_role import PrefillRole
 from .transfer.role import TransferRole
@@ -195,7 +195,8 @@ class SchedulerParts:
             stop_rules=stop_rules,
             stats=self.stats,
             by_priority=policy.by_priority,
-            kv_write=None if cache.kv_disk is None else cache.kv_write,
+            kv_tier=cache.kv_tier,
+            kv_write=cache.kv_write,
         )
 
 
@@ -211,15 +212,17 @@ def _make_transfer(
     stop_rules: StopRules,
     stats: SchedulerStats,
     by_priority: bool,
-    kv_write: KVWriteName | None,
+    kv_tier: str,
+    kv_write: KVWriteName,
 ) -> TransferRole:
-    if kv_write is not None:
-        return DiskTier(
+    if kv_tier:
+        return PageTier(
             requests,
             cache,
             memory.kv,
             incoming,
             reservations,
+            name=kv_tier,
             by_priority=by_priority,
             writes_through=kv_write == "through",
         )

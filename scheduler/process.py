@@ -37,10 +37,10 @@ from .event_loop import EventLoop, KVThread
 from .grammar.grammar_builder import make_grammars
 from .journal.flight_recorder import FlightRecorder
 from .journal.recorder import make_recorder, open_log
-from .kv_disk.identity import kv_facts, weights_content
-from .kv_disk.kv_disk import KvDisk
-from .kv_disk.segment_store import check_folder
 from .kv_events.publisher import KVEventPublisher
+from .kv_stores.identity import kv_facts, weights_content
+from .kv_stores.page_mover import PageMover
+from .kv_stores.segment_store import SegmentStore, check_folder
 from .preemption.chaos import with_chaos
 from .prefix_cache.block_events import block_size_for
 from .records.stats import StepLog
@@ -172,7 +172,7 @@ def _make_transfer(child: Child, pool: KVPool) -> KVThread | None:
     return make_link(config, memory, layout, settings.endpoints, life=settings.life, vocab_size=vocab_size)
 
 
-def _open_disk(child: Child, root: Path, runner: ModelRunner) -> KvDisk:
+def _open_disk(child: Child, root: Path, runner: ModelRunner) -> PageMover:
     from ..model_runner.memory.page_memory import PageMemory
 
     settings = child.settings
@@ -187,9 +187,10 @@ def _open_disk(child: Child, root: Path, runner: ModelRunner) -> KvDisk:
         build=build_facts(runner),
     )
     source, load_format, seed = Path(settings.source.path), config.model.load_format, config.model.seed
-    return KvDisk(
-        root,
-        int(config.cache.kv_disk_size * GIB),
+    limit_bytes = int(config.cache.kv_disk_size * GIB)
+    return PageMover(
+        str(root),
+        lambda identity, facts: SegmentStore(root, identity, facts, limit_bytes),
         facts,
         lambda: weights_content(source, load_format, seed, root / "weights.json"),
         memory,

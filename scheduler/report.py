@@ -73,7 +73,7 @@ def report_of(
         transfer=figures and replace(figures, page_bytes=page_size * capacity.kv_token_bytes),
         num_sessions=kv.num_sessions,
         session_turns=dict(kv.session_turns),
-        disk=parts.transfer.disk_figures(),
+        tiers=parts.transfer.tier_figures(),
     )
 
 

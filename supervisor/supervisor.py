@@ -254,7 +254,7 @@ class Supervisor:
             if len(self._signals.received) > 1:
                 raise Interrupted(self._signals.received[1])
         watch.check_ends()
-        keeps_kv = self._config.cache.kv_disk is not None
+        keeps_kv = bool(self._config.cache.kv_tier)
         late = watch.stop(drain_s=deadline_s - time.monotonic() if keeps_kv else None)
         if late and len(self._signals.received) > 1:
             raise Interrupted(self._signals.received[1])

@@ -195,7 +195,6 @@ def combined(reports: Sequence[SchedulerReport], sent_s: float) -> SchedulerRepo
     for report in reports:
         waiting.update(report.waiting_by_reason)
         turns.update(report.session_turns)
-    disks = [report.disk for report in reports if report.disk is not None]
     return SchedulerReport(
         sent_s=sent_s,
         num_running_reqs=sum(report.num_running_reqs for report in reports),
@@ -215,7 +214,10 @@ def combined(reports: Sequence[SchedulerReport], sent_s: float) -> SchedulerRepo
         host=_sum([report.host for report in reports]),
         totals=_sum([report.totals for report in reports]),
         grammar=_sum([report.grammar for report in reports]),
-        disk=_sum(disks) if disks else None,
+        tiers={
+            tier: _sum([report.tiers[tier] for report in reports if tier in report.tiers])
+            for tier in sorted({tier for report in reports for tier in report.tiers})
+        },
         num_sessions=sum(report.num_sessions for report in reports),
         session_turns=dict(turns),
         transfer=_of_pair([report.transfer for report in reports if report.transfer is not None]),

@@ -29,7 +29,7 @@ def check_disk(root: Path, limit_bytes: int, kv_token_bytes: int) -> Check:
         limit_bytes: of `--kv-disk-size`.
         kv_token_bytes: KV of a token; 0: the model is not known.
     """
-    from ...scheduler.kv_disk.segment_store import check_folder
+    from ...scheduler.kv_stores.segment_store import check_folder
 
     is_new = not root.exists()
     try:

@@ -208,6 +208,11 @@ class CacheConfig:
         "auto"
     )
 
+    @property
+    def kv_tier(self) -> str:
+        """The name of the prefix cache's tier that outlives the process; "" if there is none."""
+        return "disk" if self.kv_disk is not None else ""
+
     def __post_init__(self) -> None:
         check_at_least("page_size", self.page_size, 1)
         check_at_least("max_total_tokens", self.max_total_tokens, 2)

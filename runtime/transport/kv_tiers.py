@@ -1,8 +1,8 @@
-"""Commands and news between a scheduler and the I/O thread of the disk tier of its prefix cache.
+"""Commands and news between a scheduler and the I/O thread of a tier of its prefix cache: a disk, or a store.
 
     scheduler                                  I/O thread
     LookUp (tokens of a prompt)           ──►
-                                          ◄──  Found: how many of its first pages the disk has
+                                          ◄──  Found: how many of its first pages the tier has
     LoadPages (the same, target pages)    ──►
                                           ◄──  Loaded: nothing will be written to the pages any more
     StorePages (tokens, source pages)     ──►
@@ -89,6 +89,7 @@ class Found(Message, frozen=True):
         num_bytes: of these pages.
         seconds_estimate: for reading them and the state, from the rates so far; 0.0: not known.
         state_bytes: of the state.
+        error: why nothing could be looked up; "" if it could.
     """
 
     job: int
@@ -96,6 +97,7 @@ class Found(Message, frozen=True):
     num_bytes: int = 0
     seconds_estimate: float = 0.0
     state_bytes: int = 0
+    error: str = ""
 
 
 class Loaded(Message, frozen=True):
@@ -136,14 +138,14 @@ TierNews = Found | Loaded | Stored
 
 
 class TierFigures(Record, frozen=True):
-    """A scheduler's use of its disk tier now, and totals since its start.
+    """A scheduler's use of a tier now, and totals since its start.
 
     Attributes:
         waiting: requests that wait for an answer about their prompt, or for their pages.
         loading_pages: pages of the KV pool that are read from the disk, or may still be written to.
         leased_pages: pages that are locked while they are written to the disk.
         lookups, loaded_tokens, load_s, store_s: totals.
-        timeouts, load_errors, store_errors: answers that took too long, and loads and stores that failed.
+        timeouts, lookup_errors, load_errors, store_errors: answers that took too long, and commands that failed.
         loaded_bytes, stored_bytes: that were read and written, of KV and of states.
     """
 
@@ -159,3 +161,4 @@ class TierFigures(Record, frozen=True):
     store_errors: int = 0
     loaded_bytes: int = 0
     stored_bytes: int = 0
+    lookup_errors: int = 0

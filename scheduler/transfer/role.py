@@ -133,9 +133,9 @@ class TransferRole:
         """For reports; None: there are no transfers in this mode."""
         return None
 
-    def disk_figures(self) -> TierFigures | None:
-        """For reports; None: there is no disk tier."""
-        return None
+    def tier_figures(self) -> dict[str, TierFigures]:
+        """For reports: the figures of each tier of the prefix cache by its name."""
+        return {}
 
 
 @dataclass(slots=True)

@@ -16,6 +16,8 @@ def test_every_metric_is_in_the_list_once():
     text = (DOCS / "operations.md").read_text()
     listed = text.partition("\n## Metrics\n")[2].partition("\n## ")[0].partition("\n- ")[2]
     names = re.findall(r"`([a-z0-9_]+)(?:\{[a-z_,]+\})?`", listed)
-    page = Metrics().render(SchedulerReport(sent_s=1.0, transfer=TransferFigures(), disk=TierFigures()))
+    page = Metrics().render(
+        SchedulerReport(sent_s=1.0, transfer=TransferFigures(), tiers={"disk": TierFigures()})
+    )
 
     assert sorted(names) == sorted(re.findall(r"^# TYPE engine:(\w+) ", page, re.MULTILINE))

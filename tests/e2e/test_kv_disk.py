@@ -49,7 +49,7 @@ def start(start_serve: StartServe, tmp_path: Path) -> Callable[..., EngineServe]
     def start_on_disk(*arguments: str) -> EngineServe:
         engine = start_serve(*arguments, "--kv-disk", str(tmp_path / "disk"), "--log-level", "info")
         engine.wait_until_ready(WITHIN_S)
-        engine.wait_for_log("kv_disk.kv_disk kv_disk=")
+        engine.wait_for_log("kv_stores.segment_store kv_disk=")
         return engine
 
     return start_on_disk

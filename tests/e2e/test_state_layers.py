@@ -110,7 +110,7 @@ def test_a_prompt_and_its_state_survive_a_restart(
         settings = ("--dtype", "float32", "--kv-disk", str(tmp_path / "disk"), "--log-level", "info")
         engine = start_serve(str(lfm2), *settings)
         engine.wait_until_ready(WITHIN_S)
-        engine.wait_for_log("kv_disk.kv_disk kv_disk=")
+        engine.wait_for_log("kv_stores.segment_store kv_disk=")
         return engine
 
     first = start()

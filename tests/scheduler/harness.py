@@ -273,7 +273,7 @@ class Harness:
         passes = [each for each in new if isinstance(each, PassRecord)]
         if self.scheduler.report(self.now_s).totals.timed_out_reqs > before.totals.timed_out_reqs:
             queued = None  # some left before the pass
-        if before.transfer is not None or before.disk is not None:
+        if before.transfer is not None or before.tiers:
             queued = None  # some of them wait for the KV of their prompt, which no pass decides about
         self.check_verdicts(passes, queued)
         if batch is not None and passes:

@@ -296,12 +296,12 @@ class Metrics:
             yield sample("schedule_policy_info", {**self._labels, "policy": report.policy}, 1)
         if report.transfer is not None:
             yield from self._of_transfers(report.transfer)
-        if report.disk is not None:
-            yield from self._of_disk(report.disk)
+        for tier, figures_of_tier in report.tiers.items():
+            yield from self._of_tier(tier, figures_of_tier)
 
-    def _of_disk(self, figures: TierFigures) -> Iterator[str]:
-        """The lines of a disk tier."""
-        labels = {**self._labels, "tier": "disk"}
+    def _of_tier(self, tier: str, figures: TierFigures) -> Iterator[str]:
+        """The lines of a tier of the prefix cache; an engine has one."""
+        labels = {**self._labels, "tier": tier}
         for name, text, kind, value in (
             ("kv_tier_lookups_total", "Prompts that were looked up.", "counter", figures.lookups),
             ("kv_tier_hit_tokens_total", "Prompt tokens that were loaded.", "counter", figures.loaded_tokens),
@@ -336,10 +336,11 @@ class Metrics:
             for direction, number in values.items():
                 yield sample(name, {**labels, "direction": direction}, number)
         yield from head(
-            "kv_tier_failures_total", "Answers that came too late, and failed loads and stores.", "counter"
+            "kv_tier_failures_total", "Answers that came too late, and commands that failed.", "counter"
         )
         for kind, count in (
             ("timeout", figures.timeouts),
+            ("lookup", figures.lookup_errors),
             ("load", figures.load_errors),
             ("store", figures.store_errors),
         ):

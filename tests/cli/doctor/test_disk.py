@@ -11,7 +11,7 @@ from engine.cli import main as cli
 from engine.cli.doctor import disk
 from engine.cli.doctor.check import CheckStatus
 from engine.cli.doctor.disk import check_disk, measure_disk
-from engine.scheduler.kv_disk import segment_store
+from engine.scheduler.kv_stores import segment_store
 
 LIMIT = 1 << 20
 KV_TOKEN_BYTES = 23_040

@@ -68,7 +68,9 @@ def test_pages_become_resident_as_far_as_asked_for_and_little_further(
         pass
 
     last = min(used_pages + ahead_pages, 1000)
-    resident = {page for begin, end in populated for page in range(begin // mmap.PAGESIZE, -(-end // mmap.PAGESIZE))}
+    resident = {
+        page for begin, end in populated for page in range(begin // mmap.PAGESIZE, -(-end // mmap.PAGESIZE))
+    }
     for view in (*pool.page_views, *pool.scale_views):
         start, page = view.data_ptr(), view[0].nbytes
         asked = range(start // mmap.PAGESIZE, -(-(start + (last + 1) * page) // mmap.PAGESIZE))

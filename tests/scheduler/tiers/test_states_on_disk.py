@@ -11,7 +11,7 @@ import pytest
 
 from engine.runtime.transport.kv_tiers import CancelLoad, Loaded, LoadPages, LookUp, StorePages
 from engine.scheduler.records.decision_log import Handover
-from engine.scheduler.tiers import disk_tier
+from engine.scheduler.tiers import page_tier
 
 from .fake_disk import PAGE_BYTES, STATE_BYTES, DiskHarness, FakeDisk, ints
 
@@ -24,7 +24,7 @@ LENGTHS = sorted(
 
 @pytest.fixture(autouse=True)
 def _short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_tier, "MIN_TOKENS", 8)
+    monkeypatch.setattr(page_tier, "MIN_TOKENS", 8)
 
 
 def hybrid(disk: FakeDisk | None = None, **settings: Any) -> DiskHarness:

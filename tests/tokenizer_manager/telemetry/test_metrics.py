@@ -219,7 +219,7 @@ def test_a_disk_tier_is_shown_by_an_engine_that_has_one_alone():
         timeouts=4,
         stored_bytes=5000,
     )
-    page = Metrics("m").render(SchedulerReport(sent_s=1.0, disk=figures))
+    page = Metrics("m").render(SchedulerReport(sent_s=1.0, tiers={"disk": figures}))
     expected = {
         "kv_tier_loading_pages": 1,
         "kv_tier_leased_pages": 2,
@@ -231,8 +231,8 @@ def test_a_disk_tier_is_shown_by_an_engine_that_has_one_alone():
     assert value(page, "kv_tier_seconds_total", tier="disk", direction="load") == 0.5
     assert value(page, "kv_tier_failures_total", tier="disk", kind="timeout") == 4
     assert "kv_tier" not in Metrics("m").render(SchedulerReport(sent_s=1.0))
-    both = combined([SchedulerReport(sent_s=1.0, disk=figures)] * 2, 2.0).disk
-    assert both is not None and (both.lookups, both.loaded_tokens, both.load_s) == (6, 128, 1.0)
+    both = combined([SchedulerReport(sent_s=1.0, tiers={"disk": figures})] * 2, 2.0).tiers["disk"]
+    assert (both.lookups, both.loaded_tokens, both.load_s) == (6, 128, 1.0)
 
 
 def test_a_pair_has_the_rooms_of_its_decode_replica():

@@ -86,16 +86,14 @@ async def generate(exchange: Exchange, engine: Engine) -> None:
             warnings = request.warnings + engine.second_bos(generation, NO_BOS)
             if body.stream:
                 incremental = bool(body.incremental)
-                writer = _NativeStream(
-                    engine.tokenizer, generation, incremental=incremental, warnings=warnings
-                )
+                writer = _NativeStream(engine, generation, incremental=incremental, warnings=warnings)
                 await stream(exchange, generation, writer)
                 return
             answers = []
             for choice, answer in best_answers(generation, await collect(generation)):
                 if not body.return_logprob:
                     answer.logprobs = []  # were for ranking
-                answers.append(_body(engine.tokenizer, generation, choice, answer))
+                answers.append(_body(engine, generation, choice, answer))
             answers[0].warnings = warnings or UNSET
             await exchange.send_json(answers if _is_batch(body) or len(answers) > 1 else answers[0])
 
@@ -270,9 +268,9 @@ class _NativeStream:
     """Writes one event per row."""
 
     def __init__(
-        self, tokenizer: Tokenizer, generation: Generation, *, incremental: bool, warnings: list[str]
+        self, engine: Engine, generation: Generation, *, incremental: bool, warnings: list[str]
     ) -> None:
-        self._tokenizer = tokenizer
+        self._engine = engine
         self._generation = generation
         self._incremental = incremental
         self._warnings = warnings
@@ -285,7 +283,7 @@ class _NativeStream:
             self._so_far[choice.index] = Collected()
         collected = self._so_far[choice.index]
         collected.add(row.output, choice.prompt_ids)
-        body = _body(self._tokenizer, self._generation, choice, collected)
+        body = _body(self._engine, self._generation, choice, collected)
         if len(self._so_far) > 1:
             body.index = choice.index
         if self._warnings:
@@ -297,8 +295,8 @@ class _NativeStream:
         return DONE
 
 
-def _body(tokenizer: Tokenizer, generation: Generation, choice: Choice, collected: Collected) -> GenerateBody:
-    usage = choice.usage
+def _body(engine: Engine, generation: Generation, choice: Choice, collected: Collected) -> GenerateBody:
+    usage, tokenizer = choice.usage, engine.tokenizer
     meta = MetaInfo(
         id=generation.id,
         finish_reason=_finish_reason(choice.finish),
@@ -310,7 +308,7 @@ def _body(tokenizer: Tokenizer, generation: Generation, choice: Choice, collecte
         e2e_latency=(choice.last_token_s or generation.arrival_s) - generation.arrival_s,
     )
     if usage.loaded_tokens:
-        meta.cached_tokens_by_tier = {"disk": usage.loaded_tokens}
+        meta.cached_tokens_by_tier = {engine.config.cache.kv_tier: usage.loaded_tokens}
     if choice.guided is not None and choice.finish is not None:
         meta.grammar = choice.guided.report(tokenizer) or UNSET
         meta.truncated = truncated_of(choice, tokenizer)

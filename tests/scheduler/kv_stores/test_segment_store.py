@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from engine.runtime.errors import ConfigError
-from engine.scheduler.kv_disk import segment_store
-from engine.scheduler.kv_disk.segment_file import RecordBuffer, record_bytes
-from engine.scheduler.kv_disk.segment_store import SegmentStore, check_folder
+from engine.scheduler.kv_stores import segment_store
+from engine.scheduler.kv_stores.segment_file import RecordBuffer, record_bytes
+from engine.scheduler.kv_stores.segment_store import SegmentStore, check_folder
 
 IDENTITY = b"\1" * 32
 PAYLOAD = 5000

@@ -1,4 +1,4 @@
-"""The thread of the KV disk: what it answers, what it moves, and that each command has its answer."""
+"""The thread that moves pages to a store and back: its answers, what it moves, and that each command has an answer."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from engine.runtime.transport.kv_tiers import (
     TierCommand,
     TierNews,
 )
-from engine.scheduler.kv_disk import kv_disk as module
-from engine.scheduler.kv_disk import segment_store
-from engine.scheduler.kv_disk.kv_disk import KvDisk
-from engine.scheduler.kv_disk.segment_file import record_bytes
+from engine.scheduler.kv_stores import page_mover, segment_store
+from engine.scheduler.kv_stores.page_mover import PageMover
+from engine.scheduler.kv_stores.segment_file import record_bytes
+from engine.scheduler.kv_stores.segment_store import SegmentStore, check_folder
 from engine.scheduler.prefix_cache.base import namespace_of
 
 PAGE_SIZE = 4
@@ -76,9 +76,13 @@ class Engine:
         self._news: list[TierNews] = []
         endpoint = f"inproc://kv disk {next(NUMBERS)}"
         self._inbox = Inbox(endpoint, msgspec.msgpack.Decoder(TierNews))
-        self.disk = KvDisk(
-            root,
-            LIMIT,
+        check_folder(root, LIMIT)
+        open_store = more.pop(
+            "open_store", lambda identity, facts: SegmentStore(root, identity, facts, LIMIT)
+        )
+        self.disk = PageMover(
+            str(root),
+            open_store,
             {"format": 1},
             weights,
             more.pop("memory", self.memory),
@@ -384,7 +388,7 @@ def test_a_damaged_part_of_a_prefix_with_a_state_is_a_miss(tmp_path, hybrid_at, 
 def test_a_state_that_was_forgotten_while_its_pages_were_stored_is_not_stored(
     tmp_path, hybrid_at, monkeypatch
 ):
-    monkeypatch.setattr(module, "_PIECE_BYTES", 1)
+    monkeypatch.setattr(page_mover, "_PIECE_BYTES", 1)
     memory = SlowMemory(PageMemory(make_pool(1).views))
     engine, _ = hybrid_at(tmp_path, memory=memory)
     store = engine.submit(StorePages, "", prompt(1), 0, ids(5), 1)
@@ -427,7 +431,7 @@ class SlowMemory:
 @pytest.fixture
 def slow(tmp_path: Path, engine_at: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Engine, SlowMemory]:
     """An engine that moves a page at a time when it may; the pages 1 to 4 of `prompt(4)` are stored."""
-    monkeypatch.setattr(module, "_PIECE_BYTES", 1)
+    monkeypatch.setattr(page_mover, "_PIECE_BYTES", 1)
     memory = SlowMemory(PageMemory(make_pool(1).views))
     engine = engine_at(tmp_path, memory=memory)
     for _ in range(4):
@@ -527,9 +531,3 @@ def test_closing_ends_what_is_queued_but_waits_no_longer_than_it_may(tmp_path, e
     engine.disk.close(PATIENCE_S)
     assert time.monotonic() - started_s < PATIENCE_S / 2
     never.set()
-
-
-def test_a_folder_that_cannot_be_used_is_an_error_at_start(tmp_path):
-    (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(ConfigError, match="name a folder with --kv-disk"):
-        Engine(tmp_path / "file")

@@ -125,9 +125,7 @@ class SegmentStore:
         self._refresh()
         with contextlib.suppress(OSError):
             self._make_room(0)  # the limit may be smaller than that of an earlier process
-
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._index
+        logger.info("kv_disk=%s pages=%d identity=%s", root, len(self), identity.hex()[:16])
 
     def __len__(self) -> int:
         return len(self._index)
@@ -163,6 +161,9 @@ class SegmentStore:
         for segment in dict.fromkeys(found):
             self._stamp(segment.path)
         return len(found)
+
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        return [key in self._index for key in keys]
 
     def read(self, keys: Sequence[bytes], buffer: RecordBuffer) -> int:
         """Read the records of keys into the rows of a buffer; returns how many, up to the first that is a miss."""

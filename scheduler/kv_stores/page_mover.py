@@ -1,10 +1,10 @@
-"""`KvDisk`: the thread that looks pages up on the disk, and moves them between there and the KV pool.
+"""`PageMover`: the thread that looks pages up in a store, and moves them between there and the KV pool.
 
     scheduler's loop      `send`: commands; news come into its inbox
     thread                look-ups at once; loads before stores, in order, 4 MiB at a time
     second thread         digest of the weights, at low priority; until then nothing is found, and stores wait
 
-No request fails because of the disk: what cannot be read is a miss. A bug in the thread turns the disk off.
+No request fails because of the store: what cannot be read is a miss. A bug in the thread turns the store off.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Final, NamedTuple, Protocol, assert_never
 
@@ -38,8 +37,8 @@ from ...runtime.transport.kv_tiers import (
     TierNews,
 )
 from .identity import identity_of, is_salted, page_keys, root_key, state_key
+from .page_store import PageStore, StoreError
 from .segment_file import RecordBuffer, record_bytes
-from .segment_store import SegmentStore, check_folder
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +49,8 @@ _NEWEST_SHARE: Final = 0.3
 _HASHING_NICENESS: Final = 10
 """A tenth of a busy core: the digest of a 5 GB model takes 4 s of one."""
 
-_NOT_OPEN: Final = "the disk is not in use"
+_NOT_OPEN: Final = "the store is not in use"
+_NOT_WRITTEN: Final = "the store is full, or failed"
 _SALTED: Final = "prompts with a salt are not stored"
 
 Pages = npt.NDArray[np.int32]
@@ -79,13 +79,13 @@ class _Weights(NamedTuple):
     content: str | None
 
 
-class KvDisk:
+class PageMover:
     """See the module."""
 
     def __init__(
         self,
-        root: Path,
-        limit_bytes: int,
+        name: str,
+        open_store: Callable[[bytes, Mapping[str, Any]], PageStore],
         facts: Mapping[str, Any],
         weights: Callable[[], str],
         memory: PageRows,
@@ -98,21 +98,17 @@ class KvDisk:
         """Start the threads.
 
         Args:
-            root: folder of `--kv-disk`.
-            limit_bytes: for all of it; at most half of the disk's free space is used.
+            name: of the store, in warnings.
+            open_store: opens it for an identity with these facts; called once, in the thread.
             facts: `kv_facts`.
             weights: computes `weights_content`; called once, in a thread of its own.
             memory: of rank 0. Until a load or a store ends, nothing else uses or writes to its pages.
             scheduler: endpoint of the scheduler's inbox.
             states: of a model with state layers, the slots for checkpoints.
             persist_salted: store pages of salted namespaces, too.
-
-        Raises:
-            ConfigError: the folder cannot be used, see `check_folder`.
         """
-        check_folder(root, limit_bytes)
-        self._root = root
-        self._limit_bytes = limit_bytes
+        self._name = name
+        self._open_store = open_store
         self._facts = facts
         self._weights = weights
         self._memory = memory
@@ -125,7 +121,7 @@ class KvDisk:
         self._state = RecordBuffer(1, 0 if states is None else states.page_bytes)
         self._commands: SimpleQueue[TierCommand | _Weights | None] = SimpleQueue()
         self._identity = b""
-        self._store: SegmentStore | None = None
+        self._store: PageStore | None = None
         self._is_off = False
         self._loads: deque[_Job] = deque()
         self._stores: deque[_Job] = deque()
@@ -134,8 +130,8 @@ class KvDisk:
         self._rate = 0.0  # bytes a second of loads; 0: not known
         self._closes = False
         self._ends_s = 0.0  # set by `close`
-        threading.Thread(target=self._read_weights, name="kv-disk-weights", daemon=True).start()
-        self._thread = threading.Thread(target=self._run, name="kv-disk", daemon=True)
+        threading.Thread(target=self._read_weights, name="kv-store-weights", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="kv-store", daemon=True)
         self._thread.start()
 
     def send(self, commands: Sequence[TierCommand]) -> None:
@@ -157,7 +153,7 @@ class KvDisk:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _HASHING_NICENESS)
             content = self._weights()
         except Exception as error:
-            logger.warning("%s: not used, because the weights cannot be read: %s", self._root, error)
+            logger.warning("%s: not used, because the weights cannot be read: %s", self._name, error)
         self._commands.put(_Weights(content))
 
     def _run(self) -> None:
@@ -172,7 +168,7 @@ class KvDisk:
                 if self._jobs():
                     self._advance(self._jobs())
             except Exception:
-                logger.exception("%s: not used any more", self._root)
+                logger.exception("%s: not used any more", self._name)
                 self._turn_off()
         if self._store is not None:
             self._store.close()
@@ -212,13 +208,9 @@ class KvDisk:
             self._turn_off()
             return
         self._identity = identity_of(self._facts, weights)
-        facts = {**self._facts, "weights": weights}
-        self._store = SegmentStore(self._root, self._identity, facts, self._limit_bytes)
+        self._store = self._open_store(self._identity, {**self._facts, "weights": weights})
         if self._num_forgets:
             self._store.forget()
-        logger.info(
-            "kv_disk=%s pages=%d identity=%s", self._root, len(self._store), self._identity.hex()[:16]
-        )
 
     def _turn_off(self) -> None:
         """Answer all jobs, and from now on each with nothing."""
@@ -251,17 +243,25 @@ class KvDisk:
     def _found(self, command: LookUp) -> Found:
         if self._store is None or not self._keeps(command.namespace):
             return Found(command.job, 0)
-        keys = list(self._keys(command))
-        num_pages = self._store.find(keys)
-        state_bytes = 0
-        if self._states is not None:  # a prefix is of no use without the state after it
-            while num_pages and not self._store.find([state_key(keys[num_pages - 1])]):
-                num_pages -= 1
-            state_bytes = self._states.page_bytes if num_pages else 0
+        try:
+            num_pages = self._num_found(list(self._keys(command)))
+        except StoreError as error:
+            return Found(command.job, 0, error=str(error))
+        state_bytes = self._states.page_bytes if self._states is not None and num_pages else 0
         num_bytes = num_pages * self._memory.page_bytes
         ahead = sum(self._num_bytes(job.command) for job in self._loads)
         estimate_s = (num_bytes + state_bytes + ahead) / self._rate if self._rate else 0.0
         return Found(command.job, num_pages, num_bytes, estimate_s, state_bytes)
+
+    def _num_found(self, keys: Sequence[bytes]) -> int:
+        """Number of first pages that the store has; in a model with state layers, with the state after them."""
+        assert self._store is not None
+        num_pages = self._store.find(keys)
+        if self._states is None or not num_pages:
+            return num_pages
+        states = [state_key(key) for key in keys[:num_pages]]
+        num_pages = max((count for count, has in enumerate(self._store.has(states), 1) if has), default=0)
+        return num_pages if num_pages and self._store.find([states[num_pages - 1]]) else 0
 
     def _num_bytes(self, command: LoadPages | StorePages) -> int:
         """Bytes of all that a load reads."""
@@ -274,29 +274,33 @@ class KvDisk:
         pages = _page_ids(command)
         keys = list(islice(self._keys(command), command.first_page, command.first_page + len(pages)))
         started_s = time.monotonic()
-        done = 0
-        while done < len(keys) and command.job not in self._cancelled:
-            piece = keys[done : done + len(self._buffer.rows)]
-            count = self._store.read(piece, self._buffer)
-            self._memory.write_rows(pages[done : done + count], self._buffer.payloads[:count])
-            done += count
-            if count < len(piece):
-                break
-            yield None
-        num_bytes = done * self._memory.page_bytes
-        if command.checkpoint:
-            state_bytes = self._load_state(command.checkpoint, keys[-1]) if done == len(keys) else 0
-            num_bytes += state_bytes
-            done = done if state_bytes else 0
+        done = state_bytes = 0
+        error = ""
+        try:
+            while done < len(keys) and command.job not in self._cancelled:
+                piece = keys[done : done + len(self._buffer.rows)]
+                count = self._store.read(piece, self._buffer)
+                self._memory.write_rows(pages[done : done + count], self._buffer.payloads[:count])
+                done += count
+                if count < len(piece):
+                    break
+                yield None
+            if command.checkpoint and done == len(keys):
+                state_bytes = self._load_state(command.checkpoint, keys[-1])
+        except StoreError as failure:
+            error = str(failure)
+        num_bytes = done * self._memory.page_bytes + state_bytes
+        if command.checkpoint and not state_bytes:
+            done = 0
         self._cancelled.discard(command.job)
         seconds = time.monotonic() - started_s
         if done:
             rate = num_bytes / max(seconds, 1e-6)
             self._rate += (rate - self._rate) * (_NEWEST_SHARE if self._rate else 1.0)
-        yield Loaded(command.job, done, "", seconds, num_bytes)
+        yield Loaded(command.job, done, error, seconds, num_bytes)
 
     def _load_state(self, checkpoint: int, page_key: bytes) -> int:
-        """Load the state after a page; returns its bytes, 0 if the disk has lost it."""
+        """Load the state after a page; returns its bytes, 0 if the store has lost it."""
         assert self._states is not None and self._store is not None
         if not self._store.read([state_key(page_key)], self._state):
             return 0
@@ -310,31 +314,40 @@ class KvDisk:
         keys = list(islice(self._keys(command), command.first_page, command.first_page + len(pages)))
         started_s = time.monotonic()
         done = num_bytes = 0
-        while done < len(keys) and self._store.writes and num_forgets == self._num_forgets:
-            end = min(len(keys), done + len(self._buffer.rows))
-            new = [index for index in range(done, end) if keys[index] not in self._store]
-            if new:
-                self._memory.read_rows(pages[new], self._buffer.payloads[: len(new)])
-                written = self._store.write([keys[index] for index in new], self._buffer)
-                end = new[written] if written < len(new) else end
-                num_bytes += written * self._memory.page_bytes
-            done = end
-            yield None
-        is_whole = done == len(keys)
-        if is_whole and command.checkpoint and state_key(keys[-1]) not in self._store:
-            written = (
-                self._save_state(command.checkpoint, keys[-1]) if num_forgets == self._num_forgets else 0
-            )
-            num_bytes += written
-            is_whole = written > 0
-        error = "" if is_whole else "forgotten" if self._store.writes else "the disk is full, or failed"
+        error = ""
+        try:
+            while done < len(keys):
+                self._check_kept(num_forgets)
+                end = min(len(keys), done + len(self._buffer.rows))
+                piece = zip(range(done, end), self._store.has(keys[done:end]), strict=True)
+                new = [index for index, is_there in piece if not is_there]
+                if new:
+                    self._memory.read_rows(pages[new], self._buffer.payloads[: len(new)])
+                    written = self._store.write([keys[index] for index in new], self._buffer)
+                    num_bytes += written * self._memory.page_bytes
+                    if written < len(new):
+                        done = new[written]
+                        raise StoreError(_NOT_WRITTEN)
+                done = end
+                yield None
+            if command.checkpoint and not self._store.has([state_key(keys[-1])])[0]:
+                self._check_kept(num_forgets)
+                num_bytes += self._save_state(command.checkpoint, keys[-1])
+        except StoreError as failure:
+            error = str(failure)
         yield Stored(command.job, done, error, time.monotonic() - started_s, num_bytes)
 
+    def _check_kept(self, num_forgets: int) -> None:
+        if num_forgets != self._num_forgets:
+            raise StoreError("forgotten")
+
     def _save_state(self, checkpoint: int, page_key: bytes) -> int:
-        """Store the state after a page; returns its bytes, 0 if it cannot be written."""
+        """Store the state after a page; returns its bytes."""
         assert self._states is not None and self._store is not None
         self._states.read_rows(np.array([checkpoint], np.int32), self._state.payloads)
-        return self._store.write([state_key(page_key)], self._state) * self._states.page_bytes
+        if not self._store.write([state_key(page_key)], self._state):
+            raise StoreError(_NOT_WRITTEN)
+        return self._states.page_bytes
 
 
 class _Job(NamedTuple):

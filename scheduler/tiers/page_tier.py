@@ -1,15 +1,17 @@
-"""`DiskTier`: decides which prompts are looked up on the disk of `--kv-disk`, loaded from it and stored on it.
+"""`PageTier`: decides which prompts are looked up in a tier, loaded from it and stored there.
+
+A tier is the disk of `--kv-disk`, or the store of `--kv-store`.
 
 Like the scheduler, it does no I/O and uses no clock: commands for the I/O thread go out, its news come in (see
-`runtime/transport/kv_tiers.py`). Between device and disk only whole pages of the prefix cache travel.
+`runtime/transport/kv_tiers.py`). Between device and tier only whole pages of the prefix cache travel.
 
     WAITING ── the prefix cache lacks much of the prompt: LookUp ──► RECEIVING
-                 Found: not on the disk                              ──► WAITING: the prompt is computed
+                 Found: the tier has none of it                      ──► WAITING: the prompt is computed
                  Found ── by arrival, with room: pages taken, LoadPages
                  Loaded: the pages go to the prefix cache            ──► WAITING: as any other with a cached prefix
 
 A request that has ended, or waits too long, leaves RECEIVING at once. Its pages stay `incoming` until `Loaded` says
-that nothing will be written to them any more. So the disk can delay a request for a bounded time, and never fail it.
+that nothing will be written to them any more. So the tier can delay a request for a bounded time, and never fail it.
 
 In a model with state layers the state after the last page travels with the pages: the prefix cache gets both or none.
 
@@ -80,7 +82,7 @@ class _Fetch:
     Attributes:
         req: the request.
         job: of its `LookUp`, and of its `LoadPages`.
-        expires_s: when it goes on without the disk.
+        expires_s: when it goes on without the tier.
         found: the answer to the look-up, with at least a page; None: there is none yet.
         lease: while it is loaded, the part of the prompt that the prefix cache had; else None.
         pages: [n] the pages for the part that is loaded.
@@ -102,7 +104,7 @@ def _by_priority(fetch: _Fetch) -> tuple[int, int]:
     return -fetch.req.priority, fetch.req.seq
 
 
-class DiskTier(TransferRole):
+class PageTier(TransferRole):
     """See the module."""
 
     def __init__(
@@ -113,15 +115,18 @@ class DiskTier(TransferRole):
         incoming: IncomingPages,
         reservations: Reservations,
         *,
+        name: str,
         by_priority: bool,
         writes_through: bool = False,
     ) -> None:
         """Take the parts.
 
         Args:
+            name: "disk" or "store".
             by_priority: requests of the highest priority are loaded first.
             writes_through: each prompt is stored at its end.
         """
+        self._name = name
         self._requests = requests
         self._cache = cache
         self._kv = kv
@@ -207,6 +212,7 @@ class DiskTier(TransferRole):
         self._is_late = False
         match message:
             case Found(job=job) if (fetch := self._fetches.get(job)) and fetch.found is None:
+                self._counts.note_error("lookup", message.error)
                 why = self._reason_against(fetch.req, message)
                 if not why:
                     fetch.found, fetch.expires_s = message, now_s + ROOM_LIMIT_S
@@ -226,7 +232,7 @@ class DiskTier(TransferRole):
         return NO_CHANGES
 
     def flushed(self, now_s: float) -> Changes:
-        """The disk forgets, too; what it is asked for now is not loaded."""
+        """The tier forgets, too; what it is asked for now is not loaded."""
         self._stores.forget()
         self._commands.append(Forget())
         steps = []
@@ -249,9 +255,9 @@ class DiskTier(TransferRole):
     def leases(self) -> list[Lease]:
         return [*self._stores.leases(), *(lease for _, lease in self._loading())]
 
-    def disk_figures(self) -> TierFigures:
+    def tier_figures(self) -> dict[str, TierFigures]:
         counts = self._counts
-        return TierFigures(
+        figures = TierFigures(
             waiting=len(self._fetches),
             loading_pages=self._incoming.num_pages,
             leased_pages=self._incoming.num_read,
@@ -264,7 +270,9 @@ class DiskTier(TransferRole):
             timeouts=counts.errors["timeout"],
             load_errors=counts.errors["load"],
             store_errors=counts.errors["store"],
+            lookup_errors=counts.errors["lookup"],
         )
+        return {self._name: figures}
 
     # ------------------------------------------------------------ loads
 
@@ -283,7 +291,9 @@ class DiskTier(TransferRole):
             missing = found.num_pages - match.num_pages
             if missing <= 0 or self._is_late:
                 self._leave(fetch)
-                why = "the prefix cache has it by now" if missing <= 0 else "the disk does not answer"
+                why = (
+                    "the prefix cache has it by now" if missing <= 0 else f"the {self._name} does not answer"
+                )
                 steps.append(self._go_on(req, "not loaded", why, now_s))
             elif self._is_being_loaded(req, match.num_pages):
                 continue  # by another request: this one finds the pages in the prefix cache
@@ -292,7 +302,9 @@ class DiskTier(TransferRole):
             elif self._reservations.leave_room(
                 missing + self._kv.unlocked_pages(match), self._kv.available_pages
             ) and self._load(fetch, match, missing, now_s):
-                steps.append(Step(req.rid, "loading", f"{missing} of {found.num_pages} pages on disk"))
+                steps.append(
+                    Step(req.rid, "loading", f"{missing} of {found.num_pages} pages on {self._name}")
+                )
             elif self._requests.num_with_row or self._is_loading:
                 return  # they end, and give memory back
             else:
@@ -318,9 +330,9 @@ class DiskTier(TransferRole):
         missing = found.num_pages - self._kv.match(req).num_pages
         if missing <= 0:
             return (
-                "the disk has no more of it than the prefix cache"
+                f"the {self._name} has no more of it than the prefix cache"
                 if found.num_pages
-                else "the disk has none of it"
+                else found.error or f"the {self._name} has none of it"
             )
         if self._prefill_s_per_token is None:
             return ""
@@ -350,7 +362,7 @@ class DiskTier(TransferRole):
             if not fetch.checkpoint:
                 self._cache.release(lease)
                 return False
-        # The disk may load one prompt after the other.
+        # The tier may load one prompt after the other.
         estimates = [found, *(other.found for other, _ in self._loading() if other.found)]
         estimate_s = sum(each.seconds_estimate for each in estimates)
         known = all(each.seconds_estimate > 0.0 for each in estimates)
@@ -383,12 +395,12 @@ class DiskTier(TransferRole):
         self._counts.loaded_bytes += message.num_bytes
         self._counts.load_s += message.seconds
         if not count:
-            return self._go_on(req, "not loaded", message.error or "the disk has lost it", now_s)
+            return self._go_on(req, "not loaded", message.error or f"the {self._name} has lost it", now_s)
         tokens = count * self._kv.page_size
         if not req.num_delivered:
             req.loaded_tokens = tokens
         self._loaded.append((req, count))
-        words = f"{tokens:,} of {req.prompt_len:,} prompt tokens from disk in {now_s - fetch.began_s:.3f} s"
+        words = f"{tokens:,} of {req.prompt_len:,} prompt tokens from {self._name} in {now_s - fetch.began_s:.3f} s"
         if fetch.found is not None and fetch.found.num_pages:
             words += f" ({_bytes_of(fetch.found, count) / 1e6:,.1f} MB)"
         if self._prefill_s_per_token is not None:

@@ -19,7 +19,7 @@ from engine.runtime.transport.kv_tiers import (
     StorePages,
 )
 from engine.scheduler.queries.why import explain
-from engine.scheduler.tiers import disk_tier
+from engine.scheduler.tiers import page_tier
 
 from .fake_disk import PAGE_BYTES, DiskHarness, FakeDisk, ints
 
@@ -28,7 +28,7 @@ PROMPT = list(range(1, 42))  # ten whole pages and a token
 
 @pytest.fixture(autouse=True)
 def _short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_tier, "MIN_TOKENS", 8)
+    monkeypatch.setattr(page_tier, "MIN_TOKENS", 8)
 
 
 def kinds(disk: FakeDisk) -> list[type]:
@@ -59,7 +59,7 @@ def test_a_prompt_is_stored_once_it_is_computed_and_found_after_a_restart(warm: 
     usage = warm.answers[rid].rows[-1].usage
     assert usage.cached_tokens == 40
     assert warm.events(rid) == ["looked up", "loading", "loaded"]
-    figures = warm.scheduler.report(0.0).disk
+    figures = warm.scheduler.report(0.0).tiers["disk"]
     assert figures is not None
     assert (figures.lookups, figures.loaded_tokens, figures.loading_pages, figures.leased_pages) == (
         1,
@@ -222,13 +222,13 @@ def test_an_aborted_request_leaves_at_once_and_its_pages_stay_until_nothing_is_w
 
     finish = warm.answers[rid].finish
     assert finish is not None and finish.kind is FinishKind.ABORT
-    figures = warm.scheduler.report(0.0).disk
-    assert figures is not None and figures.loading_pages == (10 if loading else 0)
+    figures = warm.scheduler.report(0.0).tiers["disk"]
+    assert figures.loading_pages == (10 if loading else 0)
     warm.scheduler.on_idle()
     assert (CancelLoad in kinds(warm.disk)) == loading
     warm.answer()
-    figures = warm.scheduler.report(0.0).disk
-    assert figures is not None and figures.loading_pages == 0
+    figures = warm.scheduler.report(0.0).tiers["disk"]
+    assert figures.loading_pages == 0
     warm.scheduler.on_idle()
     assert warm.scheduler._parts.transfer.num_open == 0
 
@@ -265,9 +265,9 @@ def test_a_load_may_take_twice_its_estimate(warm: DiskHarness) -> None:
     warm.run_until_idle()
     assert warm.answers[rid].rows[-1].usage.cached_tokens == 0
     warm.disk.scribble(warm.runner)
-    assert warm.scheduler.report(0.0).disk.loading_pages == 10  # type: ignore[union-attr]
+    assert warm.scheduler.report(0.0).tiers["disk"].loading_pages == 10
     warm.answer(index=[isinstance(each, LoadPages) for each in warm.disk.open].index(True))
-    assert warm.scheduler.report(0.0).disk.loading_pages == 0  # type: ignore[union-attr]
+    assert warm.scheduler.report(0.0).tiers["disk"].loading_pages == 0
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ def test_a_disk_that_has_lost_pages_gives_fewer(warm: DiskHarness) -> None:
     warm.run_until_idle()
 
     assert warm.answers[rid].rows[-1].usage.cached_tokens == 16
-    assert warm.scheduler.report(0.0).disk.load_errors == 1  # type: ignore[union-attr]
+    assert warm.scheduler.report(0.0).tiers["disk"].load_errors == 1
 
 
 def test_requests_with_the_same_prefix_load_it_once(warm: DiskHarness) -> None:
@@ -361,10 +361,10 @@ def test_pages_that_are_stored_stay_locked_until_the_answer() -> None:
     harness.run_until_idle()
 
     assert kinds(harness.disk).count(StorePages) == 1, "the second one would lock more than 1/16 of the pool"
-    assert harness.scheduler.report(0.0).disk.leased_pages == 10  # type: ignore[union-attr]
+    assert harness.scheduler.report(0.0).tiers["disk"].leased_pages == 10
     assert harness.flush().kept_tokens == 40
     harness.answer()
-    assert harness.scheduler.report(0.0).disk.leased_pages == 0  # type: ignore[union-attr]
+    assert harness.scheduler.report(0.0).tiers["disk"].leased_pages == 0
     assert harness.flush().kept_tokens == 0
 
 

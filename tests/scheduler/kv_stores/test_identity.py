@@ -17,7 +17,7 @@ from engine.models.spec.model_spec import ModelSpec
 from engine.runtime.config.device_config import KernelConfig, ParallelConfig
 from engine.runtime.config.engine_config import CacheConfig, EngineConfig, ModelConfig
 from engine.runtime.errors import ConfigError
-from engine.scheduler.kv_disk.identity import (
+from engine.scheduler.kv_stores.identity import (
     identity_of,
     is_salted,
     kv_facts,

@@ -19,7 +19,7 @@ from hypothesis.stateful import initialize, rule
 from engine.runtime.transport.kv_tiers import Found, Loaded, Stored
 from engine.scheduler.journal.log_file import read_runs
 from engine.scheduler.journal.replay import replay
-from engine.scheduler.tiers import disk_tier
+from engine.scheduler.tiers import page_tier
 from tests.selection import examples
 
 from ..harness import VOCAB_SIZE
@@ -64,7 +64,7 @@ class DiskMachine(SchedulerMachine):
         **config: Any,
     ) -> None:
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(disk_tier, "MIN_TOKENS", min_tokens)
+        self.patch.setattr(page_tier, "MIN_TOKENS", min_tokens)
         self.folder = tempfile.TemporaryDirectory()
         burst_ms = 0.0 if overlap else multi_step_ms
         self.harness = self.new_harness(
@@ -160,7 +160,7 @@ def test_prompts_through_a_small_tree_and_a_disk_get_the_tokens_that_they_get_al
     monkeypatch: pytest.MonkeyPatch, page_size: int, restarts: int, overlap: int
 ) -> None:
     """The harness compares each answer with that of the request alone."""
-    monkeypatch.setattr(disk_tier, "MIN_TOKENS", 8)
+    monkeypatch.setattr(page_tier, "MIN_TOKENS", 8)
     rng, disk = random.Random(page_size), FakeDisk(page_size)
     num_loaded = 0
     for _ in range(1 + restarts):
@@ -185,7 +185,7 @@ def test_prompts_through_a_small_tree_and_a_disk_get_the_tokens_that_they_get_al
             for _ in range(rng.randrange(6)):
                 harness.step()
         harness.run_until_idle()
-        figures = harness.scheduler.report(0.0).disk
+        figures = harness.scheduler.report(0.0).tiers["disk"]
         assert figures is not None
         num_loaded += figures.loaded_tokens
     assert num_loaded, "nothing was loaded: the test does not test what it should"
