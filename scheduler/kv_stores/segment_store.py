@@ -10,6 +10,7 @@ All engines read all segments, those of others as far as they are written: whole
 of a server find each other's prompts, whichever of them goes on with which segment after a restart.
 An engine goes on with the open segment of one that has ended, after its last whole record. Whole segments are evicted,
 the least recently found one first, whatever its identity; the modification time of a file is the time of its last hit.
+To forget is to delete files, also that to which another engine appends: it begins a new one, and never seals the other.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ class SegmentStore:
 
     Attributes:
         writes: False: the disk was full, or failed.
+        used_bytes: of all identities; what other engines write is counted when this one begins a segment.
     """
 
     def __init__(
@@ -118,11 +120,13 @@ class SegmentStore:
         self._seen_ns = -1
         self._has_warned = False
         self.writes = True
+        self.used_bytes = 0
         self._folder.mkdir(mode=0o700, exist_ok=True)
         (self._folder / "identity.json").write_bytes(msgspec.json.format(msgspec.json.encode(facts)))
         for path in self._folder.glob("*.open"):
-            self._adopt(path)
-        self._refresh()
+            with contextlib.suppress(FileNotFoundError):  # sealed, or forgotten, meanwhile
+                self._adopt(path)
+        self.refresh()
         with contextlib.suppress(OSError):
             self._make_room(0)  # the limit may be smaller than that of an earlier process
         logger.info("kv_disk=%s pages=%d identity=%s", root, len(self), identity.hex()[:16])
@@ -131,17 +135,17 @@ class SegmentStore:
         return len(self._index)
 
     def forget(self) -> None:
-        """Delete all records of the identity, but for the segments that other engines write."""
-        self._refresh()
+        """Delete all records of the identity, whichever engine wrote or writes them."""
         self._leave_active()
+        for path in (*self._folder.glob("*.open"), *self._folder.glob("*.kv")):
+            for suffix in (".open", ".kv"):  # in this order: its engine may seal it at this moment
+                try:
+                    path.with_suffix(suffix).unlink(missing_ok=True)
+                except OSError as error:
+                    logger.warning("%s: cannot be deleted: %s", path, error.strerror)
         for segment in list(self._segments.values()):
             self._drop(segment)
-            if segment.path.suffix == ".open" and not is_abandoned(segment.path):
-                self._segments[segment.path] = segment  # what is appended from now on is found
-                segment.offsets.clear()
-                continue
-            with contextlib.suppress(OSError):
-                segment.path.unlink()
+        self.used_bytes = sum(file.size for file in _all_segments(self._root))
 
     def close(self) -> None:
         """Leave the active segment to the next process."""
@@ -151,7 +155,7 @@ class SegmentStore:
 
     def find(self, keys: Iterable[bytes]) -> int:
         """Number of first keys that have records, whose segments are now the most recently found ones."""
-        self._refresh()
+        self.refresh()
         found: list[_Segment] = []
         for key in keys:
             segment = self._index.get(key)
@@ -238,9 +242,11 @@ class SegmentStore:
             self._active.offsets[key] = self._size
             self._index[key] = self._active
             self._size += step
+        self.used_bytes += len(data)
 
     def _have_active(self, size: int) -> None:
         """Have an active segment with room for a record of this size, or an empty one."""
+        self._leave_if_gone()
         if self._active is not None and self._size and self._size + size > self._segment_bytes:
             self._seal()
         if self._active is None:
@@ -274,7 +280,11 @@ class SegmentStore:
         assert segment is not None
         write_index(self._write, self._fd, segment.offsets, self._size)
         sealed = segment.path.with_suffix(".kv")
-        segment.path.rename(sealed)
+        try:
+            segment.path.rename(sealed)
+        except FileNotFoundError:
+            self._leave_if_gone()
+            return
         self._segments[sealed] = self._segments.pop(segment.path)
         segment.path = sealed
         self._stamp(sealed)
@@ -286,10 +296,17 @@ class SegmentStore:
             os.close(self._fd)
             self._active = None
 
+    def _leave_if_gone(self) -> None:
+        """Forget the active segment if another engine has deleted it."""
+        if self._active is not None and not os.fstat(self._fd).st_nlink:
+            self._drop(self._active)
+            self._leave_active()
+
     # ------------------------------------------------------------ segments
 
-    def _refresh(self) -> None:
-        """See what other engines have appended, sealed and evicted."""
+    def refresh(self) -> None:
+        """See what other engines have appended, sealed, evicted and forgotten."""
+        self._leave_if_gone()
         with contextlib.suppress(OSError):
             changed_ns = self._folder.stat().st_mtime_ns
             if changed_ns != self._seen_ns:
@@ -366,6 +383,7 @@ class SegmentStore:
             with contextlib.suppress(FileNotFoundError):
                 file.path.unlink()
             used -= file.size
+        self.used_bytes = used
         if used + needed > allowed:
             raise OSError(errno.ENOSPC, f"{used >> 20} MiB are used, and {allowed >> 20} MiB may be")
         return saved

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -467,18 +468,78 @@ def test_a_record_that_another_engine_has_written_in_part_is_no_record(tmp_path,
     assert alive(second, [1, 2, 3, 4]) == [1, 3, 4]
 
 
-def test_what_is_forgotten_is_not_found_in_a_segment_that_another_engine_goes_on_with(tmp_path, stores):
+@pytest.mark.parametrize("number", [1, 2 * PER_SEGMENT + 1])
+def test_what_is_forgotten_does_not_come_back_with_the_segments_of_another_engine(tmp_path, stores, number):
     first, second = open_store(tmp_path), open_store(tmp_path)
-    stores += first, second
-    put(first, [1])
-    put(second, [2])
+    old = range(number)
+    put(first, old)
+    put(second, [900])
+    assert second.find(map(key_of, old)) == number
 
     second.forget()
 
-    assert [second.find([key_of(number)]) for number in (1, 2)] == [0, 0]
-    put(first, [3])
-    assert [second.find([key_of(number)]) for number in (1, 3)] == [0, 1]
-    assert alive(first, [1, 3]) == [1, 3]
+    assert alive(second, [*old, 900]) == []
+    assert alive(first, [*old, 900]) == [], "the other engine forgets, too"
+    new = range(1000, 1000 + 2 * PER_SEGMENT + 1)
+    put(first, new)  # seals segments
+    second.refresh()
+    assert alive(second, [*old, 900, *new]) == list(new)
+    first.close()
+    stores += second, open_store(tmp_path)  # goes on with an open segment
+    assert alive(stores[-1], [*old, 900, *new]) == list(new)
+
+
+def test_a_segment_may_be_forgotten_while_it_is_sealed(tmp_path, stores):
+    first, second = open_store(tmp_path), open_store(tmp_path)
+    stores += first, second
+    put(first, range(PER_SEGMENT))
+    seal = Path.rename
+
+    def forget_first(path: Path, target: Path) -> Path:
+        second.forget()
+        return seal(path, target)
+
+    with mock.patch.object(Path, "rename", forget_first):
+        put(first, [900])
+
+    assert first.writes
+    second.refresh()
+    for store in (first, second):
+        assert alive(store, [*range(PER_SEGMENT), 900]) == [900]
+
+
+def test_a_segment_may_be_sealed_while_it_is_forgotten(tmp_path, stores):
+    first, second = open_store(tmp_path), open_store(tmp_path)
+    stores += first, second
+    put(first, range(PER_SEGMENT))
+    delete = Path.unlink
+
+    def seal_first(path: Path, missing_ok: bool = False) -> None:
+        if path.suffix == ".open" and path.exists():
+            path.rename(path.with_suffix(".kv"))
+        delete(path, missing_ok)
+
+    with mock.patch.object(Path, "unlink", seal_first):
+        second.forget()
+
+    assert files(tmp_path, ".kv") == files(tmp_path, ".open") == []
+
+
+def bytes_on_disk(root: Path) -> int:
+    return sum(path.stat().st_size for path in root.glob("*/*") if path.suffix != ".json")
+
+
+def test_used_bytes_are_those_of_all_files(tmp_path, stores):
+    store = open_store(tmp_path)
+    for number in range(3 * PER_SEGMENT):
+        put(store, [number])
+        indices = bytes_on_disk(tmp_path) - store.used_bytes
+        assert 0 <= indices < 3 * (PER_SEGMENT + 1) * 40, "but for the indices of sealed segments"
+    store.close()
+    stores.append(open_store(tmp_path))
+    assert stores[0].used_bytes == bytes_on_disk(tmp_path)
+    stores[0].forget()
+    assert stores[0].used_bytes == 0
 
 
 def test_a_segment_that_the_other_engine_evicts_is_a_miss(tmp_path, stores):
