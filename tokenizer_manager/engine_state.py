@@ -215,7 +215,7 @@ def combined(reports: Sequence[SchedulerReport], sent_s: float) -> SchedulerRepo
         totals=_sum([report.totals for report in reports]),
         grammar=_sum([report.grammar for report in reports]),
         tiers={
-            tier: _sum([report.tiers[tier] for report in reports if tier in report.tiers])
+            tier: _of_tier([report.tiers[tier] for report in reports if tier in report.tiers])
             for tier in sorted({tier for report in reports for tier in report.tiers})
         },
         num_sessions=sum(report.num_sessions for report in reports),
@@ -228,6 +228,11 @@ def _sum(records: Sequence[R]) -> R:
     """A record with the sums of all fields."""
     columns = zip(*map(astuple, records), strict=True)
     return type(records[0])(*map(sum, columns))
+
+
+def _of_tier(figures: Sequence[TierFigures]) -> TierFigures:
+    """Merge the figures of replicas, which share what the tier holds."""
+    return replace(_sum(figures), used_bytes=max(each.used_bytes for each in figures))
 
 
 def _of_pair(figures: Sequence[TransferFigures]) -> TransferFigures | None:

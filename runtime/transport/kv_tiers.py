@@ -90,6 +90,7 @@ class Found(Message, frozen=True):
         seconds_estimate: for reading them and the state, from the rates so far; 0.0: not known.
         state_bytes: of the state.
         error: why nothing could be looked up; "" if it could.
+        used_bytes: all that the store holds; -1: not known.
     """
 
     job: int
@@ -98,6 +99,7 @@ class Found(Message, frozen=True):
     seconds_estimate: float = 0.0
     state_bytes: int = 0
     error: str = ""
+    used_bytes: int = -1
 
 
 class Loaded(Message, frozen=True):
@@ -125,6 +127,7 @@ class Stored(Message, frozen=True):
         error: why not all, or not the state.
         seconds: that it took.
         num_bytes: that were written; what the disk has already is not written again.
+        used_bytes: as in `Found`.
     """
 
     job: int
@@ -132,6 +135,7 @@ class Stored(Message, frozen=True):
     error: str = ""
     seconds: float = 0.0
     num_bytes: int = 0
+    used_bytes: int = -1
 
 
 TierNews = Found | Loaded | Stored
@@ -147,6 +151,7 @@ class TierFigures(Record, frozen=True):
         lookups, loaded_tokens, load_s, store_s: totals.
         timeouts, lookup_errors, load_errors, store_errors: answers that took too long, and commands that failed.
         loaded_bytes, stored_bytes: that were read and written, of KV and of states.
+        used_bytes: all that the store holds, as its thread has said last.
     """
 
     waiting: int = 0
@@ -162,3 +167,4 @@ class TierFigures(Record, frozen=True):
     loaded_bytes: int = 0
     stored_bytes: int = 0
     lookup_errors: int = 0
+    used_bytes: int = 0

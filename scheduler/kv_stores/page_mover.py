@@ -251,7 +251,8 @@ class PageMover:
         num_bytes = num_pages * self._memory.page_bytes
         ahead = sum(self._num_bytes(job.command) for job in self._loads)
         estimate_s = (num_bytes + state_bytes + ahead) / self._rate if self._rate else 0.0
-        return Found(command.job, num_pages, num_bytes, estimate_s, state_bytes)
+        used_bytes = self._store.used_bytes
+        return Found(command.job, num_pages, num_bytes, estimate_s, state_bytes, used_bytes=used_bytes)
 
     def _num_found(self, keys: Sequence[bytes]) -> int:
         """Number of first pages that the store has; in a model with state layers, with the state after them."""
@@ -335,7 +336,8 @@ class PageMover:
                 num_bytes += self._save_state(command.checkpoint, keys[-1])
         except StoreError as failure:
             error = str(failure)
-        yield Stored(command.job, done, error, time.monotonic() - started_s, num_bytes)
+        seconds, used_bytes = time.monotonic() - started_s, self._store.used_bytes
+        yield Stored(command.job, done, error, seconds, num_bytes, used_bytes)
 
     def _check_kept(self, num_forgets: int) -> None:
         if num_forgets != self._num_forgets:

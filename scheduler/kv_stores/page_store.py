@@ -19,6 +19,9 @@ class StoreError(Exception):
 class PageStore(Protocol):
     """See the module. Every call ends in a bounded time; each may raise `StoreError`."""
 
+    used_bytes: int
+    """Bytes that it holds, as it knows without a look; -1: it does not know."""
+
     def find(self, keys: Sequence[bytes]) -> int:
         """Number of first keys that have records, which count as used now."""
         ...

@@ -126,7 +126,7 @@ class SegmentStore:
         for path in self._folder.glob("*.open"):
             with contextlib.suppress(FileNotFoundError):  # sealed, or forgotten, meanwhile
                 self._adopt(path)
-        self.refresh()
+        self._refresh()
         with contextlib.suppress(OSError):
             self._make_room(0)  # the limit may be smaller than that of an earlier process
         logger.info("kv_disk=%s pages=%d identity=%s", root, len(self), identity.hex()[:16])
@@ -155,7 +155,7 @@ class SegmentStore:
 
     def find(self, keys: Iterable[bytes]) -> int:
         """Number of first keys that have records, whose segments are now the most recently found ones."""
-        self.refresh()
+        self._refresh()
         found: list[_Segment] = []
         for key in keys:
             segment = self._index.get(key)
@@ -167,6 +167,7 @@ class SegmentStore:
         return len(found)
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
+        self._refresh()
         return [key in self._index for key in keys]
 
     def read(self, keys: Sequence[bytes], buffer: RecordBuffer) -> int:
@@ -304,7 +305,7 @@ class SegmentStore:
 
     # ------------------------------------------------------------ segments
 
-    def refresh(self) -> None:
+    def _refresh(self) -> None:
         """See what other engines have appended, sealed, evicted and forgotten."""
         self._leave_if_gone()
         with contextlib.suppress(OSError):

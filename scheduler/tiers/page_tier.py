@@ -210,6 +210,8 @@ class PageTier(TransferRole):
 
     def handle(self, message: News, now_s: float) -> Changes:
         self._is_late = False
+        if isinstance(message, Found | Stored) and message.used_bytes >= 0:
+            self._counts.used_bytes = message.used_bytes
         match message:
             case Found(job=job) if (fetch := self._fetches.get(job)) and fetch.found is None:
                 self._counts.note_error("lookup", message.error)
@@ -265,6 +267,7 @@ class PageTier(TransferRole):
             loaded_tokens=counts.loaded_tokens,
             loaded_bytes=counts.loaded_bytes,
             stored_bytes=counts.stored_bytes,
+            used_bytes=counts.used_bytes,
             load_s=counts.load_s,
             store_s=counts.store_s,
             timeouts=counts.errors["timeout"],

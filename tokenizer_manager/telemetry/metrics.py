@@ -317,6 +317,7 @@ class Metrics:
                 "gauge",
                 figures.leased_pages,
             ),
+            ("kv_tier_used_bytes", "Bytes that the tier holds.", "gauge", figures.used_bytes),
         ):
             yield from head(name, text, kind)
             yield sample(name, labels, value)

@@ -163,7 +163,8 @@ def test_stored_pages_come_back_bit_for_bit_in_another_process(tmp_path, engine_
     new.wait_until_open()
     others = [new.page(page) for page in range(NUM_PAGES + 1) if page not in targets]
     found = new.ask(LookUp, "", tokens + prompt(3, seed=9))
-    assert found == Found(1 + 1, 5, 5 * new.memory.page_bytes)
+    used = 5 * record_bytes(new.memory.page_bytes)
+    assert found == Found(1 + 1, 5, 5 * new.memory.page_bytes, used_bytes=used)
     loaded = new.ask(LoadPages, "", tokens, 0, ids(*targets))
 
     assert isinstance(loaded, Loaded) and (loaded.num_pages, loaded.error) == (5, "")
@@ -321,7 +322,8 @@ def test_a_state_comes_back_bit_for_bit_with_its_pages(tmp_path, hybrid_at):
     others = [part.clone() for layer in states.layers for part in layer if part is not None]
     page_bytes, state_bytes = new.memory.page_bytes, PageMemory(states.checkpoint_views).page_bytes
     found = new.ask(LookUp, "", tokens + prompt(3, seed=9))
-    assert found == Found(1 + 1, 5, 5 * page_bytes, 0.0, state_bytes)
+    used = 5 * record_bytes(page_bytes) + record_bytes(state_bytes)
+    assert found == Found(1 + 1, 5, 5 * page_bytes, 0.0, state_bytes, used_bytes=used)
     loaded = new.ask(LoadPages, "", tokens, 2, ids(30, 5, 12), 6)
 
     assert isinstance(loaded, Loaded) and (loaded.num_pages, loaded.error) == (3, "")

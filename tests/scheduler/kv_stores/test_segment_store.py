@@ -482,7 +482,7 @@ def test_what_is_forgotten_does_not_come_back_with_the_segments_of_another_engin
     assert alive(first, [*old, 900]) == [], "the other engine forgets, too"
     new = range(1000, 1000 + 2 * PER_SEGMENT + 1)
     put(first, new)  # seals segments
-    second.refresh()
+    second.find([])
     assert alive(second, [*old, 900, *new]) == list(new)
     first.close()
     stores += second, open_store(tmp_path)  # goes on with an open segment
@@ -503,7 +503,7 @@ def test_a_segment_may_be_forgotten_while_it_is_sealed(tmp_path, stores):
         put(first, [900])
 
     assert first.writes
-    second.refresh()
+    second.find([])
     for store in (first, second):
         assert alive(store, [*range(PER_SEGMENT), 900]) == [900]
 

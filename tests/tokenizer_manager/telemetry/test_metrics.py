@@ -218,11 +218,13 @@ def test_a_disk_tier_is_shown_by_an_engine_that_has_one_alone():
         load_s=0.5,
         timeouts=4,
         stored_bytes=5000,
+        used_bytes=7000,
     )
     page = Metrics("m").render(SchedulerReport(sent_s=1.0, tiers={"disk": figures}))
     expected = {
         "kv_tier_loading_pages": 1,
         "kv_tier_leased_pages": 2,
+        "kv_tier_used_bytes": 7000,
         "kv_tier_lookups_total": 3,
         "kv_tier_hit_tokens_total": 64,
     }
@@ -233,6 +235,7 @@ def test_a_disk_tier_is_shown_by_an_engine_that_has_one_alone():
     assert "kv_tier" not in Metrics("m").render(SchedulerReport(sent_s=1.0))
     both = combined([SchedulerReport(sent_s=1.0, tiers={"disk": figures})] * 2, 2.0).tiers["disk"]
     assert (both.lookups, both.loaded_tokens, both.load_s) == (6, 128, 1.0)
+    assert both.used_bytes == 7000, "the replicas share the folder"
 
 
 def test_a_pair_has_the_rooms_of_its_decode_replica():
