@@ -18,6 +18,7 @@ from ..models.spec.sizes import KV_SCALE_BYTES
 from ..runtime.config.device_config import KernelConfig, parse_attention_backend
 from .adapter_runs import runs_or_none
 from .attention.cpu_native import CpuNativeAttention
+from .attention.indexed import indexed_backend
 from .attention.selection import select_backend
 from .batch_builder import BatchBuilder
 from .distributed.pp_link import NO_LINK
@@ -237,6 +238,8 @@ def _make_attention(
     attention_type = select_backend(
         spec, loaded.device, loaded.dtype, kv_dtype, asked, kv_pool.page_size, loaded.avoid
     )
+    if spec.latent is not None and spec.latent.index is not None:
+        attention_type = indexed_backend(attention_type)
     return attention_type(spec, kv_pool, req_to_token, buffers)
 
 

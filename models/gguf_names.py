@@ -150,6 +150,8 @@ def _sparse_names(names: ExpertNames) -> dict[str, str]:
         f"{names.shared}.up_proj.weight": "ffn_up_shexp.weight",
         f"{names.shared}.down_proj.weight": "ffn_down_shexp.weight",
         f"{names.shared_gate}.weight": "ffn_gate_inp_shexp.weight",
+        f"{names.latent_down}.weight": "ffn_latent_down.weight",
+        f"{names.latent_up}.weight": "ffn_latent_up.weight",
     }
 
 

@@ -324,6 +324,17 @@ class _Resolver:
             raise ConfigError(
                 f"kv_cache_dtype is int8, but only the CPU supports it, not {device}; use --kv-cache-dtype fp8 or auto"
             )
+        if self.spec.latent is not None and self.spec.latent.index is not None:
+            if device != "cpu":
+                raise ConfigError(
+                    f"device is {device}, but {self.spec.model_type} has sparse attention (index_topk), which the "
+                    "engine computes on CPUs only; use --device cpu"
+                )
+            if self.config.kernels.deterministic:
+                raise ConfigError(
+                    f"deterministic is on, but {self.spec.model_type} has sparse attention (index_topk), which "
+                    "keeps no order of sums; omit --deterministic"
+                )
         if self.spec.latent is not None and asked not in ("auto", dtype):
             raise ConfigError(
                 f"kv_cache_dtype is {asked}, but {self.spec.model_type} has latent attention, whose rows are kept in "

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..ops.linear import LinearToFloat32, LinearWeight
 from ..weights.reader import ModuleWeight, Slice
+from .linear import Linear
 from .mlp import GatedMLP, PlainMLP
 from .spans import equal_span
 
@@ -50,19 +51,36 @@ def _dense(context: ModelContext, name: str, inner: int, *, is_summed: bool) -> 
 class SparseMLP:
     """sum over the active experts e of s_e(x) * down_e(silu(gate_e(x)) * up_e(x)), with s the router's shares.
 
-    In some models s_e(x) is a factor of the expert's input. A shared expert computes for every token.
+    In some models s_e(x) is a factor of the expert's input. A shared expert computes for every token. Experts may
+    compute with a projection of x, and their sum is projected back.
     """
 
     def __init__(self, context: ModelContext, layer: str, size: int, experts: ExpertsSpec) -> None:
         name = f"{layer}.{experts.names.block}"
         self.router = _Router(context, name, size, experts)
-        self.experts = context.ops.pack_experts(_CheckpointExperts(context, name, size, experts))
+        self.latent: tuple[Linear, Linear] | None = None
+        inner = size
+        if experts.latent_size:
+            inner = experts.latent_size
+            down, up = f"{name}.{experts.names.latent_down}", f"{name}.{experts.names.latent_up}"
+            self.latent = (
+                Linear(context, [down], size, [inner], bias=False),
+                Linear(context, [up], inner, [size], bias=False),
+            )
+        self.experts = context.ops.pack_experts(_CheckpointExperts(context, name, inner, experts))
         self.shared = _SharedExpert(context, layer, size, experts) if experts.shared_size else None
         self._all_reduce = context.group.all_reduce
 
     def __call__(self, x: Tensor, adapters: AdapterRuns | None = None) -> Tensor:
-        """[T, size] -> [T, size]; adapters change the shared expert, but not the others and the router."""
-        y = self.experts(x, *self.router(x))
+        """[T, size] -> [T, size]; adapters do not change the experts and the router.
+
+        The projection back is linear, so each rank projects its part of the experts' sum.
+        """
+        if self.latent is None:
+            y = self.experts(x, *self.router(x))
+        else:
+            down, up = self.latent
+            y = up(self.experts(down(x, adapters), *self.router(x)), adapters)
         if self.shared is not None:
             y = self.shared.add(x, y, adapters)
         return self._all_reduce(y)

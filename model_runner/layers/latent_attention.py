@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
-from ..ops.rotation import RotaryStore
+from ..ops.rotation import LayerKV, RotaryStore
 from ..weights.reader import ModuleWeight, Slice
+from .indexer import Indexer
 from .layer import kept_adapters
 from .linear import Linear, RowLinear
 from .norm import RMSNorm
@@ -40,12 +42,16 @@ class LatentAttention:
         self.latent = latent
         self.interleaved = spec.form.interleaved_rope
         self.store_latent = ops.store_latent
+        self.row_size = spec.heads_of(layer_id).head_dim
         heads = equal_span(spec.num_heads, group)
         self.q = _Queries(context, name, latent)
         size = spec.hidden_size
         self.kv = Linear(
-            context, [f"{name}.kv_a_proj_with_mqa"], size, [latent.row_size], bias=spec.biases.qkv
+            context, [f"{name}.kv_a_proj_with_mqa"], size, [latent.key_size], bias=spec.biases.qkv
         )
+        self.indexer: Indexer | None = None
+        if latent.index is not None and latent.index.is_in(layer_id):
+            self.indexer = Indexer(context, f"{name}.indexer", latent, latent.index)
         self.kv_norm = RMSNorm(context, f"{name}.kv_a_layernorm", latent.kv_lora_rank, latent.norm_eps)
         self.num_heads = len(heads)
         up_keys, up_values = _kv_up(context, name, latent)
@@ -65,18 +71,29 @@ class LatentAttention:
         """[T, hidden] -> [W, hidden]: only the kept rows of the attention output are projected."""
         adapters = None if batch.adapters is None else batch.adapters.tokens
         latent = self.latent
-        q_THD = self.q(x, adapters).view(x.shape[0], self.num_heads, latent.qk_head_dim)
-        absorbed_THD = q_THD.new_empty((x.shape[0], self.num_heads, latent.row_size))
+        queries, q_latent = self.q(x, adapters)
+        q_THD = queries.view(x.shape[0], self.num_heads, latent.qk_head_dim)
+        absorbed_THD = q_THD.new_empty((x.shape[0], self.num_heads, self.row_size))
         self.absorb(q_THD[..., : latent.qk_nope_head_dim], absorbed_THD[..., : latent.kv_lora_rank])
+        kv, loc = batch.kv_pool.layer(self.layer_id), batch.out_cache_loc
+        stored = kv
+        if self.indexer is not None:  # index keys are put after the rows before these are stored
+            rows_T1D = q_THD.new_empty((x.shape[0], 1, latent.key_size))
+            stored, loc = LayerKV(rows_T1D, rows_T1D), torch.arange(x.shape[0])
         self.store_latent(
             q_THD[..., latent.qk_nope_head_dim :],
-            absorbed_THD[..., latent.kv_lora_rank :],
+            absorbed_THD[..., latent.kv_lora_rank : latent.key_size],
             self.kv(x, adapters),
             (self.kv_norm.weight, self.kv_norm.eps),
-            RotaryStore(cos, sin, batch.kv_pool.layer(self.layer_id), batch.out_cache_loc, self.interleaved),
+            RotaryStore(cos, sin, stored, loc, self.interleaved),
         )
+        if self.indexer is not None:
+            absorbed_THD[..., latent.key_size :] = 0
+            rows = torch.cat((stored.k, self.indexer.keys(x, cos, sin, adapters)), dim=-1)
+            kv.k.index_copy_(0, batch.out_cache_loc, rows)
+            self.indexer.choose(x, q_latent, cos, sin, batch, self.layer_id)
         attended = select_rows(batch.attention.forward(self.layer_id, absorbed_THD))
-        rows_WHD = attended.view(attended.shape[0], self.num_heads, latent.row_size)
+        rows_WHD = attended.view(attended.shape[0], self.num_heads, self.row_size)
         values_WHD = rows_WHD.new_empty((*rows_WHD.shape[:2], latent.v_head_dim))
         self.up_values(rows_WHD[..., : latent.kv_lora_rank], values_WHD)
         return self.o(values_WHD.flatten(1), kept_adapters(batch, select_rows))
@@ -100,12 +117,12 @@ class _Queries:
         )
         self.up = Linear(context, [f"{name}.q_b_proj"], rank, [q_size], bias=False, outputs=outputs)
 
-    def __call__(self, x: Tensor, adapters: AdapterRuns | None) -> Tensor:
-        """[T, hidden] -> [T, H * (unrotated + R)]."""
+    def __call__(self, x: Tensor, adapters: AdapterRuns | None) -> tuple[Tensor, Tensor]:
+        """[T, hidden] -> [T, H * (unrotated + R)], and the latents that they are made of, or x."""
         if self.down is not None:
             project, norm = self.down
             x = norm(project(x, adapters))
-        return self.up(x, adapters)
+        return self.up(x, adapters), x
 
 
 def _kv_up(context: ModelContext, name: str, latent: LatentSpec) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3, Kimi K2 and GLM-4.7-Flash: latent attention, and experts after the first dense layers.
+"""DeepSeek-V2 to V3.2, Kimi K2, GLM-4.7-Flash and GLM-5: latent attention, and experts after the first dense layers.
 
 GGUF has one architecture for all. Its files from before May 2025 name the heads' sizes `key_length` and `value_length`;
 in newer ones these are the sizes of a row of the KV pool, and those of heads end with `_mla`.
@@ -15,8 +15,17 @@ from msgspec import structs
 
 from ..fields import Fields
 from ..spec.experts_spec import ExpertNames, ExpertsSpec, Routing
-from ..spec.layer_form import PRE_NORMS, AttentionForm, Biases, LatentSpec, RopeScaling
+from ..spec.layer_form import (
+    PRE_NORMS,
+    AttentionForm,
+    Biases,
+    IndexSpec,
+    LatentSpec,
+    LayerHeads,
+    RopeScaling,
+)
 from ..spec.model_spec import FilesSpec
+from ..spec.streams_spec import StreamsSpec
 from .family import GGUF, LAYER_NAMES, Facts, Family
 from .gguf_readers import mixture_of, yarn_scaling
 from .hf_readers import rope_facts
@@ -44,6 +53,60 @@ def _deepseek_v3(fields: Fields) -> Facts:
         | experts_after(fields, first_layers(fields, default=3), sigmoid_routing, num_shared=1)
         | further_layers(fields)
     )
+
+
+def _sparse(fields: Fields, routing: Callable[[Fields], Routing], *, interleaved: bool) -> Facts:
+    """DeepSeek-V3.2 and GLM-5: latent attention with an indexer, whose rotary pairs may be others."""
+    facts = _latent_attention(fields, interleaved=_interleaved(fields))
+    latent: LatentSpec = facts["latent"]
+    if latent.q_lora_rank is None:
+        raise fields.error("q_lora_rank", None, "the indexer needs the latents of queries")
+    num_layers = fields.integer("num_hidden_layers", 1, 1 << 12)
+    shared = _shared_indexers(fields, num_layers)
+    index = IndexSpec(
+        num_heads=fields.integer("index_n_heads", 1, 1 << 12, default=64),
+        head_dim=fields.integer("index_head_dim", latent.qk_rope_head_dim, _MAX_SIZE, default=128),
+        top_k=fields.integer("index_topk", 1, 1 << 24, default=2048),
+        interleaved_rope=fields.boolean("indexer_rope_interleave", default=interleaved),
+        shared_layers=tuple(shared) if any(shared) else (),
+    )
+    latent = structs.replace(latent, index=index)
+    facts |= {"latent": latent, "head_dim": latent.row_size}
+    if any(shared):
+        sizes = [latent.key_size if is_shared else latent.row_size for is_shared in shared]
+        heads = tuple(LayerHeads(head_dim=size, num_kv_heads=1) for size in sizes)
+        facts["streams"] = StreamsSpec(layer_heads=heads)
+    has_names = fields.get("mlp_layer_types") is not None
+    dense = _named_layers(fields) if has_names else first_layers(fields, default=3)
+    return facts | experts_after(fields, dense, routing, num_shared=1) | further_layers(fields)
+
+
+def _shared_indexers(fields: Fields, num_layers: int) -> list[bool]:
+    """Which layers attend to the tokens that an earlier one chose: by name, or one in so many chooses."""
+    kinds = fields.get("indexer_types")
+    if kinds is None and fields.get("index_topk_pattern") is not None:
+        pattern = fields.get("index_topk_pattern")
+        letters = pattern if isinstance(pattern, str | list) else ()
+        kinds = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in letters]
+    if kinds is None:
+        every = fields.integer("index_topk_freq", 0, 1 << 12, default=1)
+        first = fields.integer("index_skip_topk_offset", 0, 1 << 12, default=2)
+        return [max(layer - first + 1, 0) % max(every, 1) != 0 for layer in range(num_layers)]
+    if not isinstance(kinds, list) or any(kind not in ("full", "shared") for kind in kinds):
+        raise fields.error("indexer_types", kinds, "expected a list of full and shared")
+    if len(kinds) != num_layers or kinds[0] != "full":
+        raise fields.error(
+            "indexer_types", kinds, f"expected one for each of the {num_layers} layers, full first"
+        )
+    return [kind == "shared" for kind in kinds]
+
+
+def _deepseek_v32(fields: Fields) -> Facts:
+    return _sparse(fields, sigmoid_routing, interleaved=False)
+
+
+def _glm_moe_dsa(fields: Fields) -> Facts:
+    return _sparse(fields, partial(sigmoid_routing, num_groups=1, num_active_groups=1), interleaved=True)
 
 
 def _glm4_moe_lite(fields: Fields) -> Facts:
@@ -118,7 +181,7 @@ def _named_layers(fields: Fields) -> list[int]:
         raise fields.error("mlp_layer_types", kinds, f"expected one for each of the {num_layers} layers")
     dense = [layer for layer, kind in enumerate(kinds) if kind == "dense"]
     first = fields.integer("first_k_dense_replace", 0, 1 << 12, default=len(dense))
-    if dense != list(range(first)):
+    if dense != list(range(min(first, num_layers))):
         raise fields.error(
             "first_k_dense_replace", first, f"but by mlp_layer_types the dense layers are {dense}"
         )
@@ -228,6 +291,27 @@ def _deepseek2(fields: Fields, arch: str) -> Facts:
     }
 
 
+def _glm_dsa(fields: Fields, arch: str) -> Facts:
+    """Layers that predict further tokens count as blocks of the file."""
+    further = fields.integer(f"{arch}.nextn_predict_layers", 0, 1 << 8, default=0)
+    facts = _deepseek2(fields, arch)
+    heads = f"{arch}.attention.indexer"
+    index = IndexSpec(
+        num_heads=fields.integer(f"{heads}.head_count", 1, 1 << 12),
+        head_dim=fields.integer(f"{heads}.key_length", facts["rotary_dim"], _MAX_SIZE_GGUF),
+        top_k=fields.integer(f"{heads}.top_k", 1, 1 << 24),
+        interleaved_rope=True,
+    )
+    latent = structs.replace(facts["latent"], index=index)
+    return facts | {
+        "num_layers": fields.integer(f"{arch}.block_count", further + 1, 1 << 12) - further,
+        "files": FilesSpec(num_mtp_layers=further),
+        "latent": latent,
+        "head_dim": latent.row_size,
+        **experts_after_gguf(fields, arch, SIGMOID),
+    }
+
+
 def experts_after_gguf(fields: Fields, arch: str, default: int = _SOFTMAX) -> Facts:
     """Experts after the first dense layers; `default`: the kind of scores of older files, which do not name it."""
     if fields.integer(f"{arch}.expert_count", 0, 1 << 16, default=0) == 0:
@@ -286,6 +370,13 @@ _NAMES: Final = {
     "self_attn.kv_a_layernorm": "attn_kv_a_norm",
     "self_attn.kv_b_proj": "attn_kv_b",
 }
+_INDEXER_NAMES: Final = {
+    **_NAMES,
+    "self_attn.indexer.wq_b": "indexer.attn_q_b",
+    "self_attn.indexer.wk": "indexer.attn_k",
+    "self_attn.indexer.k_norm": "indexer.k_norm",
+    "self_attn.indexer.weights_proj": "indexer.proj",
+}
 
 
 FAMILIES: Final = (
@@ -312,6 +403,21 @@ FAMILIES: Final = (
         architecture="DeepseekV3ForCausalLM",
         read=_deepseek_v3,
         stored_as="deepseek2",
+    ),
+    Family(
+        "deepseek_v32",
+        structure="latent",
+        published="DeepSeek-V3.2",
+        architecture="DeepseekV32ForCausalLM",
+        read=_deepseek_v32,
+    ),
+    Family(
+        "glm_moe_dsa",
+        structure="latent",
+        published="GLM-5, 5.1, 5.2",
+        architecture="GlmMoeDsaForCausalLM",
+        read=_glm_moe_dsa,
+        gguf={"glm-dsa": GGUF(_glm_dsa, _INDEXER_NAMES, has_experts=True, has_own_heads=True)},
     ),
     Family(
         "glm4_moe_lite",

@@ -32,7 +32,6 @@ _ONLY: Final = {
     "mamba_ssm_cache_dtype": "float32",
     "residual_in_fp32": False,
     "sliding_window": None,
-    "moe_latent_size": None,
     "n_shared_experts": 1,
 }
 """Fields with the only value that is supported; they may be missing."""
@@ -100,6 +99,7 @@ def _experts(fields: Fields, kinds: list[str]) -> ExpertsSpec:
         dense_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == _MLP),
         shared_size=fields.integer("moe_shared_expert_intermediate_size", 1, 1 << 22, default=7688),
         gated=False,
+        latent_size=fields.integer("moe_latent_size", 0, 1 << 20, default=0),
         names=NEMOTRON_NAMES,
     )
 
@@ -162,9 +162,6 @@ def _nemotron_h_gguf(fields: Fields, arch: str) -> Facts:
 
 def _nemotron_h_moe(fields: Fields, arch: str) -> Facts:
     """All MLPs of such a file are mixtures of experts."""
-    key = f"{arch}.moe_latent_size"
-    if fields.integer(key, 0, 1 << 20, default=0):
-        raise fields.error(key, fields.get(key), "experts of latents are not supported")
     key = f"{arch}.expert_shared_count"
     if fields.integer(key, 1, 1 << 16, default=1) != 1:
         raise fields.error(key, fields.get(key), "only 1 is supported")
@@ -184,6 +181,7 @@ def _nemotron_h_moe(fields: Fields, arch: str) -> Facts:
         ),
         shared_size=fields.integer(shared, 1, 1 << 22),
         gated=False,
+        latent_size=fields.integer(f"{arch}.moe_latent_size", 0, 1 << 20, default=0),
         names=NEMOTRON_NAMES,
     )
     return _nemotron_h_gguf(fields, arch) | {"experts": experts}
@@ -200,7 +198,7 @@ FAMILIES: Final = (
     Family(
         "nemotron_h",
         structure="single_block",
-        published="Nemotron-H, Nemotron Nano 2, Nemotron 3 Nano",
+        published="Nemotron-H, Nemotron Nano 2, Nemotron 3 Nano, Super, Ultra",
         architecture="NemotronHForCausalLM",
         read=_nemotron_h,
         head_dim=128,

@@ -85,6 +85,7 @@ class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
         shared: the shared expert in the block.
         shared_in_block: else it is beside the block, in the layer.
         shared_gate: the gate of the shared expert in the block.
+        latent_down, latent_up: the projections around the experts in the block, see `ExpertsSpec.latent_size`.
         gate_up_stack, down_stack: in the block, of files that stack the weights of all experts.
         stacks_in_turn: such a stack has gates and ups in turn, as in gpt-oss, see `stored_forms`.
         stacks_transposed: such stacks always have inputs before outputs, as in Llama 4.
@@ -100,6 +101,8 @@ class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
     shared: str = "shared_experts"
     shared_in_block: bool = True
     shared_gate: str = "shared_expert_gate"
+    latent_down: str = "fc1_latent_proj"
+    latent_up: str = "fc2_latent_proj"
     gate_up_stack: str = "experts.gate_up_proj"
     down_stack: str = "experts.down_proj"
     stacks_in_turn: bool = False
@@ -143,6 +146,8 @@ class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True):
         clamp: the activation of experts; None: silu(gate) * up.
         scales_inputs: a share is a factor of the expert's input instead of its output.
         gated: if False, experts have no gate: down(relu(up) ** 2).
+        latent_size: experts compute with projections of this size, and the sum of their outputs is projected back; the
+            router and the shared expert take the whole input. 0: experts take it, too.
     """
 
     num_experts: int
@@ -155,6 +160,7 @@ class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True):
     clamp: ClampedSwiGLU | None = None
     scales_inputs: bool = False
     gated: bool = True
+    latent_size: int = 0
     names: ExpertNames = ExpertNames()
 
     @property

@@ -241,12 +241,38 @@ KV_UP: Final = "self_attn.kv_b_proj"
 """Keys and values from latents; held per head in the serving dtype, whatever the form of linear layers."""
 
 
+class IndexSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The indexer of sparse latent attention (DeepSeek-V3.2, 2025), which chooses the tokens that a token attends to.
+
+    A token has an index key, at the end of its row in the KV pool. The index score of an earlier token is the weighted
+    sum over the index heads of relu(query . key); the `top_k` tokens with the best scores are attended to, all tokens
+    where there are not more. The first `qk_rope_head_dim` numbers of index queries and keys rotate.
+
+    Attributes:
+        num_heads, head_dim: of the index queries; all share one key.
+        interleaved_rope: see `LayerForm`; of the indexer.
+        shared_layers: one for each layer: whether it attends to the tokens that the layer before it chose, and has no
+            indexer; empty: none does.
+    """
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+    interleaved_rope: bool = False
+    shared_layers: tuple[bool, ...] = ()
+
+    def is_in(self, layer_id: int) -> bool:
+        """Whether this layer has an indexer."""
+        return not self.shared_layers or not self.shared_layers[layer_id]
+
+
 class LatentSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The sizes of latent attention (DeepSeek-V2, 2024).
 
     A token has one row in the KV pool for all heads: its normalized latent, then a key part that rotates. Per head,
     keys and values are `kv_b_proj` of the latent. Queries take in the keys' half of that matrix (the absorbed form), so
-    attention reads the rows as they are: one KV head, the row as key, its first `kv_lora_rank` numbers as value.
+    attention reads the rows as they are: one KV head, the row as key, its first `kv_lora_rank` numbers as value. Where
+    the row ends with an index key, the end of a query is 0.
 
     The `ModelSpec` of such a model describes attention over rows: `num_kv_heads` is 1, `head_dim` the row's size and
     `rotary_dim` the part that rotates, which is the last one of the row.
@@ -258,11 +284,17 @@ class LatentSpec(msgspec.Struct, frozen=True, kw_only=True):
     qk_rope_head_dim: int  # the part that does
     v_head_dim: int
     norm_eps: float = 1e-6  # of the norms of latents, whatever the other norms have
+    index: IndexSpec | None = None  # None: a token attends to all earlier ones
+
+    @property
+    def key_size(self) -> int:
+        """Numbers of a token's latent and of its key part."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
     def row_size(self) -> int:
-        """Numbers of a token in the KV pool, per layer."""
-        return self.kv_lora_rank + self.qk_rope_head_dim
+        """Numbers of a token in the KV pool, in a layer with an indexer if there is one: the index key is the end."""
+        return self.key_size + (0 if self.index is None else self.index.head_dim)
 
     @property
     def qk_head_dim(self) -> int:

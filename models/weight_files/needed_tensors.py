@@ -16,7 +16,7 @@ from ..spec.layer_form import KV_UP
 from ..spec.streams_spec import LAYER_TABLE
 
 if TYPE_CHECKING:
-    from ..spec.layer_form import LatentSpec
+    from ..spec.layer_form import IndexSpec, LatentSpec
     from ..spec.model_spec import ModelSpec
     from ..spec.state_spec import DeltaSpec, Mamba2Spec, StateSpec
 
@@ -208,7 +208,7 @@ def _short_conv(spec: ModelSpec, state: StateSpec) -> Iterator[Module]:
 def attention_modules(spec: ModelSpec, layer: int) -> Iterator[Module]:
     """The modules of a layer's attention, by their names in the layer; without the norms of heads."""
     if spec.latent is not None:
-        yield from _latent_attention(spec, spec.latent)
+        yield from _latent_attention(spec, spec.latent, layer)
         return
     size, sizes = spec.hidden_size, projection_sizes(spec, layer)
     q_size = sizes[0]
@@ -232,7 +232,7 @@ def projection_sizes(spec: ModelSpec, layer: int) -> list[int]:
     return [spec.num_heads * heads.head_dim, *[kv_size] * parts]
 
 
-def _latent_attention(spec: ModelSpec, latent: LatentSpec) -> Iterator[Module]:
+def _latent_attention(spec: ModelSpec, latent: LatentSpec, layer: int) -> Iterator[Module]:
     size, rank = spec.hidden_size, latent.kv_lora_rank
     q_size = spec.num_heads * latent.qk_head_dim
     if latent.q_lora_rank is None:
@@ -242,8 +242,10 @@ def _latent_attention(spec: ModelSpec, latent: LatentSpec) -> Iterator[Module]:
         yield Module("self_attn.q_a_proj", (q_rank, size), is_linear=True, has_bias=spec.biases.qkv)
         yield Module("self_attn.q_a_layernorm", (q_rank,))
         yield Module("self_attn.q_b_proj", (q_size, q_rank), is_linear=True)
+        if latent.index is not None and latent.index.is_in(layer):
+            yield from _indexer(size, q_rank, latent.index)
     yield Module(
-        "self_attn.kv_a_proj_with_mqa", (latent.row_size, size), is_linear=True, has_bias=spec.biases.qkv
+        "self_attn.kv_a_proj_with_mqa", (latent.key_size, size), is_linear=True, has_bias=spec.biases.qkv
     )
     yield Module("self_attn.kv_a_layernorm", (rank,))
     yield Module(
@@ -255,6 +257,14 @@ def _latent_attention(spec: ModelSpec, latent: LatentSpec) -> Iterator[Module]:
         is_linear=True,
         has_bias=spec.biases.attention_out,
     )
+
+
+def _indexer(size: int, q_rank: int, index: IndexSpec) -> Iterator[Module]:
+    name = "self_attn.indexer"
+    yield Module(f"{name}.wq_b", (index.num_heads * index.head_dim, q_rank), is_linear=True)
+    yield Module(f"{name}.wk", (index.head_dim, size), is_linear=True)
+    yield Module(f"{name}.k_norm", (index.head_dim,), has_bias=True)
+    yield Module(f"{name}.weights_proj", (index.num_heads, size))
 
 
 def _mlp(spec: ModelSpec, layer: int, one_expert: bool) -> Iterator[Module]:
@@ -273,6 +283,10 @@ def _mlp(spec: ModelSpec, layer: int, one_expert: bool) -> Iterator[Module]:
         yield from _dense(names.shared_module, size, experts.shared_size, spec)
     if experts.has_shared_gate:
         yield Module(f"{block}.{names.shared_gate}", (1, size))
+    if experts.latent_size:
+        yield Module(f"{block}.{names.latent_down}", (experts.latent_size, size), is_linear=True)
+        yield Module(f"{block}.{names.latent_up}", (size, experts.latent_size), is_linear=True)
+        size = experts.latent_size
     for expert in range(1 if one_expert else experts.num_experts):
         inner, name = experts.intermediate_size, f"{block}.experts.{expert}"
         for part in experts.first_parts:

@@ -73,7 +73,7 @@ def unstacked(entries: Mapping[str, HeaderEntry], spec: ModelSpec) -> dict[str, 
     """The entries of a file with those of the experts' parts instead of stacks, if the model takes such parts."""
     if spec.experts is None:
         return dict(entries)
-    stacks = _stacks(spec.experts, spec.hidden_size)
+    stacks = _stacks(spec.experts, spec.experts.latent_size or spec.hidden_size)
     if not any(suffix in name for name in entries for suffix in stacks):
         return dict(entries)
     needed = {module.name for module in needed_modules(spec, one_expert=True)}

@@ -91,6 +91,9 @@ def weight_bytes(
         on_cpu: integers of 4 and 8 bits are kept in blocks, those of experts, too.
     """
     in_float32 = _gate_parameters(spec) + (_norm_parameters(spec) if spec.form.float32_norms else 0)
+    index = None if spec.latent is None else spec.latent.index
+    if index is not None:  # the weights of index heads
+        in_float32 += spec.hidden_size * index.num_heads * sum(map(index.is_in, range(spec.num_layers)))
     wider = (4 - dtype_bytes) * in_float32
     saved = 0 if dequantized else _saved_by_quantization(spec, dtype_bytes, on_cpu=on_cpu)
     return num_parameters(spec) * dtype_bytes + wider - saved
@@ -184,7 +187,7 @@ def _linears(spec: ModelSpec, layer: int, *, on_cpu: bool) -> list[_Linear]:
     size, inner = spec.hidden_size, spec.inner_size_of(layer)
     linears: list[_Linear] = []
     if spec.attends(layer):
-        linears = _latent_linears(spec) if spec.latent is not None else _attention_linears(spec, layer)
+        linears = _latent_linears(spec, layer) if spec.latent is not None else _attention_linears(spec, layer)
         linears += _as_linears(stream_modules(spec))
     elif spec.has_mixer(layer):
         assert spec.state is not None
@@ -200,6 +203,10 @@ def _linears(spec: ModelSpec, layer: int, *, on_cpu: bool) -> list[_Linear]:
     block, names = experts.names.block, experts.names
     if experts.shared_size:
         linears += _mlp_linears(names.shared_module, size, experts.shared_size, dense)
+    if experts.latent_size:
+        linears.append(_Linear({f"{block}.{names.latent_down}": experts.latent_size}, size))
+        linears.append(_Linear({f"{block}.{names.latent_up}": size}, experts.latent_size))
+        size = experts.latent_size
     found = spec.quantization
     if found is not None and found.method not in BLOCK_METHODS and not (on_cpu and found.is_in_blocks):
         return linears
@@ -248,8 +255,8 @@ def _attention_linears(spec: ModelSpec, layer: int) -> list[_Linear]:
     ]
 
 
-def _latent_linears(spec: ModelSpec) -> list[_Linear]:
-    return _as_linears(module for module in attention_modules(spec, 0) if module.name != KV_UP)
+def _latent_linears(spec: ModelSpec, layer: int) -> list[_Linear]:
+    return _as_linears(module for module in attention_modules(spec, layer) if module.name != KV_UP)
 
 
 def _as_linears(modules: Iterable[Module]) -> list[_Linear]:

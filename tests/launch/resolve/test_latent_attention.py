@@ -8,7 +8,7 @@ import pytest
 from engine.launch.resolve.memory_budget import capacity_of
 from engine.launch.resolve.rank_spec import rank_spec
 from engine.launch.resolve.resolve import resolve
-from engine.models.spec.layer_form import AttentionForm, LatentSpec
+from engine.models.spec.layer_form import AttentionForm, IndexSpec, LatentSpec
 from engine.runtime.errors import ConfigError
 
 from .test_resolve import GPU_HOST, HOST, SPEC, config
@@ -47,3 +47,15 @@ def test_a_token_has_one_row_in_each_layer():
 def test_other_pools_are_refused_by_name(settings, host, rule):
     with pytest.raises(ConfigError, match=rule):
         resolve(config(**settings), LATENT_SPEC, host)
+
+
+def test_sparse_attention_is_computed_on_cpus_and_in_any_order():
+    index = IndexSpec(num_heads=4, head_dim=128, top_k=64)
+    latent = msgspec.structs.replace(LATENT, index=index)
+    spec = msgspec.structs.replace(LATENT_SPEC, head_dim=latent.row_size, latent=latent)
+
+    assert capacity_of(resolve(config(), spec, HOST).config, spec).kv_token_bytes == 30 * (576 + 128) * 2
+    with pytest.raises(ConfigError, match="device is cuda, but deepseek_v2 has sparse attention"):
+        resolve(config(), spec, GPU_HOST)
+    with pytest.raises(ConfigError, match="deterministic is on, but deepseek_v2 has sparse attention"):
+        resolve(config(deterministic=True), spec, HOST)

@@ -244,6 +244,16 @@ LATENT_EXPERTS: dict[str, Any] = {
     "n_shared_experts": 2,
     "routed_scaling_factor": 1.7,
 }
+SPARSE: dict[str, Any] = {
+    **LATENT,
+    "num_hidden_layers": 3,
+    "q_lora_rank": 20,
+    "index_topk": 24,
+    "index_n_heads": 16,
+    "index_head_dim": 32,
+    "first_k_dense_replace": 8,
+}
+"""Some sixteen index heads: a score of 0 is a tie of tokens, which happens if all products are negative."""
 LATENT_LITE: dict[str, Any] = {
     name: value for name, value in LATENT.items() if name != "first_k_dense_replace"
 }
@@ -360,6 +370,7 @@ LATENT_BLOCKS: dict[str, Any] = {
     "v_head_dim": 16,
 }
 DENSE_LATENT_BLOCKS: dict[str, Any] = {**LATENT_BLOCKS, "first_k_dense_replace": 8}
+SPARSE_BLOCKS: dict[str, Any] = {"index_topk": 256, "index_n_heads": 16, "index_head_dim": 32}
 GEMMA_BLOCKS: dict[str, Any] = {"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16}
 STREAMS_BLOCKS: dict[str, Any] = {**GEMMA4, "hidden_size_per_layer_input": 32}
 UNIFIED_BLOCKS: dict[str, Any] = {
@@ -913,6 +924,35 @@ FAMILIES: dict[str, Row] = {
         bfloat16=True,
     ),
     "kimi_k2": row("kimi_k2", LATENT, blocks=DENSE_LATENT_BLOCKS, made_as="deepseek_v3"),
+    "deepseek_v32": row(
+        "deepseek_v32", SPARSE, in_float32=("weights_proj",), blocks={**DENSE_LATENT_BLOCKS, **SPARSE_BLOCKS}
+    ),
+    "deepseek_v32 experts in groups, yarn": row(
+        "deepseek_v32",
+        SPARSE,
+        {name: value for name, value in LATENT_EXPERTS.items() if name not in LATENT},
+        first_k_dense_replace=1,
+        n_group=4,
+        topk_group=2,
+        index_head_dim=16,
+        rope_parameters={**YARN, "mscale": 1.0, "mscale_all_dim": 0.5},
+        in_float32=("weights_proj",),
+    ),
+    "glm_moe_dsa": row(
+        "glm_moe_dsa",
+        SPARSE,
+        in_float32=("weights_proj",),
+        blocks={**DENSE_LATENT_BLOCKS, **SPARSE_BLOCKS},
+    ),
+    "glm_moe_dsa choices of earlier layers, all fit": row(
+        "glm_moe_dsa",
+        SPARSE,
+        num_hidden_layers=4,
+        indexer_types=["full", "shared", "full", "shared"],
+        mlp_layer_types=["dense"] * 4,
+        index_topk=100,
+        in_float32=("weights_proj",),
+    ),
     "gemma4, shared keys, wide MLPs": row(
         "gemma4_text",
         GEMMA4,
@@ -1115,6 +1155,14 @@ FAMILIES: dict[str, Row] = {
     "nemotron_h experts": row(
         "nemotron_h",
         NEMOTRON_EXPERTS,
+        wide={"hidden_size": 96},
+        chunks=((37, 1, 2, 24),),
+        in_float32=MAMBA_FLOAT32,
+    ),
+    "nemotron_h experts of latents": row(
+        "nemotron_h",
+        NEMOTRON_EXPERTS,
+        moe_latent_size=20,
         wide={"hidden_size": 96},
         chunks=((37, 1, 2, 24),),
         in_float32=MAMBA_FLOAT32,

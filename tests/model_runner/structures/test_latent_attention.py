@@ -16,7 +16,7 @@ from engine.models.weight_files.check_weights import check_folder_weights
 from engine.runtime.errors import ConfigError
 
 from ..weights.test_quantized import FORMS, PROMPT, prompt_logprobs, quantize_checkpoint
-from .families import FAMILIES, LATENT, LATENT_EXPERTS
+from .families import FAMILIES, LATENT, LATENT_EXPERTS, SPARSE
 from .text_checks import tokens_of
 
 
@@ -26,8 +26,10 @@ def test_a_token_takes_one_row_of_each_layer(make_tiny_model, make_driver, name)
     tiny = make_tiny_model(FAMILIES[name].made_as, **FAMILIES[name].options)
     config = tiny.reference.config
     row = config.kv_lora_rank + config.qk_rope_head_dim
+    kinds = getattr(config, "indexer_types", ["full"] * config.num_hidden_layers)
+    index_keys = kinds.count("full") * getattr(config, "index_head_dim", 0)
 
-    assert tiny.spec.kv_bytes_per_token(2) == 2 * config.num_hidden_layers * row
+    assert tiny.spec.kv_bytes_per_token(2) == 2 * (config.num_hidden_layers * row + index_keys)
     pool = make_driver(tiny.spec, tiny.folder, page_size=4).runner.kv_pool
     assert pool.page_bytes == 4 * tiny.spec.kv_bytes_per_token(4)
 
@@ -73,6 +75,48 @@ def test_other_experts_of_v2_are_refused_by_name(make_tiny_model, field, value, 
     with pytest.raises(ConfigError, match=rule) as error:
         read_hf_spec(folder)
     assert field in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "rule"),
+    [
+        ("q_lora_rank", None, "the indexer needs the latents of queries"),
+        ("index_head_dim", 8, "expected a whole number from 16"),
+        ("indexer_types", ["full", "none", "full"], "expected a list of full and shared"),
+        ("indexer_types", ["full", "shared"], "one for each of the 3 layers"),
+        ("indexer_types", ["shared", "full", "full"], "full first"),
+    ],
+)
+def test_other_indexers_are_refused_by_name(make_tiny_model, field, value, rule):
+    folder = make_tiny_model("glm_moe_dsa", **SPARSE).folder
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
+
+    with pytest.raises(ConfigError, match=rule) as error:
+        read_hf_spec(folder)
+    assert field in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"index_topk_pattern": "FSF"}, (False, True, False)),
+        ({"index_topk_pattern": ["full", "shared", "shared"]}, (False, True, True)),
+        ({"index_topk_freq": 2, "index_skip_topk_offset": 1}, (False, True, False)),
+        ({}, ()),
+    ],
+)
+def test_layers_share_the_choice_of_an_earlier_one(make_tiny_model, fields, expected):
+    folder = make_tiny_model("glm_moe_dsa", **SPARSE).folder
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config.pop("indexer_types")
+    path.write_text(json.dumps({**config, **fields}))
+
+    latent = read_hf_spec(folder).latent
+
+    assert latent is not None and latent.index is not None
+    assert latent.index.shared_layers == expected
 
 
 def test_layers_that_predict_further_tokens_are_not_read(make_tiny_model, make_driver):

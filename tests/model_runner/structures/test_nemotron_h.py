@@ -87,6 +87,8 @@ def write_gguf(path: Path, tiny: TinyModel) -> None:
         writer.add_expert_weights_norm(config.norm_topk_prob)
         writer.add_expert_weights_scale(config.routed_scaling_factor)
         writer.add_expert_group_count(config.n_group)
+        if config.moe_latent_size:
+            writer.add_moe_latent_size(config.moe_latent_size)
     names = gguf.get_tensor_name_map(arch, len(kinds))
     for name, tensor in tiny.reference.state_dict().items():
         name = name.replace("model.", "backbone.", 1)
@@ -121,8 +123,18 @@ def write_gguf(path: Path, tiny: TinyModel) -> None:
             "num_hidden_layers": 3,
             "n_group": 1,
         },
+        pytest.param(
+            {
+                **NEMOTRON_EXPERTS,
+                "layers_block_type": NEMOTRON_EXPERTS["layers_block_type"][:3],
+                "num_hidden_layers": 3,
+                "n_group": 1,
+                "moe_latent_size": 20,
+            },
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["dense", "experts"],
+    ids=["dense", "experts", "experts of latents"],
 )
 def test_a_gguf_file_is_the_same_model(make_tiny_model, make_driver, tmp_path, options):
     tiny = make_tiny_model("nemotron_h", **options)

@@ -140,7 +140,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [  # a row of the table, change
         {"position_embedding_type": "alibi"},
         "position_embedding_type is 'alibi', expected rope",
     ),
-    ("nemotron_h", {"moe_latent_size": 32}, "moe_latent_size is 32, only null is supported"),
+    (
+        "nemotron_h",
+        {"moe_latent_size": -1, "n_routed_experts": 8, "layers_block_type": ["full_attention", "moe"]},
+        "moe_latent_size is -1, expected",
+    ),
     ("nemotron_h", {"n_shared_experts": 2}, "n_shared_experts is 2, only 1 is supported"),
     ("nemotron_h", {"layers_block_type": ["mamba", "conv", "attention"]}, "'conv' is no known kind of layer"),
     (

@@ -45,7 +45,19 @@ EXPERTS: dict[str, Any] = {
     "n_shared_experts": 2,
     "routed_scaling_factor": 1.75,  # also a float32
 }
-MODELS = [("deepseek_v2", EXPERTS), ("deepseek_v3", {**EXPERTS, "n_group": 4, "topk_group": 2})]
+SPARSE: dict[str, Any] = {
+    **EXPERTS,
+    "index_topk": 16,
+    "index_n_heads": 16,
+    "index_head_dim": 32,
+    "n_group": 1,
+    "topk_group": 1,
+}
+MODELS = [
+    ("deepseek_v2", EXPERTS),
+    ("deepseek_v3", {**EXPERTS, "n_group": 4, "topk_group": 2}),
+    ("glm_moe_dsa", SPARSE),
+]
 DENSE = [
     ("deepseek_v2", {**LATENT, "q_lora_rank": None}),
     ("deepseek_v3", {**LATENT, "rope_parameters": YARN}),
@@ -67,9 +79,10 @@ def write(
         changes: other tensors by their names in the file; an empty one is left out.
     """
     config = tiny.reference.config
-    writer = gguf.GGUFWriter(path, "deepseek2")
+    arch = gguf.MODEL_ARCH.GLM_DSA if config.model_type == "glm_moe_dsa" else gguf.MODEL_ARCH.DEEPSEEK2
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
     _write_metadata(writer, config, split=split)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.DEEPSEEK2, config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     tensors: dict[str, tuple[np.ndarray[Any, Any], gguf.GGMLQuantizationType]] = {}
     experts: dict[str, list[np.ndarray[Any, Any]]] = {}
     for name, array in _checkpoint(tiny):
@@ -125,7 +138,7 @@ def _write_metadata(writer: gguf.GGUFWriter, config: Any, *, split: bool) -> Non
         writer.add_key_length_mla(key_length)
         writer.add_value_length_mla(config.v_head_dim)
     if config.first_k_dense_replace < config.num_hidden_layers:
-        is_v3 = config.model_type == "deepseek_v3"
+        is_v3 = config.model_type != "deepseek_v2"
         writer.add_leading_dense_block_count(config.first_k_dense_replace)
         writer.add_expert_count(config.n_routed_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
@@ -137,6 +150,10 @@ def _write_metadata(writer: gguf.GGUFWriter, config: Any, *, split: bool) -> Non
             writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
             writer.add_expert_group_count(config.n_group)
             writer.add_expert_group_used_count(config.topk_group)
+    if config.model_type == "glm_moe_dsa":
+        writer.add_indexer_head_count(config.index_n_heads)
+        writer.add_indexer_key_length(config.index_head_dim)
+        writer.add_indexer_top_k(config.index_topk)
     if config.rope_parameters["rope_type"] == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(config.rope_parameters["factor"])
