@@ -27,7 +27,7 @@ from .load import load_model_runner
 from .memory.page_memory import PageMemory
 
 if TYPE_CHECKING:
-    from .memory.kv_pool import KVPool
+    from .model_runner import ModelRunner
 
 
 def main(child: Child) -> None:
@@ -48,7 +48,7 @@ def main(child: Child) -> None:
     assert config.scheduler.overlap != "auto", "the configuration is not resolved"
     adapters = None if runner.adapters is None else runner.adapters.store
     stage = None if place.wire is None else StageRank(runner, place.wire, group)
-    transfer = _make_transfer(child, runner.kv_pool)
+    transfer = _make_transfer(child, runner)
     loop = RankLoop(
         runner,
         inbox,
@@ -68,25 +68,25 @@ def main(child: Child) -> None:
             transfer.close()
 
 
-def _make_transfer(child: Child, pool: KVPool) -> TransferWorker | None:
-    """The worker of this rank's KV transfers; None: the engine has none.
+def _make_transfer(child: Child, runner: ModelRunner) -> TransferWorker | None:
+    """The worker that moves this rank's KV to other engines or a disk; None: nothing does.
 
     Raises:
         ConfigError: the backend's library is missing or unusable.
     """
     settings = child.settings
     server, mode = settings.config.server, settings.config.scheduler.disaggregation_mode
-    if mode == "null":
+    if mode == "null" and settings.config.cache.kv_disk is None:
         return None
-    memory = PageMemory(pool.views)
-    prefills = mode == "prefill"
+    memory, states = PageMemory(runner.kv_pool.views), runner.state_pool
     return TransferWorker(
         settings.endpoints.kv_transfer,
         worker_name(settings.rank, settings.life),
         memory,
-        writer=make_writer(server.transfer_backend, memory, server.host) if prefills else None,
-        target=None if prefills else make_target(server.transfer_backend, memory, server.host),
-        computed=ComputedSteps(pool.k[0].device),
+        writer=make_writer(server.transfer_backend, memory, server.host) if mode == "prefill" else None,
+        target=make_target(server.transfer_backend, memory, server.host) if mode == "decode" else None,
+        computed=ComputedSteps(runner.kv_pool.k[0].device),
+        states=None if states is None else PageMemory(states.checkpoint_views),
     )
 
 

@@ -39,13 +39,15 @@ from .journal.flight_recorder import FlightRecorder
 from .journal.recorder import make_recorder, open_log
 from .kv_events.publisher import KVEventPublisher
 from .kv_stores.identity import kv_facts, weights_content
-from .kv_stores.page_mover import PageMover
+from .kv_stores.page_mover import PageMover, PageRows
+from .kv_stores.ranked_rows import RankedRows
 from .kv_stores.segment_store import SegmentStore, check_folder
 from .preemption.chaos import with_chaos
 from .prefix_cache.block_events import block_size_for
 from .records.stats import StepLog
 from .scheduler import Scheduler
 from .transfer.link.make_link import make_link
+from .transfer.link.ranks import Ranks
 
 if TYPE_CHECKING:
     from ..model_runner.memory.kv_pool import KVPool
@@ -104,7 +106,9 @@ def main(child: Child) -> None:
             adapters = RankedAdapters(own_runner.adapters.store, others)
     runner = with_chaos(runner, config.scheduler, capacity.page_size)
     transfer = (
-        _make_transfer(child, own_runner.kv_pool) if disk is None else _open_disk(child, disk, own_runner)
+        _make_transfer(child, own_runner.kv_pool)
+        if disk is None
+        else _open_disk(child, disk, own_runner, lambda: scheduler.settled_step)
     )
     # The objects that exist now stay, so the collector must not visit them in the middle of a step.
     gc.collect()
@@ -172,17 +176,28 @@ def _make_transfer(child: Child, pool: KVPool) -> KVThread | None:
     return make_link(config, memory, layout, settings.endpoints, life=settings.life, vocab_size=vocab_size)
 
 
-def _open_disk(child: Child, root: Path, runner: ModelRunner) -> PageMover:
+def _open_disk(child: Child, root: Path, runner: ModelRunner, settled_step: Callable[[], int]) -> PageMover:
+    """Open the disk of all ranks; raises `RankLostError` if one has not come in time."""
     from ..model_runner.memory.page_memory import PageMemory
 
     settings = child.settings
     config = settings.config
-    memory, capacity = PageMemory(runner.kv_pool.views), runner.capacity
-    states = None if runner.state_pool is None else PageMemory(runner.state_pool.checkpoint_views)
+    own, capacity = PageMemory(runner.kv_pool.views), runner.capacity
+    own_states = None if runner.state_pool is None else PageMemory(runner.state_pool.checkpoint_views)
+    memory: PageRows = own
+    states: PageRows | None = own_states
+    tensors = [*own.tensors, *(() if own_states is None else own_states.tensors)]
+    if config.parallel.num_ranks > 1:
+        ranks = Ranks(settings.endpoints.kv_transfer, config.parallel.num_ranks, settings.life)
+        ranks.wait(config.server.startup_timeout)
+        tensors += [each for worker in ranks.workers for each in (*worker.tensors, *worker.states)]
+        memory = RankedRows(own, ranks, settled_step)
+        if own_states is not None:
+            states = RankedRows(own_states, ranks, settled_step, states=True)
     facts = kv_facts(
         config,
         settings.spec,
-        memory.tensors if states is None else [*memory.tensors, *states.tensors],
+        tensors,
         max_model_len=capacity.max_model_len,
         build=build_facts(runner),
     )

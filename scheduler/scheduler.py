@@ -27,6 +27,7 @@ One step, as calls (`Pipeline` makes them in the server):
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Sequence
 from typing import assert_never
 
@@ -86,6 +87,7 @@ class Scheduler:
     Attributes:
         decisions: what the last passes decided, with the reasons.
         masks: the token masks of a planned step.
+        settled_step: the last step that was settled; 0 if none was.
     """
 
     def __init__(
@@ -129,7 +131,10 @@ class Scheduler:
         self._transfer = parts.transfer
         self._matchers = matchers
         self.masks = MaskFiller(capacity.vocab_size, parts.memory.pool)
-        self._last_step_id = 0
+        self._last_step_id = self.settled_step = 0
+        self._held: deque[tuple[int, Sequence[Command]]] = (
+            deque()
+        )  # with the step that must be settled before
         self._last_pass: PassState | None = None  # in which there was something to decide
         self._abandoned_before_s = 0.0
 
@@ -190,13 +195,25 @@ class Scheduler:
         return self._parts.block_events.take()
 
     def take_transfer_commands(self) -> Sequence[Command]:
-        """Take the commands for the thread that moves KV: with `--disaggregation-mode` or `--kv-disk`."""
-        return self._transfer.take_commands()
+        """Take the commands for the thread that moves KV: with `--disaggregation-mode` or `--kv-disk`.
+
+        Those of a pass are held until all steps before it are settled, because such a step may still write to pages
+        that the pass has taken. With up to two pipeline stages a call after each step never has to hold any.
+        """
+        self._hold_commands(until_step=0)
+        ready: list[Command] = []
+        while self._held and self._held[0][0] <= self.settled_step:
+            ready += self._held.popleft()[1]
+        return ready
+
+    def _hold_commands(self, until_step: int) -> None:
+        if commands := self._transfer.take_commands():
+            self._held.append((until_step, commands))
 
     def close(self) -> Sequence[Command]:
         """The engine stops in good order: the last commands for the thread that moves KV. No other call follows."""
         self._transfer.close()
-        return self._transfer.take_commands()
+        return [*(each for _, held in self._held for each in held), *self._transfer.take_commands()]
 
     def adapter(self, fingerprint: str) -> Adapter | None:
         """The adapter with this fingerprint; None if it is not loaded."""
@@ -337,7 +354,9 @@ class Scheduler:
             self._stats.timed_out_reqs += len(expired)
             self._end(expired, now_s)
         self._kv.expire_pins(now_s)
+        self._hold_commands(until_step=0)
         self._change(self._transfer.plan(now_s), now_s)
+        self._hold_commands(until_step=self._last_step_id)
         while True:
             state = PassState(now_s, self._policy.active_name)
             batch = self._plan_pass(state)
@@ -403,6 +422,7 @@ class Scheduler:
     ) -> None:
         """Take the result of a step; see `ResultSettler.settle`. Call once per batch, in the order of planning."""
         rows = self._parts.settler.settle(batch, result, now_s, refused)
+        self.settled_step = batch.plan.step_id
         self._answers.rows(rows)
         self._transfer.settled(batch, result.forward_s)
         self.decisions.append(

@@ -1,4 +1,4 @@
-"""`TransferWorker`: moves the KV of a rank other than 0 to or from other engines, as rank 0's link orders.
+"""`TransferWorker`: moves the KV of a rank other than 0 to or from other engines or a disk, as rank 0 orders.
 
 It is a thread beside the loop of the rank: while the loop waits in a sum for the other ranks, pages go on moving.
 Orders and answers are those of `runtime/transport/rank_transfer.py`. A worker decides nothing and knows of no claim:
@@ -29,15 +29,18 @@ from ...runtime.transport.rank_transfer import (
     Order,
     OrderDone,
     ReadOwnPages,
+    ReadRows,
     StoreOwnPages,
     ToWorker,
     WorkerReady,
     WriteOwnPages,
+    WriteRows,
 )
 
 if TYPE_CHECKING:
-    from ...runtime.kv_backends.base import PageTarget, PageWriter, PoolMemory, Work
+    from ...runtime.kv_backends.base import PageTarget, PageWriter, Work
     from ...runtime.transport.message_base import Message
+    from ..memory.page_memory import PageMemory
 
 logger = logging.getLogger(__name__)
 
@@ -116,11 +119,12 @@ class TransferWorker:
         self,
         endpoint: str,
         name: str,
-        memory: PoolMemory,
+        memory: PageMemory,
         *,
         writer: PageWriter | None,
         target: PageTarget | None,
         computed: ComputedSteps,
+        states: PageMemory | None = None,
     ) -> None:
         """Connect to rank 0 and start the thread.
 
@@ -130,8 +134,10 @@ class TransferWorker:
             memory: of the rank's pool.
             writer, target: the backend of a prefill or a decode engine; both None: pages travel through rank 0.
             computed: the steps of this rank.
+            states: the checkpoints of state layers; None: the model has none.
         """
         self._memory = memory
+        self._states = states
         self._writer = writer
         self._target = target
         self._computed = computed
@@ -167,7 +173,8 @@ class TransferWorker:
     def _run(self) -> None:
         try:
             target = b"" if self._target is None else self._target.target()
-            self._answer(WorkerReady(own_identity(), self._memory.tensors, target))
+            states = () if self._states is None else self._states.tensors
+            self._answer(WorkerReady(own_identity(), self._memory.tensors, target, states))
             while not self._stops.is_set():
                 polls = self._target is not None and time.monotonic() < self._progress_until_s
                 self._socket.poll(_BUSY_POLL_MS if self._works or polls else _IDLE_POLL_MS)
@@ -194,13 +201,11 @@ class TransferWorker:
             case DropPeer():
                 if self._writer is not None:
                     self._writer.drop_peer(message.peer)
-            case AddPeer() | WriteOwnPages() | ReadOwnPages() | StoreOwnPages():
+            case _:
                 try:
                     self._works[message.order] = self._begin(message, frames)
                 except (TransferError, ValueError) as error:
                     self._answer(OrderDone(message.order, str(error)))
-            case _:
-                assert_never(message)
 
     def _begin(self, order: Order, frames: Sequence[zmq.Frame]) -> Work:
         match order:
@@ -219,11 +224,27 @@ class TransferWorker:
             case StoreOwnPages():
                 self._memory.write(_ids(order.pages), [frame.buffer for frame in frames])
                 return Done()
+            case ReadRows() | WriteRows():
+                return _Waiting(
+                    lambda: self._computed.has(order.step_id), lambda: self._move_rows(order, frames)
+                )
             case _:
                 assert_never(order)
 
     def _read(self, order: ReadOwnPages) -> Work:
         self._frames[order.order] = self._memory.read(_ids(order.pages))
+        return Done()
+
+    def _move_rows(self, order: ReadRows | WriteRows, frames: Sequence[zmq.Frame]) -> Work:
+        memory, pages = self._states if order.states else self._memory, _ids(order.pages)
+        assert memory is not None, "rank 0 has state layers, and this rank has none"
+        shape = len(pages), memory.page_bytes
+        if isinstance(order, WriteRows):
+            memory.write_rows(pages, np.frombuffer(frames[0].buffer, np.uint8).reshape(shape))
+        else:
+            rows = np.empty(shape, np.uint8)
+            memory.read_rows(pages, rows)
+            self._frames[order.order] = [rows.data.cast("B")]
         return Done()
 
     def _expect_writer(self) -> PageWriter:

@@ -458,13 +458,13 @@ class EngineConfig:
         mode = self.scheduler.disaggregation_mode
         if self.cache.kv_disk is not None:
             for name, value, usual in (
-                ("tp", self.parallel.tp, 1),
-                ("pp", self.parallel.pp, 1),
+                ("nnodes", self.parallel.nnodes, 1),
+                ("executor", self.parallel.executor, "local"),
                 ("disaggregation_mode", mode, "null"),
             ):
                 if value != usual:
                     raise ConfigError(
-                        f"kv_disk is set with {name} {value}, but a disk keeps the KV of engines with one rank that "
+                        f"kv_disk is set with {name} {value}, but a disk keeps the KV of engines on one machine that "
                         f"compute and decode; leave --kv-disk out, or --{name.replace('_', '-')}"
                     )
         if mode == "null":

@@ -1,4 +1,4 @@
-"""Messages between rank 0's link of KV transfers and the `TransferWorker`s of the other ranks of its engine.
+"""Messages between rank 0's link of KV transfers, or its disk tier, and the `TransferWorker`s of the other ranks.
 
 Rank 0 gives orders, each with a number that it never uses twice. A worker answers each with one `OrderDone`, in any
 order; rank 0 ignores answers to orders that it does not wait for any more. Orders are taken in the order in which they
@@ -56,13 +56,35 @@ class StoreOwnPages(Message, frozen=True):
     pages: bytes
 
 
+class ReadRows(Message, frozen=True):
+    """Answer with pages ([n] int32) in one frame, [n, page bytes]; for a disk. Of `states`, the slots are the pages.
+
+    Attributes:
+        step_id: as above.
+    """
+
+    order: int
+    pages: bytes
+    step_id: int
+    states: bool = False
+
+
+class WriteRows(Message, frozen=True):
+    """Write the frame that follows into pages; the fields are those of `ReadRows`."""
+
+    order: int
+    pages: bytes
+    step_id: int
+    states: bool = False
+
+
 class MakeProgress(Message, frozen=True):
     """Claims are open: let the backend make progress for `PROGRESS_S`. Not answered."""
 
 
 PROGRESS_S = 1.0
 
-Order = AddPeer | WriteOwnPages | ReadOwnPages | StoreOwnPages
+Order = AddPeer | WriteOwnPages | ReadOwnPages | StoreOwnPages | ReadRows | WriteRows
 ToWorker = Order | DropPeer | MakeProgress
 
 # ---------------------------------------------------------------- worker -> rank 0
@@ -75,11 +97,13 @@ class WorkerReady(Message, frozen=True):
         process: of its rank.
         tensors: (dtype, bytes of a page) of each tensor of its pool.
         target: of its backend, on the decode side; b"" if there is none.
+        states: (dtype, bytes of a slot) of each part of its checkpoints; none without state layers.
     """
 
     process: ProcessIdentity
     tensors: tuple[tuple[str, int], ...]
     target: bytes = b""
+    states: tuple[tuple[str, int], ...] = ()
 
 
 class OrderDone(Message, frozen=True):

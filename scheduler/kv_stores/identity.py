@@ -49,7 +49,8 @@ def kv_facts(
 
     Args:
         config: resolved.
-        tensors: (dtype, bytes of a page) of each tensor of the KV pool, in order; then of the states, if there are.
+        tensors: (dtype, bytes of a page) of each tensor of the KV pool, in order; then of the states, if there are; of
+            the ranks one after the other.
         max_model_len: of the capacity.
         build: `build_facts` of the runner.
     """

@@ -23,6 +23,7 @@ from typing import Any, Final, NamedTuple, Protocol, assert_never
 import numpy as np
 import numpy.typing as npt
 
+from ...runtime.kv_backends.base import TransferError
 from ...runtime.transport.ipc import Outbox
 from ...runtime.transport.kv_tiers import (
     CancelLoad,
@@ -102,7 +103,7 @@ class PageMover:
             open_store: opens it for an identity with these facts; called once, in the thread.
             facts: `kv_facts`.
             weights: computes `weights_content`; called once, in a thread of its own.
-            memory: of rank 0. Until a load or a store ends, nothing else uses or writes to its pages.
+            memory: of all ranks. Until a load or a store ends, nothing else uses or writes to its pages.
             scheduler: endpoint of the scheduler's inbox.
             states: of a model with state layers, the slots for checkpoints.
             persist_salted: store pages of salted namespaces, too.
@@ -288,7 +289,7 @@ class PageMover:
                 yield None
             if command.checkpoint and done == len(keys):
                 state_bytes = self._load_state(command.checkpoint, keys[-1])
-        except StoreError as failure:
+        except (StoreError, TransferError) as failure:
             error = str(failure)
         num_bytes = done * self._memory.page_bytes + state_bytes
         if command.checkpoint and not state_bytes:
@@ -334,7 +335,7 @@ class PageMover:
             if command.checkpoint and not self._store.has([state_key(keys[-1])])[0]:
                 self._check_kept(num_forgets)
                 num_bytes += self._save_state(command.checkpoint, keys[-1])
-        except StoreError as failure:
+        except (StoreError, TransferError) as failure:
             error = str(failure)
         seconds, used_bytes = time.monotonic() - started_s, self._store.used_bytes
         yield Stored(command.job, done, error, seconds, num_bytes, used_bytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -60,24 +60,48 @@ def wait_until_stored(engine: EngineServe, num_bytes: int) -> None:
     engine.metrics_when(lambda metrics: metrics[STORED] >= num_bytes)
 
 
-@pytest.mark.parametrize("end", [kill, stop])
+TP, PP = ("--tp", "2"), ("--pp", "2")
+
+
+@pytest.mark.parametrize(
+    ("end", "ranks"), [(kill, ()), (stop, ()), (kill, TP), (stop, TP), (kill, PP), (stop, PP)]
+)
 def test_a_prompt_survives_a_restart(
-    start: Callable[..., EngineServe], model: Path, end: Callable[[EngineServe], None]
+    start: Callable[..., EngineServe], model: Path, end: Callable[[EngineServe], None], ranks: Sequence[str]
 ) -> None:
-    first = start(str(model))
+    first = start(str(model), *ranks)
     cold = ask(first, PROMPT)
     assert cold["meta_info"]["cached_tokens"] == 0
     if end is kill:
         wait_until_stored(first, 1984 * 256)
     end(first)
 
-    second = start(str(model))
+    second = start(str(model), *ranks)
     warm = ask(second, PROMPT)
 
     assert (warm["text"], warm["output_ids"]) == (cold["text"], cold["output_ids"])
     assert warm["meta_info"]["cached_tokens"] == 1984
     assert warm["meta_info"]["cached_tokens_by_tier"] == {"disk": 1984}
     assert second.idle_metrics()['kv_tier_hit_tokens_total{tier="disk"}'] == 1984
+    stop(second)
+
+
+def test_a_record_that_is_damaged_in_the_part_of_one_rank_is_lost_to_all(
+    start: Callable[..., EngineServe], model: Path, tmp_path: Path
+) -> None:
+    first = start(str(model), *TP)
+    cold = ask(first, PROMPT)
+    stop(first)
+    (segment,) = (tmp_path / "disk").glob("*/*.open")
+    data = bytearray(segment.read_bytes())
+    data[60 * 8192 + 64 + 3000] ^= 1  # of 4,096 bytes of a page the second half is that of rank 1
+    segment.write_bytes(data)
+
+    second = start(str(model), *TP)
+    warm = ask(second, PROMPT)
+
+    assert warm["output_ids"] == cold["output_ids"]
+    assert warm["meta_info"]["cached_tokens_by_tier"] == {"disk": 60 * 16}
     stop(second)
 
 
@@ -101,13 +125,16 @@ def test_a_prompt_of_the_default_model_survives_a_restart(
     stop(second)
 
 
-def test_a_scheduler_that_is_killed_while_it_loads_and_stores(
-    start: Callable[..., EngineServe], model: Path
+@pytest.mark.parametrize(
+    ("role", "ranks"), [("scheduler", ()), ("model_runner_1", TP), ("model_runner_1", PP)]
+)
+def test_a_rank_that_is_killed_while_it_loads_and_stores(
+    start: Callable[..., EngineServe], model: Path, role: str, ranks: Sequence[str]
 ) -> None:
     """Its requests go on in the next one, from whatever the disk has, with the tokens that they get anyway."""
     # In bfloat16 a token that is computed with those before it may differ from the one after a step of its own.
     settings = ("--dtype", "float32", "--max-total-tokens", "6000", "--max-restarts", "20")
-    engine = start(str(model), *settings)
+    engine = start(str(model), *settings, *ranks)
     prompts = [[20 + number, *PROMPT[: 600 + 200 * number]] for number in range(4)]
     expected = [ask(engine, prompt)["output_ids"] for prompt in prompts]
     with ThreadPoolExecutor(len(prompts)) as pool:
@@ -120,7 +147,7 @@ def test_a_scheduler_that_is_killed_while_it_loads_and_stores(
                 number
             ):  # 0.02 s each: before the look-ups, while it loads, while it computes and stores
                 engine.leave_the_core_to_it()
-            os.kill(engine.pids["scheduler"], signal.SIGKILL)
+            os.kill(engine.pids[role], signal.SIGKILL)
             assert [answer.result()["output_ids"] for answer in answers] == expected
             while engine.log.count("started child=scheduler") == lives:
                 engine.leave_the_core_to_it()

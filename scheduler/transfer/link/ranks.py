@@ -16,7 +16,7 @@ import zmq
 from msgspec.structs import replace
 
 from ....runtime.errors import RankLostError
-from ....runtime.kv_backends.base import TransferError
+from ....runtime.kv_backends.base import TransferError, Work
 from ....runtime.transport.ipc import decode_or_drop, make_socket
 from ....runtime.transport.kv_transfer import KVLayout, digest_of
 from ....runtime.transport.rank_transfer import (
@@ -147,6 +147,15 @@ class Ranks:
                     ordered = self._orders.pop(message.order, None)
                     if ordered is not None:
                         ordered.end(message.error, [frame.buffer for frame in frames])
+
+    def wait_for(self, work: Work) -> None:
+        """Wait until work of the ranks has ended; as long as it takes: a rank that dies ends this process, too.
+
+        Raises:
+            TransferError: see `Work`.
+        """
+        while not work.is_done():
+            self._socket.poll(_READY_POLL_MS)
 
     def close(self) -> None:
         """Close the connections."""

@@ -20,15 +20,18 @@ DISK = CacheConfig(kv_disk="folder")
 @pytest.mark.parametrize(
     ("groups", "words"),
     [
-        ({"parallel": ParallelConfig(tp=2)}, "kv_disk is set with tp 2, .*; leave --kv-disk out, or --tp"),
-        ({"parallel": ParallelConfig(pp=2)}, "kv_disk is set with pp 2"),
+        (
+            {"parallel": ParallelConfig(tp=2, nnodes=2, dist_init_addr="10.0.0.1:5000")},
+            "kv_disk is set with nnodes 2, .*; leave --kv-disk out, or --nnodes",
+        ),
+        ({"parallel": ParallelConfig(tp=2, executor="ray")}, "kv_disk is set with executor ray"),
         (
             {"scheduler": SchedulerConfig(disaggregation_mode="decode")},
             "kv_disk is set with disaggregation_mode decode, .*; leave --kv-disk out, or --disaggregation-mode",
         ),
     ],
 )
-def test_more_than_one_rank_and_half_an_engine(groups: Any, words: str) -> None:
+def test_several_machines_and_half_an_engine(groups: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         EngineConfig(cache=DISK, **groups)
 

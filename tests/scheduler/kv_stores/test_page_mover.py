@@ -20,6 +20,7 @@ from engine.model_runner.memory.state_pool import StatePool
 from engine.model_runner.states.state_runs import StateLayout
 from engine.models.spec.state_spec import Mamba2Spec, StateSpec
 from engine.runtime.errors import ConfigError
+from engine.runtime.kv_backends.base import TransferError
 from engine.runtime.transport.ipc import Inbox
 from engine.runtime.transport.kv_tiers import (
     CancelLoad,
@@ -533,3 +534,24 @@ def test_closing_ends_what_is_queued_but_waits_no_longer_than_it_may(tmp_path, e
     engine.disk.close(PATIENCE_S)
     assert time.monotonic() - started_s < PATIENCE_S / 2
     never.set()
+
+
+def test_a_rank_that_fails_ends_its_job_and_no_other(tmp_path, engine_at, monkeypatch):
+    tokens = prompt(4)
+    engine = engine_at(tmp_path)
+
+    def fail(*_: Any) -> None:
+        raise TransferError("rank 1: no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.memory, "read_rows", fail)
+        stored = engine.ask(StorePages, "", tokens, 0, ids(1, 2, 3, 4))
+        assert isinstance(stored, Stored) and (stored.num_pages, stored.error) == (0, "rank 1: no memory")
+    engine.ask(StorePages, "", tokens, 0, ids(1, 2, 3, 4))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.memory, "write_rows", fail)
+        failed = engine.ask(LoadPages, "", tokens, 0, ids(5, 6, 7, 8))
+        assert isinstance(failed, Loaded) and (failed.num_pages, failed.error) == (0, "rank 1: no memory")
+
+    loaded = engine.ask(LoadPages, "", tokens, 0, ids(5, 6, 7, 8))
+    assert isinstance(loaded, Loaded) and (loaded.num_pages, loaded.error) == (4, "")

@@ -70,6 +70,34 @@ def test_a_prompt_is_stored_once_it_is_computed_and_found_after_a_restart(warm: 
     assert (figures.loaded_bytes, figures.stored_bytes) == (10 * PAGE_BYTES, 0)
 
 
+def test_with_three_stages_pages_are_loaded_when_no_step_can_write_to_them_any_more(
+    warm: DiskHarness,
+) -> None:
+    """A page that comes free may be written to by all steps in flight, and two stay in flight after a pass."""
+    staged = restarted(warm, num_stages=3, overlap=2, chunked_prefill_size=8)
+    staged.disk.answers_itself = False
+    staged.submit(prompt=list(range(50, 97)) * 2)
+    staged.collect()
+    staged.answer()
+    for _ in range(3):
+        staged.step()
+    rid = staged.submit(prompt=PROMPT)
+    staged.collect()
+    staged.answer()
+
+    staged.step()
+    taken_after = staged.in_flight[-1][0].plan.step_id - 1
+
+    assert staged.events(rid) == ["looked up", "loading"] and len(staged.in_flight) == 2
+    assert kinds(staged.disk) == [LookUp, LookUp] and staged.in_flight[0][0].plan.step_id == taken_after
+    staged.step()
+    assert kinds(staged.disk) == [LookUp, LookUp, LoadPages]
+    assert staged.in_flight[0][0].plan.step_id > taken_after
+    staged.disk.answers_itself = True
+    staged.run_until_idle()
+    assert staged.answers[rid].rows[-1].usage.cached_tokens == 40
+
+
 def test_a_prompt_that_the_prefix_cache_has_asks_no_disk(warm: DiskHarness) -> None:
     for _ in range(2):
         warm.submit(prompt=PROMPT)

@@ -37,7 +37,7 @@ class DiskMachine(SchedulerMachine):
         page_size=st.sampled_from([1, 2, 4, 16]),
         num_pages=st.integers(3, 40),
         max_running_requests=st.integers(1, 6),
-        overlap=st.sampled_from([0, 0, 1]),
+        overlap=st.sampled_from([0, 0, 1, 2]),
         schedule_policy=st.sampled_from(["fcfs", "lpm", "priority", "fair"]),
         chunked_prefill_size=st.sampled_from([-1, 8, 24]),
         max_prefill_tokens=st.sampled_from([5, 32, 200]),
@@ -67,9 +67,11 @@ class DiskMachine(SchedulerMachine):
         self.patch.setattr(page_tier, "MIN_TOKENS", min_tokens)
         self.folder = tempfile.TemporaryDirectory()
         burst_ms = 0.0 if overlap else multi_step_ms
+        num_stages = 3 if overlap == 2 else 1
         self.harness = self.new_harness(
             max_model_len=120,
             overlap=overlap,
+            num_stages=num_stages,
             multi_step_ms=burst_ms,
             num_checkpoints=checkpoints[0],
             checkpoint_pages=checkpoints[1],
