@@ -20,6 +20,8 @@ FP8: Final = torch.float8_e4m3fn
 FP8_MAX: Final = 448.0
 BLOCK_SIZE: Final = 32
 """Inputs per block of a `BlockWeight`."""
+HALF_BLOCK: Final = 16
+"""Inputs that share a scale in NVFP4."""
 SMALLEST_AMAX: Final = 1e-12
 """Replaces the largest absolute value of a row of zeros, whose scale would be 0."""
 
@@ -143,13 +145,14 @@ class BlockWeight:
     """Integers with a scale and a minimum per output and block of 32 inputs; many formats of GGUF are of this form.
 
     Attributes:
-        numbers: [N, K] uint8, 0..15 or 0..255; K is a multiple of 32.
-        scales: [N, K / 32] float32.
+        numbers: [N, K] uint8, 0..15 or 0..255; K is a multiple of 32, or of 16.
+        scales: [N, K / 32] float32; with a `factor` [N, K / 16], values of e4m3.
         minima: [N, K / 32] float32, or None where each is -zero * scale; weight = number * scale + minimum.
         zero: see `minima`.
         bits: bits per integer, 4 or 8.
         table: values 0..255 of the 16 integers, each at most 127 from `zero`; None: integers are their own values. Only
             with 4 bits and without minima; weight = (table[number] - zero) * scale.
+        factor: of all scales, which kernels keep as bytes; None: scales are for whole blocks. Only with a table.
     """
 
     numbers: Tensor
@@ -158,6 +161,7 @@ class BlockWeight:
     zero: int
     bits: int
     table: tuple[int, ...] | None = None
+    factor: float | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -166,10 +170,9 @@ class BlockWeight:
 
     @property
     def num_bytes(self) -> int:
-        """Memory in the layout of the kernels: integers of `bits` bits, scales and minima of 16 bits."""
-        return self.numbers.numel() * self.bits // 8 + self.scales.numel() * (
-            4 if self.minima is not None else 2
-        )
+        """Memory in the layout of the kernels: integers of `bits` bits, scales and minima of 16 bits, or of 8."""
+        scale_bytes = 1 if self.factor is not None else 4 if self.minima is not None else 2
+        return self.numbers.numel() * self.bits // 8 + self.scales.numel() * scale_bytes
 
     @property
     def is_finite(self) -> bool:
@@ -183,17 +186,19 @@ class BlockWeight:
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """[N, K], rounded once."""
-        blocks = self._values().view(len(self.scales), -1, BLOCK_SIZE).to(torch.float32)
+        blocks = self._values().view(*self.scales.shape, -1).to(torch.float32)
         if self.minima is None:
-            return blocks.sub_(self.zero).mul_(self.scales.unsqueeze(2)).to(dtype).flatten(1)
+            scales = self.scales if self.factor is None else self.scales * self.factor
+            return blocks.sub_(self.zero).mul_(scales.unsqueeze(2)).to(dtype).flatten(1)
         return blocks.mul_(self.scales.unsqueeze(2)).add_(self.minima.unsqueeze(2)).to(dtype).flatten(1)
 
     def take_blocks(self, blocks: Tensor) -> BlockWeight:
         """The weight with these blocks of 32 of its inputs, [K / 32] int64."""
+        rows, num_blocks = len(self.scales), self.shape[1] // BLOCK_SIZE
         return replace(
             self,
-            numbers=self.numbers.view(*self.scales.shape, BLOCK_SIZE)[:, blocks].flatten(1),
-            scales=self.scales[:, blocks],
+            numbers=self.numbers.view(rows, num_blocks, -1)[:, blocks].flatten(1),
+            scales=self.scales.view(rows, num_blocks, -1)[:, blocks].flatten(1),
             minima=None if self.minima is None else self.minima[:, blocks],
         )
 
@@ -208,7 +213,12 @@ class BlockWeight:
         )
 
     def widened(self) -> BlockWeight:
-        """The same weight in the most general form: 8 bits and minima."""
+        """The same weight in the most general form, 8 bits and minima; rounded if its scales are for 16 inputs."""
+        if self.factor is not None:
+            blocks = self.dequantized(torch.float32).view(len(self.scales), -1, BLOCK_SIZE)
+            scales = blocks.abs().amax(dim=2) / 127
+            numbers = (blocks / scales.clamp(min=SMALLEST_AMAX).unsqueeze(2)).round() + 128
+            return BlockWeight(numbers.to(torch.uint8).flatten(1), scales, scales * -128, 0, 8)
         minima = self.scales * -self.zero if self.minima is None else self.minima
         return BlockWeight(self._values(), self.scales, minima, 0, 8)
 
@@ -220,7 +230,7 @@ class BlockWeight:
 
     def stacks_with(self, other: BlockWeight) -> bool:
         """Whether both can become one weight with the outputs of both."""
-        return self.shape[1] == other.shape[1]
+        return self.shape[1] == other.shape[1] and self.factor == other.factor
 
 
 def stack_fp8(weights: Sequence[Fp8Weight]) -> Fp8Weight:
@@ -251,7 +261,8 @@ def stack_blocks(weights: Sequence[BlockWeight]) -> BlockWeight:
     """
     if len(weights) == 1:
         return weights[0]
-    if len({(weight.bits, weight.zero, weight.minima is None, weight.table) for weight in weights}) > 1:
+    forms = {(one.bits, one.zero, one.minima is None, one.table, one.factor) for one in weights}
+    if len(forms) > 1:
         weights = [weight.widened() for weight in weights]
     minima = [weight.minima for weight in weights if weight.minima is not None]
     return replace(

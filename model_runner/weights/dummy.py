@@ -12,13 +12,15 @@ from torch import Tensor
 from .reader import Slice, cut_from_whole
 
 _BOUND: Final = 0.02
+_EXPONENT: Final = 120
+"""Of a scale of 1/128: exponents have 127 added."""
 _BLOCK: Final = 4_194_301
 """Values drawn per tensor; a larger tensor repeats them. At 120 million values per second, drawing eight billion took a
 minute. The count is prime, so no two rows of a matrix begin at the same value and all rows differ."""
 
 
 class DummyStore:
-    """Any tensor in any shape, uniform in +-0.02. The packed int32 words of quantized weights get random bits.
+    """Any tensor in any shape, uniform in +-0.02. Packed integers and 4-bit floats get random bits.
 
     The values are never all zeros: a model of zeros is faster than a real one where kernels or memory compress, and
     its logits are all equal. The values depend on seed and name only, so all ranks and runs have the same weights.
@@ -45,6 +47,9 @@ class DummyStore:
         if out.dtype == torch.int32:  # packed 4-bit integers
             words = torch.iinfo(torch.int32)
             out.random_(words.min, words.max, generator=generator)
+            return
+        if out.dtype == torch.uint8:  # 4-bit floats, or the exponents of their scales
+            out.random_(0, 256, generator=generator) if "scale" not in name else out.fill_(_EXPONENT)
             return
         drawn = torch.empty(min(out.numel(), _BLOCK), dtype=torch.float32)
         values = drawn.uniform_(-_BOUND, _BOUND, generator=generator).to(out.dtype)

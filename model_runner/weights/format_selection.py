@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...models.spec.model_spec import with_quantization
-from ...models.spec.quantization import BLOCK_METHODS
+from ...models.spec.quantization import BLOCK_METHODS, FP4_METHODS
 from ...models.weight_files.weight_memory import rounded_bytes, tied_head_bytes, weight_bytes
 from ...runtime.errors import ConfigError
 from ..kernels import probe
@@ -18,9 +18,10 @@ from ..kernels.avoided import NOTHING_AVOIDED, AvoidedKernels
 from ..kernels.blocks.native_blocks import TILES_FROM
 from ..kernels.quantized import QuantizedLinears, QuantTarget, reasons_against_blocks
 from .block_format import BlockFormat
+from .fp4_format import Fp4Parts
 from .fp8_format import Fp8Parts, MadeFp8Parts
 from .int_format import AwqParts, CompressedIntParts, GptqParts
-from .linear_format import LinearFormat, PartReader, PlainFormat, QuantizedFormat
+from .linear_format import LinearFormat, MixedParts, PartReader, PlainFormat, QuantizedFormat
 
 if TYPE_CHECKING:
     from ...models.spec.model_spec import ModelSpec
@@ -61,9 +62,9 @@ def make_linear_format(
             _log_cost(spec, target, "quantization is none")
         elif found.is_in_blocks and not reasons_against_blocks(target):
             _log_kept(spec, target)
-        elif target.device.type != "cuda" or target.triton_reason:
+        elif target.device.type != "cuda" or target.triton_reason or found.method in FP4_METHODS:
             _log_cost(spec, target, "for which there is no kernel here")
-        return QuantizedFormat(_part_reader(found), linears)
+        return QuantizedFormat(_part_reader(found), linears, may_have_head=found.may_have_head)
     if reasons := reasons_against_blocks(target):
         if not found.stored:  # rounding would lose precision and save no memory
             raise ConfigError(
@@ -102,6 +103,10 @@ def _part_reader(found: QuantizationSpec) -> PartReader:
             return GptqParts(found)
         case "compressed-tensors":
             return CompressedIntParts(found)
+        case "nvfp4" | "mxfp4":
+            return Fp4Parts(found)
+        case "mixed":
+            return MixedParts(found, _part_reader)
         case _:
             raise AssertionError(f"{found.method} is read by `BlockFormat`")
 
@@ -133,7 +138,9 @@ def _log_kept(spec: ModelSpec, target: QuantTarget) -> None:
 
 
 def _method(quantization: QuantizationSpec) -> str:
-    """The method, and the formats of a GGUF file with their numbers of modules."""
+    """The method, and the formats of a GGUF file with their numbers of modules, or those of a mixed one."""
+    if quantization.method == "mixed":
+        return f"mixed ({', '.join(dict.fromkeys(form.method for _, form in quantization.parts))})"
     types = Counter(quantization.types.values())
     counts = ", ".join(f"{name} x {count}" for name, count in types.most_common())
     return f"{quantization.method} ({counts})" if counts else quantization.method

@@ -3,7 +3,8 @@
 `<name>.weight` is [out, in] e4m3. Its scales are `<name>.weight_scale`, or `<name>.weight_scale_inv` in exports of
 transformers, which name it by the inverse of the factor used in quantization. There is one scale per tensor, one per
 output, or one per block of outputs and inputs. All are expanded to one per output, and per group of inputs if there are
-blocks. This costs 3 % more memory than 128 x 128 blocks, and weights can be stacked and cut at any output.
+blocks. This costs 3 % more memory than 128 x 128 blocks, and weights can be stacked and cut at any output. In MXFP8 the
+scale of 32 inputs of an output is a byte (e8m0): the exponent of a power of two, plus 127.
 """
 
 # Shapes: [N, K] a whole weight: N outputs, K inputs; G groups of inputs.
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from ..kernels.quantized import Part
 
 _SCALES: Final = ("weight_scale_inv", "weight_scale")
+_MX_BLOCK: Final = (1, 32)
+"""The block of MXFP8."""
 
 
 class Fp8Parts:
@@ -38,7 +41,6 @@ class Fp8Parts:
         scale_name = next((one for one in scale_names if weights.shape(one, shape) is not None), None)
         if scale_name is None or self._quantization.is_plain(name):
             return read_plain([module])
-        module.ignore_static_scales()
         numbers = weights.stacked([f"{name}.weight"], [shape], FP8, slices=None if part is None else [part])
         scales, group_size = self._scales(weights, scale_name, shape)
         if part is not None and part.axis == 0:
@@ -66,6 +68,8 @@ class Fp8Parts:
         block = self._quantization.block
         if block is not None:
             blocks = (-(-rows // block[0]), -(-columns // block[1]))
+            if block == _MX_BLOCK:
+                return powers_of_two(weights.tensor(name, blocks, torch.uint8)), block[1]
             scales = weights.tensor(name, blocks, torch.float32)
             return scales.repeat_interleave(block[0], dim=0)[:rows], block[1]
         found = weights.shape(name, (rows, 1))
@@ -86,3 +90,8 @@ class MadeFp8Parts:
         """A rank with a part of the inputs takes the largest magnitude of its part."""
         plain = read_plain([module])
         return plain if self._quantization.is_plain(module.name) else quantize_to_fp8(plain)
+
+
+def powers_of_two(codes: Tensor) -> Tensor:
+    """The values of e8m0, uint8, in float32; the code of NaN becomes infinity."""
+    return (codes.to(torch.int32) << 23).clamp_(min=1 << 22).view(torch.float32)  # as exponents of float32

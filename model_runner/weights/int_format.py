@@ -46,7 +46,7 @@ from ..kernels.quantized_weights import IntWeight
 from .reader import ModuleWeight, Slice, read_plain
 
 if TYPE_CHECKING:
-    from ...models.spec.quantization import IntForm, QuantizationSpec
+    from ...models.spec.quantization import QuantizationSpec
     from ..kernels.quantized import Part
 
 
@@ -183,8 +183,8 @@ class CompressedIntParts:
         self._quantization = quantization
 
     def read(self, module: ModuleWeight) -> Part:
-        form = self._quantization.int_form(module.name)
-        if form is None:
+        form = self._quantization
+        if form.is_plain(module.name):
             return read_plain([module])
         weights, name, (rows, columns), part = module
         size = form.group_size or columns
@@ -206,12 +206,11 @@ class CompressedIntParts:
         zeros = torch.full(scales.shape, zero, dtype=torch.uint8, device=scales.device)
         if not form.symmetric:
             zeros = self._zeros(module, form, num_groups)
-        module.ignore_static_scales()
         for unused in ("weight_shape", "weight_zero_point"):
             weights.ignore(f"{name}.{unused}")
         tensor = f"{name}.weight_g_idx"
         order = None
-        if self._quantization.reordered and weights.shape(tensor, (columns,)) is not None:
+        if form.reordered and weights.shape(tensor, (columns,)) is not None:
             order = order_of_groups(module, tensor, size, "actorder")
         if order is not None:
             numbers = numbers[:, order]
@@ -219,7 +218,7 @@ class CompressedIntParts:
             scales, zeros = (_of_part(one, part, size, num_groups) for one in (scales, zeros))
         return IntWeight(numbers.t(), scales, zeros, min(size, numbers.shape[1]), order, bits=form.bits)
 
-    def _numbers(self, module: ModuleWeight, form: IntForm) -> Tensor:
+    def _numbers(self, module: ModuleWeight, form: QuantizationSpec) -> Tensor:
         """[N, K] uint8, or a rank's part of it."""
         weights, name, (rows, columns), part = module
         if not form.packed:
@@ -247,7 +246,7 @@ class CompressedIntParts:
         stored = (rows,) if found == (rows,) and num_groups == 1 else whole
         return _narrowed(weights.tensor(tensor, stored, torch.float32).view(whole).t().contiguous())
 
-    def _zeros(self, module: ModuleWeight, form: IntForm, num_groups: int) -> Tensor:
+    def _zeros(self, module: ModuleWeight, form: QuantizationSpec, num_groups: int) -> Tensor:
         """[G, N] uint8, of the whole weight."""
         weights, name, (rows, _), _ = module
         tensor, zero = f"{name}.weight_zero_point", 1 << (form.bits - 1)

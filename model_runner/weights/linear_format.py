@@ -3,9 +3,9 @@
 There is one object for the whole model, chosen by the checkpoint and the user's settings. `Linear` takes its weight
 from it and does not depend on whether that is bfloat16, 8-bit or 4-bit.
 
-`PlainFormat` and `QuantizedFormat` are here, `block_format` has a third. A `PartReader` (`fp8_format`, `int4_format`)
-reads the tensors of one quantized module, and `QuantizedLinears` packs them for this device. Modules that are plain in
-the checkpoint stay plain.
+`PlainFormat` and `QuantizedFormat` are here, `block_format` has a third. A `PartReader` (`fp8_format`, `fp4_format`,
+`int_format`) reads the tensors of one quantized module, and `QuantizedLinears` packs them for this device. Modules that
+are plain in the checkpoint stay plain.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.quantized import Part, QuantizedLinears, dequantized
-from .reader import ModuleWeight, read_plain
+from ..kernels.quantized_weights import BlockWeight
+from .reader import ModuleWeight, Slice, read_plain
 
 if TYPE_CHECKING:
+    from ...models.spec.quantization import QuantizationSpec
     from ..ops.linear import LinearWeight, LinearWithRows, PackLinear
 
 
@@ -87,12 +90,28 @@ class PartReader(Protocol):
         ...
 
 
+class MixedParts:
+    """`PartReader` of a checkpoint with several forms, by module."""
+
+    def __init__(
+        self, quantization: QuantizationSpec, make_reader: Callable[[QuantizationSpec], PartReader]
+    ) -> None:
+        self._quantization = quantization
+        self._readers = {id(form): make_reader(form) for _, form in quantization.parts}
+
+    def read(self, module: ModuleWeight) -> Part:
+        form = self._quantization.part_of(module.name)
+        return read_plain([module]) if form is None else self._readers[id(form)].read(module)
+
+
 class QuantizedFormat:
     """The `LinearFormat` of a quantized checkpoint, or of a plain one that is quantized while loading."""
 
-    def __init__(self, parts: PartReader, linears: QuantizedLinears) -> None:
+    def __init__(self, parts: PartReader, linears: QuantizedLinears, *, may_have_head: bool = False) -> None:
+        """Take the parts; `may_have_head`: the output head may be quantized, too."""
         self._parts = parts
         self._linears = linears
+        self._may_have_head = may_have_head
 
     def load(self, modules: Sequence[ModuleWeight]) -> LinearWeight:
         return self._linears.pack([self._parts.read(one) for one in modules])
@@ -101,8 +120,15 @@ class QuantizedFormat:
         return torch.cat([dequantized(self._parts.read(one), one.reader.dtype) for one in modules])
 
     def head(self, module: ModuleWeight, rows: range, plain_rows: Callable[[], Tensor]) -> LinearWeight:
-        """The head is plain in every checkpoint."""
-        return self._linears.pack([plain_rows()])
+        """The head is plain in nearly every checkpoint; if it is not, it has scales as other modules."""
+        stop = min(rows.stop, module.shape[0])
+        if not self._may_have_head or rows.start >= stop:
+            return self._linears.pack([plain_rows()])
+        part = self._parts.read(module._replace(part=Slice(0, rows.start, stop)))
+        if isinstance(part, BlockWeight):
+            return self._linears.pack([part.padded(len(rows))])
+        plain = dequantized(part, module.reader.dtype)
+        return self._linears.pack([F.pad(plain, (0, 0, 0, rows.stop - stop))])
 
     def table(self, module: ModuleWeight, rows: range) -> LinearWithRows | None:
         """Tables are plain in every checkpoint."""

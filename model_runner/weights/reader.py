@@ -7,7 +7,7 @@ Every tensor is read directly into its final memory, so the peak is the model pl
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,12 +17,6 @@ from .pinned_staging import Staging, staging_for
 
 if TYPE_CHECKING:
     from ..kernels.blocks.stored_rows import StoredRows
-
-
-_STATIC_SCALES: Final = (
-    *("input_scale", "activation_scale", "input_scale_ub", "output_scale", "k_scale", "v_scale"),
-    *("input_zero_point", "k_zero_point", "v_zero_point"),
-)
 
 
 class Slice(NamedTuple):
@@ -46,13 +40,6 @@ class ModuleWeight(NamedTuple):
     name: str
     shape: tuple[int, int]
     part: Slice | None = None
-
-    def ignore_static_scales(self) -> None:
-        """Ignore scales and zero points of activations and of the KV cache: both are scaled here as they are made."""
-        attention = self.name.rpartition(".")[0]
-        for unused in _STATIC_SCALES:
-            self.reader.ignore(f"{self.name}.{unused}")
-            self.reader.ignore(f"{attention}.{unused}")
 
 
 def read_plain(modules: Sequence[ModuleWeight]) -> Tensor:
@@ -106,6 +93,10 @@ class WeightReader:
         self._store = store
         self._device = device
         self._left = store.names()
+
+    def describe(self, name: str) -> str:
+        """The file of a tensor, see `TensorStore`."""
+        return self._store.describe(name)
 
     def shape(self, name: str, wanted: tuple[int, ...]) -> tuple[int, ...] | None:
         """For weights with optional tensors, or with tensors of one of several shapes."""

@@ -35,6 +35,7 @@ _DTYPES: Final = {
     "F8_E4M3": torch.float8_e4m3fn,
     "I32": torch.int32,
     "U8": torch.uint8,
+    "F8_E8M0": torch.uint8,
     "I8": torch.int8,
     "I64": torch.int64,
 }

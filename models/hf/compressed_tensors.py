@@ -1,6 +1,6 @@
 """Reads the quantization of compressed-tensors (vllm-project/compressed-tensors, llm-compressor).
 
-Each group of `config_groups` describes the weights of some modules, 8-bit floats or integers.
+Each group of `config_groups` describes the weights of some modules: floats of 4 or 8 bits, or integers.
 """
 
 from __future__ import annotations
@@ -11,12 +11,19 @@ from typing import Any, Final
 
 from msgspec import structs
 
+from ...runtime.config.model_choice import QuantMethod
 from ..fields import Fields
-from ..spec.quantization import IntForm, QuantizationSpec, compiled
+from ..spec.quantization import QuantizationSpec, compiled
 
 _FP8_LAYOUTS: Final = ("float-quantized", "naive-quantized")
 _INT_LAYOUTS: Final = ("pack-quantized", "int-quantized", "naive-quantized")
-_LAYOUTS: Final = (*_INT_LAYOUTS, "float-quantized", "mixed-precision")
+_FP4_LAYOUTS: Final[Mapping[str, tuple[QuantMethod, str, int]]] = {
+    "nvfp4-pack-quantized": ("nvfp4", "tensor_group", 16),
+    "mxfp4-pack-quantized": ("mxfp4", "group", 32),
+}
+"""Layouts of 4-bit floats: the method, and the strategy and the group size that it has."""
+_MXFP8: Final = "mxfp8-quantized"
+_LAYOUTS: Final = (*_INT_LAYOUTS, "float-quantized", *_FP4_LAYOUTS, _MXFP8, "mixed-precision")
 _REORDERED: Final = (True, "group", "dynamic")
 """The values of `actorder` with which the groups of a checkpoint are not neighboring inputs."""
 _ALL_LINEAR: Final = "Linear"
@@ -53,27 +60,21 @@ def read_compressed_tensors(fields: Fields) -> QuantizationSpec:
     if not isinstance(groups, Mapping) or not groups:
         raise fields.error("config_groups", groups, "expected at least one group")
     read = [_read_group(fields, name, group, layout) for name, group in groups.items()]
-    if all(isinstance(one, IntForm) for one in read):
-        forms = [one for one in read if isinstance(one, IntForm)]
-        return QuantizationSpec(
-            method="compressed-tensors",
-            int_forms=tuple(sorted(forms, key=lambda form: not form.modules)),
-            reordered=any(group["weights"].get("actorder") in _REORDERED for group in groups.values()),
-            plain_modules=module_names(fields, "ignore"),
-        )
-    if len(read) > 1:
-        raise fields.error(
-            "config_groups",
-            groups,
-            "several groups are supported only if all have integers; use another export",
-        )
-    (fp8,) = read
-    assert isinstance(fp8, QuantizationSpec)
-    return structs.replace(fp8, plain_modules=module_names(fields, "ignore"))
+    plain = module_names(fields, "ignore")
+    if len(read) == 1 and not read[0][0]:
+        return structs.replace(read[0][1], plain_modules=plain)
+    if sum(not modules for modules, _ in read) > 1:
+        raise fields.error("config_groups", groups, "only one group can be for all linear layers")
+    parts = tuple(sorted(read, key=lambda part: not part[0]))  # those for named modules first
+    return QuantizationSpec(method="mixed", parts=parts, plain_modules=plain)
 
 
-def _read_group(fields: Fields, name: str, group: Any, layout: str) -> IntForm | QuantizationSpec:
-    """A group of `config_groups`: a form of integers, or the description of 8-bit floats.
+def _read_group(
+    fields: Fields, name: str, group: Any, layout: str
+) -> tuple[tuple[str, ...], QuantizationSpec]:
+    """The modules of a group of `config_groups` and their form; no modules: all linear layers.
+
+    Activations may be quantized, too; they are multiplied here as if they were not, or in 8 bits.
 
     Args:
         layout: of groups that name none.
@@ -87,28 +88,48 @@ def _read_group(fields: Fields, name: str, group: Any, layout: str) -> IntForm |
         )
     layout = within.text("format", default=layout)
     weights = Fields(fields.path, group["weights"], f"quantization_config.config_groups.{name}.weights.")
-    if weights.text("type") == "int":
-        return _read_int_group(within, weights, layout)
-    if layout not in _FP8_LAYOUTS:
-        raise within.error("format", layout, f"floats are supported in the layouts {', '.join(_FP8_LAYOUTS)}")
-    if weights.integer("num_bits", 1, 64) != 8 or weights.text("type") != "float":
-        raise weights.error("num_bits", weights.get("num_bits"), "only 8-bit float weights are supported")
+    targets = module_names(within, "targets")
+    for target in targets:
+        if target != _ALL_LINEAR and target.isalnum() and target[0].isupper():
+            raise within.error("targets", list(targets), f"of classes only {_ALL_LINEAR} is supported")
+    if not targets:
+        raise within.error("targets", list(targets), "expected the modules of the group")
+    read = _read_ints if weights.text("type") == "int" else _read_floats
+    return () if _ALL_LINEAR in targets else targets, read(within, weights, layout)
+
+
+def _read_floats(group: Fields, weights: Fields, layout: str) -> QuantizationSpec:
+    layouts = (*_FP8_LAYOUTS, *_FP4_LAYOUTS, _MXFP8)
+    if layout not in layouts:
+        raise group.error("format", layout, f"floats are supported in the layouts {', '.join(layouts)}")
+    _must_be(weights, "type", weights.text("type"), "float")
+    bits = weights.integer("num_bits", 1, 64)
     if not weights.boolean("symmetric", default=True):
-        raise weights.error("symmetric", False, "only symmetric weights are supported")
-    if group.get("targets") != [_ALL_LINEAR]:
-        raise within.error("targets", group.get("targets"), f"for floats only [{_ALL_LINEAR!r}] is supported")
+        raise weights.error("symmetric", False, "only symmetric floats are supported")
     strategy = weights.text("strategy")
+    if layout in _FP4_LAYOUTS:
+        method, usual, size = _FP4_LAYOUTS[layout]
+        _must_be(weights, "num_bits", bits, 4)
+        _must_be(weights, "strategy", strategy, usual)
+        _must_be(weights, "group_size", weights.integer("group_size", 1, 1 << 20), size)
+        return QuantizationSpec(method=method)
+    if bits != 8:
+        raise weights.error("num_bits", bits, f"only 8-bit float weights are supported in {layout}")
+    weights_only = group.get("input_activations") is None
+    if layout == _MXFP8:
+        _must_be(weights, "strategy", strategy, "group")
+        _must_be(weights, "group_size", weights.integer("group_size", 1, 1 << 20), 32)
+        return QuantizationSpec(method="fp8", block=(1, 32), weights_only=weights_only)
     if strategy not in ("tensor", "channel", "block"):
         raise weights.error("strategy", strategy, "only tensor, channel and block are supported")
     return QuantizationSpec(
         method="fp8",
         block=block_sizes(weights, "block_structure") if strategy == "block" else None,
-        weights_only=group.get("input_activations") is None,
+        weights_only=weights_only,
     )
 
 
-def _read_int_group(group: Fields, weights: Fields, layout: str) -> IntForm:
-    """A group with integers. Its activations may be quantized, too; here they are multiplied as they are."""
+def _read_ints(group: Fields, weights: Fields, layout: str) -> QuantizationSpec:
     if layout not in _INT_LAYOUTS:
         raise group.error(
             "format", layout, f"integers are supported in the layouts {', '.join(_INT_LAYOUTS)}"
@@ -119,20 +140,19 @@ def _read_int_group(group: Fields, weights: Fields, layout: str) -> IntForm:
     strategy = weights.text("strategy")
     if strategy not in ("tensor", "channel", "group"):
         raise weights.error("strategy", strategy, "only tensor, channel and group are supported")
-    size = weights.integer("group_size", 1, 1 << 20) if strategy == "group" else 0
-    targets = module_names(group, "targets")
-    for target in targets:
-        if target != _ALL_LINEAR and target.isalnum() and target[0].isupper():
-            raise group.error("targets", list(targets), f"of classes only {_ALL_LINEAR} is supported")
-    if not targets:
-        raise group.error("targets", list(targets), "expected the modules of the group")
-    return IntForm(
+    return QuantizationSpec(
+        method="compressed-tensors",
         bits=8 if bits == 8 else 4,
-        group_size=size,
+        group_size=weights.integer("group_size", 1, 1 << 20) if strategy == "group" else 0,
         symmetric=weights.boolean("symmetric", default=True),
         packed=layout == "pack-quantized",
-        modules=() if _ALL_LINEAR in targets else targets,
+        reordered=weights.get("actorder") in _REORDERED,
     )
+
+
+def _must_be(weights: Fields, name: str, value: object, only: object) -> None:
+    if value != only:
+        raise weights.error(name, value, f"only {only!r} is supported in this layout")
 
 
 def block_sizes(fields: Fields, name: str) -> tuple[int, int] | None:

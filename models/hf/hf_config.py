@@ -22,6 +22,7 @@ from ..fields import Fields
 from ..model_files import read_json
 from ..spec.encoder_spec import PoolingSpec
 from ..spec.model_spec import DTypeName, ModelSpec
+from ..spec.quantization import MIXER_NAMES
 from .hf_other import other_family, with_common_names
 from .hf_quantization import read_quantization
 from .hf_sampling import read_hf_sampling
@@ -129,6 +130,8 @@ def _read_spec(folder: Path, config: Mapping[str, object], found: FoundTask, pre
         **facts,
     )
     spec = structs.replace(spec, max_position_embeddings=spec.known_positions)
+    if spec.quantization is not None and spec.form.mlp_layers:
+        spec = structs.replace(spec, quantization=structs.replace(spec.quantization, renamed=MIXER_NAMES))
     if contradiction := spec.contradiction():
         raise ConfigError(f"{path}: {contradiction}")
     return spec

@@ -12,18 +12,20 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final, Literal
 
+from msgspec import structs
+
 from ...runtime.config.model_choice import QuantMethod
 from ...runtime.errors import ConfigError
 from ..fields import Fields
 from ..model_files import read_json
-from ..spec.quantization import HEADS, QuantizationSpec
+from ..spec.quantization import HEADS, QuantizationSpec, unnumbered
 from .compressed_tensors import block_sizes, checked_names, module_names, read_compressed_tensors
 
 SUPPORTED: Final = (
-    "fp8 (e4m3; per tensor, channel or block; also as fbgemm_fp8, as compressed-tensors in float-quantized form and as "
-    "FP8 of modelopt), compressed-tensors with integers (4 and 8 bits, packed or not; per tensor, channel or group), "
-    "awq (4 bits, gemm), gptq (4 and 8 bits), auto-round with integers in the layout of one of these, and mxfp4 "
-    "(experts)"
+    "fp8 (e4m3; per tensor, channel or block; also as fbgemm_fp8), compressed-tensors with integers (4 and 8 bits, "
+    "packed or not; per tensor, channel or group), compressed-tensors and modelopt with fp8, nvfp4, mxfp4, mxfp8 or "
+    "several of these, awq (4 bits, gemm), gptq (4 and 8 bits), auto-round with integers in the layout of one of "
+    "these, and mxfp4 (experts)"
 )
 _OWN_FILES: Final = (("quantize_config.json", "gptq"), ("quant_config.json", "awq"))
 """Files that describe the quantization in exports older than `quantization_config`, with the method they imply."""
@@ -182,15 +184,52 @@ def _check_one_method(fields: Fields, method: str) -> None:
             )
 
 
+_MODELOPT: Final[Mapping[str, QuantizationSpec]] = {
+    **dict.fromkeys(("FP8", "FP8_PER_CHANNEL_PER_TOKEN"), QuantizationSpec(method="fp8")),
+    **dict.fromkeys(("NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8"), QuantizationSpec(method="nvfp4")),
+    **dict.fromkeys(("MXFP4", "W4A8_MXFP4_FP8"), QuantizationSpec(method="mxfp4")),
+    "MXFP8": QuantizationSpec(method="fp8", block=(1, 32)),
+}
+"""The forms of weights by ModelOpt's names, in which A is for activations."""
+_MIXED: Final = "MIXED_PRECISION"
+
+
 def _read_modelopt(fields: Fields, plain: str) -> QuantizationSpec:
     """ModelOpt names modules with `*` as in shells. Its static scales of activations and the KV cache are not used."""
     algorithm = fields.text("quant_algo")
-    if algorithm != "FP8":
+    names = tuple(_pattern_of_glob(name) for name in module_names(fields, plain))
+    if algorithm == _MIXED:
+        return QuantizationSpec(method="mixed", parts=_modelopt_parts(fields), plain_modules=names)
+    return structs.replace(_modelopt_form(fields, "quant_algo", algorithm), plain_modules=names)
+
+
+def _modelopt_form(fields: Fields, name: str, algorithm: object) -> QuantizationSpec:
+    if algorithm not in _MODELOPT:
+        supported = ", ".join((*_MODELOPT, _MIXED))
         raise fields.error(
-            "quant_algo", algorithm, "only FP8 of modelopt is supported; use the original weights"
+            name, algorithm, f"supported of modelopt are {supported}; use the original weights"
         )
-    return QuantizationSpec(
-        method="fp8", plain_modules=tuple(_pattern_of_glob(name) for name in module_names(fields, plain))
+    return _MODELOPT[str(algorithm)]
+
+
+def _modelopt_parts(fields: Fields) -> tuple[tuple[tuple[str, ...], QuantizationSpec], ...]:
+    """The modules of each algorithm of `quantized_layers`; the experts of a layer have one."""
+    layers = fields.get("quantized_layers")
+    if not isinstance(layers, Mapping) or not layers:
+        raise fields.error("quantized_layers", layers, "expected the modules and their quant_algo")
+    found: dict[str, object] = {}
+    for name, settings in layers.items():
+        algorithm = settings.get("quant_algo") if isinstance(settings, Mapping) else settings
+        form = _modelopt_form(fields, f"quantized_layers.{name}.quant_algo", algorithm)
+        if _modelopt_form(fields, "", found.setdefault(unnumbered(name), algorithm)) != form:
+            raise fields.error(
+                f"quantized_layers.{name}.quant_algo",
+                algorithm,
+                f"which is {found[unnumbered(name)]} for another expert; experts of one form are supported",
+            )
+    return tuple(
+        (tuple(name for name, one in found.items() if one == algorithm), _MODELOPT[str(algorithm)])
+        for algorithm in dict.fromkeys(found.values())
     )
 
 

@@ -4,13 +4,19 @@
 
 How each method stores a weight [out, in], by the names of its tensors:
 
-    fp8    weight [out, in] e4m3; weight_scale or weight_scale_inv: one number, one per output, or one per block
+    fp8    weight [out, in] e4m3; weight_scale or weight_scale_inv: one number, one per output, or one per block; with
+           uint8 scales of 32 inputs, which are exponents, this is MXFP8
     awq    qweight int32 [in, out/8], qzeros int32 [in/group, out/8], scales [in/group, out]
     gptq   qweight int32 [in/8, out], qzeros int32 [in/group, out/8], scales [in/group, out], g_idx int32 [in]; with 8
            bits a word holds 4 integers instead of 8
+    nvfp4  weight uint8 [out, in/2], in compressed-tensors weight_packed: 4-bit floats (e2m1), the first in the lower
+           half of a byte; weight_scale e4m3 [out, in/16]; a factor of all scales: weight_scale_2, or in
+           compressed-tensors its inverse, weight_global_scale
+    mxfp4  the same with weight_scale uint8 [out, in/32], exponents, and without a factor
     compressed-tensors, for integers: weight_packed int32 [out, in/8] (4 bits) or [out, in/4] (8 bits), or weight int8
            [out, in]; weight_scale [out, in/group], [out, 1] or [1]; weight_zero_point int32 [out/8, in/group] or int8;
            weight_g_idx int32 [in]. Its 8-bit floats are fp8.
+    mixed  several of these, by module
     gguf   a GGUF file's own formats, those in `GGUF_FORMS`; in a folder, experts in MXFP4 (`stored_forms`)
 
 `int8` and `int4` are not checkpoint forms: plain weights are quantized to blocks while they are loaded.
@@ -29,7 +35,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Literal, NamedTuple
 
 import msgspec
@@ -37,7 +43,7 @@ import msgspec
 from ...runtime.config.model_choice import QuantMethod
 
 BLOCK_LEN: Final = 32
-"""Inputs that share a scale."""
+"""Inputs of a block, which share a scale."""
 SUPERBLOCK_LEN: Final = 256
 """Inputs of a block of K-quants, whose scales share a factor."""
 
@@ -63,7 +69,10 @@ class BlockForm(NamedTuple):
     superblock_bytes: int = 0
 
     def num_bytes(self, rows: int, columns: int) -> int:
-        """Memory of a weight in the kernels' layout: scales and minima have 16 bits, except in superblocks."""
+        """Memory of a weight in the kernels' layout.
+
+        Scales and minima take 16 bits for 32 inputs, except in superblocks.
+        """
         if self.superblock_bytes and columns % SUPERBLOCK_LEN == 0:
             return rows * (columns // SUPERBLOCK_LEN) * self.superblock_bytes
         return rows * columns * self.bits // 8 + rows * (columns // BLOCK_LEN) * (4 if self.has_minima else 2)
@@ -96,7 +105,7 @@ def _with_signs(magnitudes: Sequence[int]) -> BlockForm:
 
 IQ4: Final = _with_table([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
 MXFP4: Final = _with_signs([0, 1, 2, 3, 4, 6, 8, 12])
-"""4-bit floats (a sign, two bits of exponent, one of mantissa); a value is twice the float."""
+"""4-bit floats (e2m1: a sign, two bits of exponent, one of mantissa); a value is twice the float."""
 IQ3_S: Final = _with_signs([1, 3, 5, 7, 9, 11, 13, 15])
 IQ3_XXS: Final = _with_signs([4, 12, 20, 28, 36, 44, 52, 62])
 IQ2: Final = _with_signs([8, 25, 43])
@@ -135,6 +144,8 @@ MADE: Final[tuple[QuantMethod, ...]] = ("fp8", "int8", "int4")
 """Made from plain weights while loading."""
 BLOCK_METHODS: Final[tuple[QuantMethod, ...]] = ("gguf", "int8", "int4")
 """Stored as integers in blocks of 32 inputs, which the CPU kernels multiply directly."""
+FP4_METHODS: Final[tuple[QuantMethod, ...]] = ("nvfp4", "mxfp4")
+"""4-bit floats, which the CPU kernels multiply directly, too: as codes of a table."""
 
 _ROUTER: Final = re.compile(
     r"\.(?:mlp|block_sparse_moe|feed_forward)\.(?:gate|router|router\.layer|shared_expert_gate)$"
@@ -153,31 +164,10 @@ _IN_8_BITS: Final = (
 20 % with 4 bits everywhere, by 11 % if down_proj has 4 bits too, and by 7.5 % with this choice."""
 HEADS: Final = ("lm_head", "model.embed_tokens")
 """The output head's module, or the embedding's if the head is tied to it."""
-
-
-class IntForm(msgspec.Struct, frozen=True, kw_only=True):
-    """A form of integers in compressed-tensors, and the modules in this form.
-
-    Attributes:
-        bits: per integer.
-        group_size: inputs that share a scale; 0: all of them, or the whole weight.
-        symmetric: all zero points are the middle of the range.
-        packed: words of 4 bytes hold several integers; if False, each has a byte.
-        modules: as `QuantizationSpec.plain_modules`; empty: all linear layers that no other form names.
-    """
-
-    bits: Literal[4, 8]
-    group_size: int
-    symmetric: bool
-    packed: bool
-    modules: tuple[str, ...] = ()
-
-    @property
-    def block_form(self) -> BlockForm | None:
-        """The form in blocks; None: groups are not whole blocks."""
-        if self.group_size % BLOCK_LEN:
-            return None
-        return BlockForm(self.bits, 1 << (self.bits - 1) if self.symmetric else 0, not self.symmetric)
+MIXER_NAMES: Final = tuple(
+    (r"model\.layers\.(\d+)\.[^.]+", rf"{body}.layers.\1.mixer") for body in ("backbone", "model")
+)
+"""`QuantizationSpec.renamed` where each layer is a single block, see `usual_block_name`."""
 
 
 class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -186,18 +176,20 @@ class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         stored: the checkpoint is in this form; if False, its weights are converted to it while loading.
         kept: the weights stay in it if the device supports it; if False, they are dequantized while loading.
-        bits: awq, gptq: per integer.
-        group_size: awq, gptq: inputs that share a scale and a zero; 0: all of them.
+        bits: awq, gptq, compressed-tensors: per integer.
+        group_size: awq, gptq, compressed-tensors, nvfp4: inputs that share a scale and a zero; 0: all of them.
+        symmetric: compressed-tensors: all zero points are the middle of the range.
+        packed: compressed-tensors: words of 4 bytes hold several integers; if False, each has a byte.
         reordered: gptq: `g_idx` maps each input to its group; if False, groups are neighboring inputs.
         zeros_less_one: gptq: stored zeros are one less than their value, as in the first version of the format.
         block: fp8: (outputs, inputs) that share a scale; None: all inputs of an output share one.
         activation_bound: fp8: larger inputs are clamped to this value; None: no bound.
         weights_only: fp8: activations keep their dtype.
-        int_forms: compressed-tensors: the forms of integers, those for named modules first.
+        parts: mixed: names of modules, as `plain_modules`, and their form; without names: of all that no other names.
         types: gguf: the file's format of each module stored in blocks; names of experts omit the expert's number.
         plain_modules: linear layers that are not quantized: names or parts of names in whole components
             ("mlp.gate"), or after "re:" regular expressions for the beginning of a name.
-        renamed: pairs of beginnings of names: instead of the first, `plain_modules` may have the second.
+        renamed: regular expressions for the beginning of a name, and what lists of modules may have instead of it.
     """
 
     method: QuantMethod
@@ -205,35 +197,45 @@ class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True):
     kept: bool = True
     bits: Literal[4, 8] = 4
     group_size: int = 0
+    symmetric: bool = False
+    packed: bool = True
     reordered: bool = False
     zeros_less_one: bool = False
     block: tuple[int, int] | None = None
     activation_bound: float | None = None
     weights_only: bool = False
-    int_forms: tuple[IntForm, ...] = ()
+    parts: tuple[tuple[tuple[str, ...], QuantizationSpec], ...] = ()
     types: dict[str, str] = {}
     plain_modules: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
 
     def is_kept(self, *, on_cpu: bool) -> bool:
         """Whether weights stay in this form on the device, according to what is known before loading."""
-        return self.kept and (not on_cpu or self.is_in_blocks)
+        if self.method == "mixed":
+            return self.kept and any(form.is_kept(on_cpu=on_cpu) for _, form in self.parts)
+        return self.kept and (self.is_in_blocks if on_cpu else self.method not in FP4_METHODS)
+
+    @property
+    def may_have_head(self) -> bool:
+        """Whether the output head of a checkpoint may be quantized: if it is, it has scales."""
+        return self.method in (*FP4_METHODS, "mixed") and not self.is_plain("lm_head")
 
     @property
     def is_in_blocks(self) -> bool:
         """Whether the CPU kernels multiply with the weights as blocks, unless sizes do not divide."""
-        if self.method in BLOCK_METHODS:
+        if self.method in (*BLOCK_METHODS, *FP4_METHODS):
             return True
-        if self.method == "fp8" or self.reordered:
-            return False
-        sizes = [form.group_size for form in self.int_forms] or [self.group_size]
-        return all(size % BLOCK_LEN == 0 for size in sizes)
+        if self.method == "mixed":
+            return any(form.is_in_blocks for _, form in self.parts)
+        return self.method != "fp8" and not self.reordered and self.group_size % BLOCK_LEN == 0
 
-    def int_form(self, name: str) -> IntForm | None:
-        """compressed-tensors: the form of a module; None: it is plain."""
+    def part_of(self, name: str) -> QuantizationSpec | None:
+        """The form of a module; None: it is plain."""
         if self.is_plain(name):
             return None
-        named = (form for form in self.int_forms if not form.modules or self._names(form.modules, name))
+        if self.method != "mixed":
+            return self
+        named = (form for modules, form in self.parts if not modules or self._names(modules, name))
         return next(named, None)
 
     def is_plain(self, name: str) -> bool:
@@ -244,8 +246,15 @@ class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def _names(self, modules: tuple[str, ...], name: str) -> bool:
         """Whether one of `modules` is this module."""
-        others = [new + name.removeprefix(old) for old, new in self.renamed if name.startswith(old)]
-        return any(pattern.search(each) for pattern in compiled(modules) for each in (name, *others))
+        if not modules:
+            return False
+        names = {name, *(re.sub(r"\A" + old, new, name) for old, new in self.renamed)}
+        parts, patterns = compiled(modules)
+        if any(pattern.search(each) for pattern in patterns for each in names):
+            return True
+        return not parts.isdisjoint(
+            part for each in names | set(map(unnumbered, names)) for part in _parts(each)
+        )
 
     def form_of(self, name: str, columns: int) -> BlockForm | None:
         """The block form of a module with this many inputs; None: it is not stored in blocks."""
@@ -261,22 +270,31 @@ class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True):
         if self.method in BLOCK_METHODS:
             form = self.form_of(name, columns)
             return None if form is None else form.num_bytes(rows, columns)
-        if self.is_plain(name) or name in HEADS:
+        part = self.part_of(name)
+        if part is None or (part is not self and not part.is_kept(on_cpu=on_cpu)):
             return None
+        if name in HEADS and not (self.method == "mixed" and part.method in FP4_METHODS):
+            return None
+        return part._num_bytes(rows, columns, on_cpu=on_cpu)
+
+    def _num_bytes(self, rows: int, columns: int, *, on_cpu: bool) -> int:
+        """Memory of a quantized weight of a checkpoint that is not in GGUF."""
         if self.method == "fp8":
             groups = -(-columns // self.block[1]) if self.block else 1
             return rows * columns + 4 * rows * groups
-        ints: IntForm | None = IntForm(
-            bits=self.bits, group_size=self.group_size, symmetric=False, packed=True
-        )
-        if self.method == "compressed-tensors":
-            ints = self.int_form(name)
-        if ints is None:
+        if self.method in FP4_METHODS:
+            return MXFP4.num_bytes(rows, columns)
+        if on_cpu and self.block_form is not None and columns % BLOCK_LEN == 0:
+            return self.block_form.num_bytes(rows, columns)
+        groups = -(-columns // self.group_size) if self.group_size else 1
+        return rows * columns * self.bits // 8 + 3 * rows * groups  # a scale in float16 and a zero in a byte
+
+    @property
+    def block_form(self) -> BlockForm | None:
+        """awq, gptq, compressed-tensors: the form in blocks; None: groups are not whole blocks."""
+        if self.group_size % BLOCK_LEN:
             return None
-        if on_cpu and ints.block_form is not None and columns % BLOCK_LEN == 0:
-            return ints.block_form.num_bytes(rows, columns)
-        groups = -(-columns // ints.group_size) if ints.group_size else 1
-        return rows * columns * ints.bits // 8 + 3 * rows * groups  # a scale in float16 and a zero in a byte
+        return BlockForm(self.bits, 1 << (self.bits - 1) if self.symmetric else 0, not self.symmetric)
 
     def bytes_together(
         self, modules: Sequence[tuple[str, int]], columns: int, *, on_cpu: bool = False
@@ -310,18 +328,20 @@ def is_of_expert(name: str) -> bool:
 
 
 @functools.lru_cache(maxsize=8)
-def compiled(modules: tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
-    """The patterns of `QuantizationSpec.plain_modules`.
+def compiled(modules: tuple[str, ...]) -> tuple[frozenset[str], tuple[re.Pattern[str], ...]]:
+    """The names and the patterns of `QuantizationSpec.plain_modules`.
 
     Raises:
         re.error: one of them cannot be read.
     """
-    return tuple(_patterns(modules))
+    patterns = [module.removeprefix("re:") for module in modules if module.startswith("re:")]
+    names = frozenset(module for module in modules if not module.startswith("re:"))
+    return names, tuple(re.compile(rf"\A(?:{pattern})") for pattern in patterns)
 
 
-def _patterns(modules: Iterable[str]) -> Iterable[re.Pattern[str]]:
-    for module in modules:
-        if module.startswith("re:"):
-            yield re.compile(r"\A(?:" + module.removeprefix("re:") + ")")
-        else:
-            yield re.compile(r"(?:\A|\.)" + re.escape(module) + r"(?:\Z|\.)")
+def _parts(name: str) -> Iterator[str]:
+    """A name, and its parts of neighboring components."""
+    components = name.split(".")
+    for start in range(len(components)):
+        for stop in range(start + 1, len(components) + 1):
+            yield ".".join(components[start:stop])

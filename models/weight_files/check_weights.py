@@ -36,7 +36,7 @@ _QUANTIZED: Final = {
     "fp8": ("weight_scale_inv", "weight_scale"),
     "awq": ("qweight",),
     "gptq": ("qweight",),
-    "compressed-tensors": ("weight_scale",),
+    **dict.fromkeys(("compressed-tensors", "nvfp4", "mxfp4"), ("weight_scale",)),
 }
 """Tensors of which a quantized module has one, by method."""
 _COMPARED_BYTES: Final = 1 << 20
@@ -224,7 +224,11 @@ def _check_mxfp4(place: _Place, tensors: Mapping[str, HeaderEntry], module: Modu
 def _is_quantized(module: Module, tensors: Mapping[str, HeaderEntry], spec: ModelSpec) -> bool:
     """Whether loading takes the quantized form of this module; its own tensors are checked there."""
     found = spec.quantization
-    if found is None or not found.stored or not module.is_linear or found.is_plain(module.name):
+    if found is None or not found.stored:
+        return False
+    may_be = module.is_linear or (module.name == "lm_head" and found.may_have_head)
+    found = found.part_of(module.name) if may_be else None
+    if found is None:
         return False
     if found.method == "gguf":  # experts in MXFP4, which have other names
         return False

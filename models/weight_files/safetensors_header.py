@@ -27,8 +27,16 @@ if TYPE_CHECKING:
 
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
-SAFE_TO_IGNORE: Final = (".rotary_emb.inv_freq", ".masked_bias", ".attention.bias")
-"""Suffixes of tensors in old exports that are not weights."""
+_STATIC_SCALES: Final = (
+    *("input_scale", "activation_scale", "input_scale_ub", "input_global_scale", "output_scale"),
+    *("input_zero_point", "q_scale", "k_scale", "v_scale", "k_zero_point", "v_zero_point"),
+)
+SAFE_TO_IGNORE: Final = (
+    *(".rotary_emb.inv_freq", ".masked_bias", ".attention.bias"),
+    *(f".{name}" for name in _STATIC_SCALES),
+)
+"""Suffixes of tensors that are not read: some of old exports that are not weights; and scales and zero points of
+activations and of the KV cache in quantized ones, because both are scaled as they are made."""
 
 _OLD_NAMES: Final = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}
 """Legacy BERT suffixes of tensor names -> current ones."""
@@ -36,7 +44,17 @@ _BODY: Final = "model."
 _OWN_TABLE: Final = "embed_tokens.weight"
 
 _MAX_HEADER_BYTES: Final = 100 << 20
-_ITEM_BYTES: Final = {"F32": 4, "I32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "U8": 1, "I8": 1, "I64": 8}
+_ITEM_BYTES: Final = {
+    "F32": 4,
+    "I32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "F8_E4M3": 1,
+    "F8_E8M0": 1,
+    "U8": 1,
+    "I8": 1,
+    "I64": 8,
+}
 """Dtypes that are read, with the bytes of an element."""
 
 

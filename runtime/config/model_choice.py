@@ -7,7 +7,9 @@ from typing import Final, Literal, NamedTuple
 TaskName = Literal["auto", "generate", "embed", "score"]
 PoolingType = Literal["cls", "mean", "last"]
 """Which hidden states become the vector: the first token's, the mean of all, or the last token's."""
-QuantMethod = Literal["fp8", "awq", "gptq", "compressed-tensors", "gguf", "int8", "int4"]
+QuantMethod = Literal[
+    "fp8", "awq", "gptq", "compressed-tensors", "nvfp4", "mxfp4", "mixed", "gguf", "int8", "int4"
+]
 Quantization = Literal[QuantMethod, "none"]
 """The values of `--quantization`."""
 

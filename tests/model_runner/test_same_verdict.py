@@ -28,6 +28,7 @@ from engine.runtime.config.engine_config import EngineConfig
 from engine.runtime.errors import ConfigError
 from tests.model_runner.structures.encoder_texts import make_encoder
 from tests.model_runner.structures.families import BLOCK_ROWS, BUFFERS, Row
+from tests.model_runner.weights.test_fp4 import as_nvfp4
 from tests.model_runner.weights.test_loading import write_gguf
 
 MAKE = Callable[..., Any]
@@ -112,6 +113,16 @@ def modelopt(folder: Path, algorithm: str = "FP8") -> None:
     (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
 
 
+def to_nvfp4(folder: Path) -> None:
+    stored: dict[str, torch.Tensor] = {}
+    for name, value in load_file(folder / "model.safetensors").items():
+        form = as_nvfp4(value)[0] if name.endswith("_proj.weight") else {"weight": value}
+        stored |= {f"{name.removesuffix('.weight')}.{part}": tensor for part, tensor in form.items()}
+    save_file(stored, folder / "model.safetensors")
+    description = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": description}))
+
+
 def both(first: Callable[[Path], None], second: Callable[[Path], None]) -> Callable[[Path], None]:
     def damage(path: Path) -> None:
         first(path)
@@ -158,7 +169,9 @@ FOLDERS: dict[str, tuple[str, Callable[[Path], Any], dict[str, Any]]] = {
     ),
     "plain weights asked for as awq": ("are not quantized", lambda _: None, {"quantization": "awq"}),
     "modelopt FP8": ("", modelopt, {}),
-    "modelopt NVFP4": ("NVFP4", lambda f: modelopt(f, "NVFP4"), {}),
+    "modelopt INT4_AWQ": ("INT4_AWQ", lambda f: modelopt(f, "INT4_AWQ"), {}),
+    "modelopt NVFP4": ("", to_nvfp4, {}),
+    "NVFP4 in blocks": ("", to_nvfp4, {"dtype": "bfloat16"}),
     "NaN": ("", lambda f: change(f, **{"0.self_attn.o_proj.weight": NAN}), {}),
     "NaN in int8": (
         "not finite",

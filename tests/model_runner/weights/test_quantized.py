@@ -34,7 +34,7 @@ from engine.models.hf.hf_config import read_hf_spec
 from engine.models.hf.hf_quantization import read_quantization
 from engine.models.source import ModelSource
 from engine.models.spec.model_spec import with_quantization
-from engine.models.spec.quantization import IntForm, QuantizationSpec
+from engine.models.spec.quantization import QuantizationSpec
 from engine.runtime.config.engine_config import ModelConfig
 from engine.runtime.errors import ConfigError
 from engine.runtime.feasibility import Capacity
@@ -485,22 +485,12 @@ PARTS: dict[str, tuple[Any, Callable[[Tensor], tuple[Tensors, Tensor]], int]] = 
         64,
     ),
     "4 bits with zeros": (
-        CompressedIntParts(
-            QuantizationSpec(
-                method="compressed-tensors",
-                int_forms=(IntForm(bits=4, group_size=32, symmetric=False, packed=True),),
-            )
-        ),
+        CompressedIntParts(QuantizationSpec(method="compressed-tensors", bits=4, group_size=32)),
         lambda w: as_ints(w, 4, 32, symmetric=False),
         32,
     ),
     "8 bits in one group": (
-        CompressedIntParts(
-            QuantizationSpec(
-                method="compressed-tensors",
-                int_forms=(IntForm(bits=8, group_size=0, symmetric=True, packed=True),),
-            )
-        ),
+        CompressedIntParts(QuantizationSpec(method="compressed-tensors", bits=8, symmetric=True)),
         lambda w: as_ints(w, 8),
         4,
     ),

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from engine.models.fields import Fields
 from engine.models.hf.hf_quantization import read_quantization
-from engine.models.spec.quantization import IntForm, QuantizationSpec
+from engine.models.spec.quantization import MIXER_NAMES, QuantizationSpec
 from engine.runtime.errors import ConfigError
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
@@ -169,8 +170,12 @@ def test_modelopt_has_a_file_of_its_own(tmp_path: Path) -> None:
     assert [found.is_plain(name) for name in names] == [True, True, False, False]
 
     path.write_text(json.dumps({"quantization": description | {"quant_algo": "NVFP4", "group_size": 16}}))
+    nvfp4 = read(tmp_path, None)
+    assert nvfp4 == structs.replace(found, method="nvfp4") and nvfp4.is_in_blocks
+    path.write_text(json.dumps({"quantization": description | {"quant_algo": "W4A8_AWQ"}}))
     with pytest.raises(
-        ConfigError, match=r"hf_quant_config.json: quantization.quant_algo is 'NVFP4', only FP8"
+        ConfigError,
+        match=r"hf_quant_config.json: quantization.quant_algo is 'W4A8_AWQ', supported of modelopt are FP8, ",
     ):
         read(tmp_path, None)
     path.write_text(json.dumps({"quantization": None}))
@@ -213,11 +218,97 @@ def test_two_descriptions_must_agree(tmp_path: Path) -> None:
         ConfigError, match=r"hf_quant_config.json: describes fp8, but .*config.json describes awq, gr"
     ):
         read(tmp_path, AWQ)
-    own.write_text(json.dumps({"quantization": {"quant_algo": "MIXED_PRECISION"}}))
-    with pytest.raises(
-        ConfigError, match=r"hf_quant_config.json: quantization.quant_algo is 'MIXED_PRECISION'"
-    ):
+    layers = {"model.layers.0.mlp": {"quant_algo": "NVFP4"}}
+    own.write_text(
+        json.dumps({"quantization": {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}})
+    )
+    with pytest.raises(ConfigError, match=r"hf_quant_config.json: describes mixed, but .* describes fp8"):
         read(tmp_path, {"quant_method": "fp8"})
+
+
+MIXED = MODELOPT | {"quant_algo": "MIXED_PRECISION", "ignore": ["mtp*"]}
+
+
+def test_modelopt_names_the_form_of_each_layer(tmp_path: Path) -> None:
+    layers = {
+        "model.language_model.layers.0.linear_attn.out_proj": {"quant_algo": "FP8"},
+        "model.language_model.layers.0.mlp.experts": {"quant_algo": "NVFP4", "group_size": 16},
+        "model.language_model.layers.1.mlp.experts.0.up_proj": {
+            "quant_algo": "W4A16_NVFP4",
+            "group_size": 16,
+        },
+        "model.language_model.layers.1.mlp.experts.1.up_proj": {"quant_algo": "NVFP4", "group_size": 16},
+        "lm_head": {"quant_algo": "MXFP8"},
+    }
+    found = read(tmp_path, MIXED | {"quantized_layers": layers})
+    assert found is not None and found.method == "mixed" and found.is_in_blocks and found.may_have_head
+    found = structs.replace(found, renamed=(("model.", "model.language_model."),))
+
+    def form(name: str) -> Any:
+        part = found.part_of(name)
+        return part and (part.method, part.block)
+
+    assert form("model.layers.0.linear_attn.out_proj") == ("fp8", None)
+    assert form("model.layers.0.mlp.experts.3.down_proj") == ("nvfp4", None)
+    assert form("model.layers.1.mlp.experts.7.up_proj") == ("nvfp4", None)
+    assert form("model.layers.1.mlp.experts.0.down_proj") is None
+    assert form("lm_head") == ("fp8", (1, 32))
+    assert form("mtp.layers.0.mlp.experts.0.up_proj") is None
+    # On a CPU the 4-bit floats are kept, 8-bit ones are not; on a GPU it is the other way round.
+    sizes = [
+        found.bytes_of(name, 64, 32, on_cpu=on_cpu)
+        for on_cpu in (True, False)
+        for name in ("model.layers.0.linear_attn.out_proj", "model.layers.0.mlp.experts.0.up_proj")
+    ]
+    assert sizes == [None, 64 * 18, 64 * 32 + 64 * 4, None]
+
+
+def test_the_names_of_single_blocks_are_found(tmp_path: Path) -> None:
+    layers = {
+        "backbone.layers.0.mixer.in_proj": {"quant_algo": "FP8"},
+        "backbone.layers.1.mixer.experts.0.up_proj": {"quant_algo": "NVFP4"},
+    }
+    found = read(tmp_path, MIXED | {"quantized_layers": layers, "ignore": ["backbone.layers.2.*"]})
+    assert found is not None
+    found = structs.replace(found, renamed=MIXER_NAMES)
+    assert found.part_of("model.layers.0.mamba.in_proj") == QuantizationSpec(method="fp8")
+    assert found.part_of("model.layers.1.mlp.experts.5.up_proj") == QuantizationSpec(method="nvfp4")
+    assert found.is_plain("model.layers.2.self_attn.q_proj") and not found.is_plain(
+        "model.layers.0.mamba.in_proj"
+    )
+
+
+def floats(layout: str, **weights: Any) -> dict[str, Any]:
+    settings = {
+        "num_bits": 4,
+        "type": "float",
+        "symmetric": True,
+        "strategy": "group",
+        "group_size": 32,
+    } | weights
+    return FP8_CHANNEL | {
+        "format": layout,
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": settings}},
+    }
+
+
+NVFP4 = floats("nvfp4-pack-quantized", strategy="tensor_group", group_size=16)
+MXFP8 = floats("mxfp8-quantized", num_bits=8)
+
+
+@pytest.mark.parametrize(
+    ("description", "form"),
+    [
+        (NVFP4, QuantizationSpec(method="nvfp4")),
+        (floats("mxfp4-pack-quantized"), QuantizationSpec(method="mxfp4")),
+        (MXFP8, QuantizationSpec(method="fp8", block=(1, 32), weights_only=True)),
+    ],
+)
+def test_floats_of_compressed_tensors(
+    tmp_path: Path, description: dict[str, Any], form: QuantizationSpec
+) -> None:
+    found = read(tmp_path, description)
+    assert found == structs.replace(form, plain_modules=tuple(FP8_CHANNEL["ignore"]))
 
 
 INTS: dict[str, Any] = {
@@ -250,31 +341,36 @@ def ints(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("description", "form"),
     [
-        (INTS, IntForm(bits=4, group_size=128, symmetric=True, packed=True)),
+        (
+            INTS,
+            QuantizationSpec(
+                method="compressed-tensors", bits=4, group_size=128, symmetric=True, packed=True
+            ),
+        ),
         (
             ints(num_bits=8, strategy="channel", group_size=None, symmetric=False),
-            IntForm(bits=8, group_size=0, symmetric=False, packed=True),
+            QuantizationSpec(method="compressed-tensors", bits=8, group_size=0, symmetric=False, packed=True),
         ),
         (
             ints(num_bits=8, strategy="tensor") | {"format": "int-quantized"},
-            IntForm(bits=8, group_size=0, symmetric=True, packed=False),
+            QuantizationSpec(method="compressed-tensors", bits=8, group_size=0, symmetric=True, packed=False),
         ),
         (
             int_group(format="int-quantized", input_activations={"num_bits": 8, "dynamic": True})
             | {"format": "mixed-precision"},
-            IntForm(bits=4, group_size=128, symmetric=True, packed=False),
+            QuantizationSpec(
+                method="compressed-tensors", bits=4, group_size=128, symmetric=True, packed=False
+            ),
         ),
     ],
     ids=["group", "channel", "tensor", "mixed"],
 )
-def test_integers_of_compressed_tensors(tmp_path: Path, description: Any, form: IntForm) -> None:
+def test_integers_of_compressed_tensors(tmp_path: Path, description: Any, form: QuantizationSpec) -> None:
     found = read(tmp_path, description)
 
-    assert found == QuantizationSpec(
-        method="compressed-tensors", int_forms=(form,), plain_modules=("lm_head",)
-    )
-    assert found.int_form("lm_head") is None and found.int_form("model.layers.0.mlp.gate") is None
-    assert found.int_form("model.layers.0.mlp.up_proj") == form
+    assert found == structs.replace(form, plain_modules=("lm_head",))
+    assert found.part_of("lm_head") is None and found.part_of("model.layers.0.mlp.gate") is None
+    assert found.part_of("model.layers.0.mlp.up_proj") == found
 
 
 def test_several_groups_name_their_modules(tmp_path: Path) -> None:
@@ -286,7 +382,7 @@ def test_several_groups_name_their_modules(tmp_path: Path) -> None:
 
     assert found is not None
     names = ["layers.0.mlp.down_proj", "layers.1.mlp.down_proj", "layers.1.mlp.up_proj"]
-    assert [form and form.bits for form in (found.int_form(f"model.{name}") for name in names)] == [
+    assert [form and form.bits for form in (found.part_of(f"model.{name}") for name in names)] == [
         None,
         8,
         4,
@@ -326,7 +422,10 @@ def weights_of_group(**changes: Any) -> dict[str, Any]:
         ),
         ({"group_size": 64, "bits": 4}, "quant_method is missing"),
         ({"load_in_4bit": True}, "quant_method is 'bitsandbytes', which is not supported"),
-        (MODELOPT | {"quant_algo": "NVFP4"}, "quant_algo is 'NVFP4', only FP8 of modelopt"),
+        (
+            MODELOPT | {"quant_algo": "NVFP4_AWQ"},
+            "quant_algo is 'NVFP4_AWQ', supported of modelopt are FP8, ",
+        ),
         (AWQ | {"w_bit": 8}, "bits is 4, but w_bit is 8, another name"),
         (AWQ | {"q_group_size": 64}, "group_size is 128, but q_group_size is 64"),
         (
@@ -371,6 +470,27 @@ def weights_of_group(**changes: Any) -> dict[str, Any]:
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt is 'e5m2', only e4m3"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size is .128., expected two"),
         (FP8_CHANNEL | {"format": "pack-quantized"}, "format is 'pack-quantized', floats are supported in"),
+        (floats("nvfp4-pack-quantized"), "strategy is 'group', only 'tensor_group' is supported in this"),
+        (floats("mxfp4-pack-quantized", group_size=16), "group_size is 16, only 32 is supported"),
+        (floats("mxfp8-quantized"), "num_bits is 4, only 8-bit float weights"),
+        (floats("mxfp8-quantized", num_bits=8, strategy="channel"), "strategy is 'channel', only 'group'"),
+        (floats("nvfp4-pack-quantized", type="float8"), "type is 'float8', only 'float'"),
+        (floats("mxfp4-pack-quantized", symmetric=False), "symmetric is False, only symmetric floats"),
+        (MIXED, "quantized_layers is None, expected the modules and their quant_algo"),
+        (
+            MIXED | {"quantized_layers": {"a": {"quant_algo": "INT4_AWQ"}}},
+            "a.quant_algo is 'INT4_AWQ', supported",
+        ),
+        (
+            MIXED
+            | {
+                "quantized_layers": {
+                    "m.experts.0.a": {"quant_algo": "FP8"},
+                    "m.experts.1.a": {"quant_algo": "NVFP4"},
+                }
+            },
+            "m.experts.1.a.quant_algo is 'NVFP4', which is FP8 for another expert",
+        ),
         (FP8_CHANNEL | {"format": "marlin-24"}, "format is 'marlin-24', supported are pack-quantized, int-q"),
         (FP8_CHANNEL | {"config_groups": {}}, "config_groups is .*expected at least one group"),
         (weights_of_group(num_bits=4), "group_0.weights.num_bits is 4, only 8-bit"),
@@ -389,7 +509,7 @@ def weights_of_group(**changes: Any) -> dict[str, Any]:
             FP8_CHANNEL
             | {"format": "naive-quantized"}
             | {"config_groups": FP8_CHANNEL["config_groups"] | {"b": INTS["config_groups"]["group_0"]}},
-            "several groups are supported only if all have integers",
+            "config_groups is .*only one group can be for all linear layers",
         ),
         (weights_of_group(strategy="group"), "strategy is 'group', only tensor, channel and block"),
         (FP8_CHANNEL | {"ignore": ["re:("]}, "ignore is .*regular expression that cannot be read"),

@@ -1,0 +1,379 @@
+"""NVFP4, MXFP4 and MXFP8, alone and mixed: written from the formats' definitions, and by the library of one of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine.model_runner.distributed.join_group import Place
+from engine.model_runner.kernels.quantized_weights import BlockWeight, stack_blocks
+from engine.model_runner.load import load_model_runner
+from engine.model_runner.weights.dummy import DummyStore
+from engine.model_runner.weights.fp4_format import Fp4Parts
+from engine.model_runner.weights.fp8_format import Fp8Parts
+from engine.model_runner.weights.reader import ModuleWeight, Slice, WeightReader
+from engine.models.fields import Fields
+from engine.models.hf.hf_config import read_hf_spec
+from engine.models.hf.hf_quantization import read_quantization
+from engine.models.source import ModelSource
+from engine.models.spec.quantization import QuantizationSpec
+from engine.models.weight_files.check_weights import check_folder_weights
+from engine.runtime.config.engine_config import ModelConfig
+from engine.runtime.errors import ConfigError
+from engine.runtime.feasibility import Capacity
+from tests.model_runner.conftest import Driver, engine_config
+from tests.model_runner.distributed.thread_group import ThreadGroup, on_ranks
+
+from .test_quantized import PROMPT, SIZES, Tensors, as_fp8, format_of, prompt_logprobs, reader_of
+
+FLOATS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+"""The values of e2m1 by their codes."""
+E4M3 = torch.float8_e4m3fn
+
+
+def packed(weight: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """[N, K] over its scales [N, K / n]: codes in pairs, the first in the lower half; and their meaning."""
+    whole = scales.repeat_interleave(weight.shape[1] // scales.shape[1], 1)
+    codes = (weight / whole).unsqueeze(2).sub(FLOATS).abs().argmin(2)
+    return (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8), FLOATS[codes] * whole
+
+
+def as_nvfp4(weight: Tensor, *, packed_name: str = "weight", inverse: bool = False) -> tuple[Tensors, Tensor]:
+    factor = weight.abs().max() / (6 * 448)
+    codes = (weight.unflatten(1, (-1, 16)).abs().amax(2) / 6 / factor).to(E4M3)
+    pairs, meant = packed(weight, codes.float() * factor)
+    stored = {packed_name: pairs, "weight_scale": codes}
+    if inverse:
+        return stored | {
+            "weight_global_scale": 1 / factor.reshape(1),
+            "input_global_scale": torch.ones(1),
+        }, meant
+    return stored | {"weight_scale_2": factor, "input_scale": torch.tensor(0.5)}, meant
+
+
+def exponents(weight: Tensor, most: float) -> Tensor:
+    """Of powers of two for 32 inputs each, as e8m0."""
+    largest: Tensor = weight.unflatten(1, (-1, 32)).abs().amax(2)
+    return (largest / most).log2().ceil().add(127).to(torch.uint8)
+
+
+def as_mxfp4(weight: Tensor, packed_name: str = "weight") -> tuple[Tensors, Tensor]:
+    codes = exponents(weight, 6)
+    pairs, meant = packed(weight, torch.exp2(codes.float() - 127))
+    return {packed_name: pairs, "weight_scale": codes}, meant
+
+
+def as_mxfp8(weight: Tensor) -> tuple[Tensors, Tensor]:
+    codes = exponents(weight, 448)
+    whole = torch.exp2(codes.float() - 127).repeat_interleave(32, 1)
+    numbers = (weight / whole).to(E4M3)
+    return {"weight": numbers, "weight_scale": codes}, numbers.float() * whole
+
+
+def compressed(layout: str, strategy: str, size: int, bits: int = 4, *targets: str) -> dict[str, Any]:
+    weights = {"num_bits": bits, "type": "float", "symmetric": True, "strategy": strategy, "group_size": size}
+    group = {"targets": list(targets or ["Linear"]), "weights": weights, "format": layout}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False},
+    }
+
+
+Quantize = Callable[[Tensor], tuple[Tensors, Tensor]]
+MODELOPT = {"quant_method": "modelopt", "ignore": ["lm_head"]}
+NVFP4 = compressed("nvfp4-pack-quantized", "tensor_group", 16)
+MXFP4 = compressed("mxfp4-pack-quantized", "group", 32)
+MXFP8 = compressed("mxfp8-quantized", "group", 32, 8)
+BY_LIBRARY = {"nvfp4": NVFP4, "mxfp4": MXFP4, "mxfp8": MXFP8}
+FORMS: dict[str, tuple[dict[str, Any], Quantize]] = {
+    "nvfp4 of modelopt": (MODELOPT | {"quant_algo": "NVFP4"}, as_nvfp4),
+    "nvfp4": (NVFP4, partial(as_nvfp4, packed_name="weight_packed", inverse=True)),
+    "mxfp4": (MXFP4, partial(as_mxfp4, packed_name="weight_packed")),
+    "mxfp4 of modelopt": (MODELOPT | {"quant_algo": "MXFP4"}, as_mxfp4),
+    "mxfp8": (MXFP8, as_mxfp8),
+    "mxfp8 of modelopt": (MODELOPT | {"quant_algo": "MXFP8"}, as_mxfp8),
+}
+
+
+def quantize_folder(
+    tiny: Any, description: dict[str, Any], quantize: Callable[[str], Quantize | None]
+) -> None:
+    """Rewrite the modules for which there is a form, and give transformers' model the weights that they mean."""
+    path = tiny.folder / "model.safetensors"
+    parameters = dict(tiny.reference.named_parameters())
+    stored: Tensors = {}
+    for name, tensor in load_file(path).items():
+        module = name.removesuffix(".weight")
+        form = quantize(module) if module.endswith(("_proj", "lm_head")) else None
+        if module.endswith("k_proj"):  # of a KV cache in 8 bits, also where the module is plain
+            stored[f"{module}.k_scale"] = torch.tensor(0.1)
+        if form is None:
+            stored[name] = tensor
+            continue
+        tensors, meant = form(tensor)
+        stored |= {f"{module}.{suffix}": value.contiguous() for suffix, value in tensors.items()}
+        block, is_expert, rest = module.partition(".experts.")
+        if not is_expert:
+            parameters[name].data = meant.contiguous()
+            continue
+        expert, projection = rest.split(".")
+        fused = parameters[f"{block}.experts.{'down_proj' if 'down' in projection else 'gate_up_proj'}"]
+        start = len(meant) if projection == "up_proj" else 0
+        fused.data[int(expert), start : start + len(meant)] = meant
+    save_file(stored, path)
+    config = json.loads((tiny.folder / "config.json").read_text())
+    (tiny.folder / "config.json").write_text(json.dumps(config | {"quantization_config": description}))
+
+
+def assert_means_the_same(driver: Driver, tiny: Any, unpack: Any) -> None:
+    """In float32, with chunks of all sizes and with a prefix that another request computed."""
+    meant = tiny.logprobs(PROMPT)[torch.arange(len(PROMPT) - 1), PROMPT[1:]]
+    np.testing.assert_allclose(prompt_logprobs(driver, unpack), meant, atol=1e-4)
+    expected = tiny.greedy(PROMPT, 10)
+    for chunk in (1, 3, 4, 7, len(PROMPT)):
+        assert driver.generate([PROMPT], num=10, chunk=chunk)[0] == expected
+    first = driver.start(PROMPT)
+    driver.step([(first, len(PROMPT))])
+    second = driver.start(PROMPT, prefix=(first, 8))
+    driver.step([(second, len(PROMPT) - 8)])
+    while len(second.output) < 10:
+        driver.step([(second, 1)])
+    assert second.output == expected
+
+
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_is_the_one_with_the_weights_it_stands_for(make_tiny_llama, make_driver, unpack, form):
+    tiny = make_tiny_llama(**SIZES)
+    original = tiny.logprobs(PROMPT)
+    description, quantize = FORMS[form]
+    quantize_folder(tiny, description, lambda module: None if module == "lm_head" else quantize)
+    spec = read_hf_spec(tiny.folder)
+
+    check_folder_weights(tiny.folder, spec)
+    assert_means_the_same(make_driver(spec, tiny.folder), tiny, unpack)
+    assert 1e-4 < (tiny.logprobs(PROMPT) - original).abs().mean() < (0.3 if "8" in form else 1.5)
+
+
+def mixed(module: str) -> Quantize | None:
+    """The form of a module by its layer and kind: of some FP8, of some NVFP4, of some none."""
+    if module == "lm_head" or ".experts." in module:
+        return as_nvfp4
+    if "layers.0" in module:
+        return None
+    return as_mxfp8 if "o_proj" in module else lambda weight: as_fp8(weight, "tensor")
+
+
+def mixed_of_modelopt(names: list[str]) -> dict[str, Any]:
+    algorithms = {name: mixed(name) for name in names}
+    names_of: dict[Quantize, str] = {as_nvfp4: "W4A16_NVFP4", as_mxfp8: "MXFP8"}
+    layers = {
+        name: {"quant_algo": names_of.get(form, "FP8")}
+        for name, form in algorithms.items()
+        if form is not None
+    }
+    return {
+        "quant_method": "modelopt",
+        "quant_algo": "MIXED_PRECISION",
+        "quantized_layers": layers,
+        "ignore": ["mtp*"],
+    }
+
+
+MIXED_GROUPS = {
+    "quant_method": "compressed-tensors",
+    "format": "mixed-precision",
+    "config_groups": {
+        "fp4": compressed("nvfp4-pack-quantized", "tensor_group", 16, 4, r"re:.*\.experts\..*", "lm_head")[
+            "config_groups"
+        ]["group_0"],
+        "mx": compressed("mxfp8-quantized", "group", 32, 8, "re:.*o_proj$")["config_groups"]["group_0"],
+        "fp8": compressed("float-quantized", "tensor", 0, 8)["config_groups"]["group_0"],
+    },
+    "ignore": [r"re:.*layers\.0\.self_attn.*"],
+}
+
+
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("by", ["modelopt", "modelopt, experts together", "compressed-tensors"])
+def test_forms_are_mixed_by_module(make_tiny_model, make_driver, unpack, by):
+    tiny = make_tiny_model(
+        "qwen3_moe", **SIZES, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+    )
+    description: dict[str, Any] = MIXED_GROUPS
+    if by != "compressed-tensors":
+        names = [name.removesuffix(".weight") for name in load_file(tiny.folder / "model.safetensors")]
+        description = mixed_of_modelopt([name for name in names if name.endswith(("_proj", "lm_head"))])
+    if "together" in by:
+        layers = {
+            name.partition(".experts.")[0] + ".experts" * (".experts." in name): form
+            for name, form in description["quantized_layers"].items()
+        }
+        description = description | {"quantized_layers": layers}
+    quantize_folder(tiny, description, mixed)
+    spec = read_hf_spec(tiny.folder)
+
+    check_folder_weights(tiny.folder, spec)
+    assert_means_the_same(make_driver(spec, tiny.folder), tiny, unpack)
+    found = spec.quantization
+    assert found is not None and found.method == "mixed"
+    forms = [found.part_of(f"model.layers.{name}") for name in ("0.self_attn.q_proj", "1.self_attn.q_proj")]
+    assert [form and form.method for form in forms] == [None, "fp8"]
+    head = found.part_of("lm_head")
+    assert head is not None and head.method == "nvfp4"
+
+
+def test_two_ranks_say_what_one_says(make_tiny_llama):
+    tiny = make_tiny_llama(**SIZES)
+    description, quantize = FORMS["nvfp4 of modelopt"]
+    quantize_folder(tiny, description, lambda module: None if module == "lm_head" else quantize)
+    spec = read_hf_spec(tiny.folder)
+
+    def tokens(group: ThreadGroup) -> list[list[int]]:
+        config = ModelConfig(dtype="float32", device="cpu", num_threads=1, model_impl="engine")
+        source, capacity = (
+            ModelSource("hf", str(tiny.folder), "test"),
+            Capacity(64, 32, 4, 4, spec.vocab_size),
+        )
+        runner = load_model_runner(engine_config(config), source, spec, capacity, Place(group, None))
+        return Driver(runner, capacity).generate([PROMPT], num=8)
+
+    assert on_ranks(2, tokens) == [[tiny.greedy(PROMPT, 8)]] * 2
+
+
+# ---------------------------------------------------------------- one weight
+
+
+def parts_of(form: str) -> Any:
+    if "mxfp8" in form:
+        return Fp8Parts(QuantizationSpec(method="fp8", block=(1, 32)))
+    return Fp4Parts(QuantizationSpec(method="nvfp4" if "nvfp4" in form else "mxfp4"))
+
+
+@pytest.mark.parametrize("form", BY_LIBRARY)
+def test_weights_mean_what_their_own_library_takes_them_for(tmp_path, form):
+    """Written by the `compressed-tensors` package."""
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    helpers = pytest.importorskip("compressed_tensors.compressors.nvfp4.helpers")
+    forward = pytest.importorskip("compressed_tensors.quantization.lifecycle.forward")
+    weight = torch.randn(96, 128, generator=torch.Generator().manual_seed(0))
+    description, plain = BY_LIBRARY[form], {"weight": weight}
+    if form == "nvfp4":
+        plain["weight_global_scale"] = 6 * 448 / weight.abs().max().reshape(1)
+        most = weight.unflatten(1, (-1, 16)).abs().amax(2)
+        plain["weight_scale"] = (most / 6 * plain["weight_global_scale"]).to(E4M3).float()
+    else:
+        plain["weight_scale"] = torch.exp2(exponents(weight, 448 if form == "mxfp8" else 6).float() - 127)
+    group = quantization.QuantizationScheme(**description["config_groups"]["group_0"])
+    compressor = compressors.BaseCompressor.get_value_from_registry(description["format"])
+    theirs = compressor.compress(plain, group)
+    weights = reader_of(tmp_path, {name: tensor.contiguous() for name, tensor in theirs.items()})
+
+    ours = format_of(parts_of(form)).dense([ModuleWeight(weights, "m", (96, 128))])
+
+    weights.finish()
+    expected = compressor.decompress(theirs, group)["weight"].float()
+    if "fp4" in form:  # theirs is rounded to bfloat16
+        torch.testing.assert_close(ours, expected, rtol=2**-7, atol=0)
+        numbers = helpers.unpack_fp4_from_uint8(theirs["weight_packed"], 96, 128, torch.float32)
+        scales = compressor._decompress_scale(theirs["weight_scale"], torch.float32)
+        factor, args = theirs.get("weight_global_scale"), group.weights
+        expected = forward.dequantize(numbers, scales, args=args, global_scale=factor, dtype=torch.float32)
+    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
+    assert read_quantization(tmp_path, Fields(tmp_path, {"quantization_config": description})) is not None
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_ranks_take_their_parts(tmp_path, form):
+    tensors, meant = FORMS[form][1](torch.randn(96, 128))
+    weights = reader_of(tmp_path, tensors)
+
+    def taken(*slices: Slice) -> Tensor:
+        return format_of(parts_of(form)).dense(
+            [ModuleWeight(weights, "m", (96, 128), part) for part in slices]
+        )
+
+    torch.testing.assert_close(taken(Slice(0, 8, 40), Slice(0, 64, 96)), torch.cat((meant[8:40], meant[64:])))
+    torch.testing.assert_close(taken(Slice(1, 64, 128)), meant[:, 64:])
+    weights.finish()
+    with pytest.raises(ConfigError, match="m: a rank takes inputs 48 to 127, but 32 neighbors share"):
+        taken(Slice(1, 48, 128))
+
+
+def test_scales_of_more_inputs_are_those_of_each_16(tmp_path):
+    """As ModelOpt's W4A8_NVFP4_FP8 has them."""
+    weight = torch.randn(32, 64)
+    codes = (weight.unflatten(1, (-1, 32)).abs().amax(2) / 6).to(E4M3)
+    pairs, meant = packed(weight, codes.float() * 0.25)
+    weights = reader_of(
+        tmp_path, {"weight": pairs, "weight_scale": codes, "weight_scale_2": torch.tensor(0.25)}
+    )
+
+    part = parts_of("nvfp4").read(ModuleWeight(weights, "m", (32, 64)))
+
+    assert isinstance(part, BlockWeight) and part.scales.shape == (32, 4)
+    torch.testing.assert_close(part.dequantized(torch.float32), meant)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"weight_scale": torch.ones(32, 3, dtype=torch.uint8).view(E4M3)},
+            r"the shape \[32, 3\], but scales of 16",
+        ),
+        (
+            {"weight_scale": torch.full((32, 4), torch.nan).to(E4M3)},
+            "m: holds scales that are not finite",
+        ),
+        ({"weight_scale_2": torch.tensor(torch.inf)}, "m: holds scales that are not finite"),
+        ({"weight_scale_2": None}, "'m.weight_scale_2' or 'm.weight_global_scale', one number, is missing"),
+        ({"weight": torch.ones(32, 16, dtype=torch.uint8)}, r"'m.weight' has the shape \[32, 16\], but"),
+        ({"weight": torch.ones(32, 32)}, "'m.weight' is stored as float32, but by config.json it is uint8"),
+    ],
+)
+def test_damaged_weights_are_refused(tmp_path, changes, message):
+    tensors = as_nvfp4(torch.randn(32, 64))[0] | changes
+    weights = reader_of(tmp_path, {name: value for name, value in tensors.items() if value is not None})
+
+    with pytest.raises(ConfigError, match=message):
+        parts_of("nvfp4").read(ModuleWeight(weights, "m", (32, 64)))
+
+
+@pytest.mark.parametrize("form", ["nvfp4", "mxfp4", "mxfp8"])
+def test_dummy_weights_differ(form):
+    weights = WeightReader(DummyStore(0), torch.float32, torch.device("cpu"))
+    dense = format_of(parts_of(form)).dense([ModuleWeight(weights, name, (96, 128)) for name in "ab"])
+    assert dense.isfinite().all() and dense.any()
+    assert len(dense.unique()) > 10 and not torch.equal(dense[:96], dense[96:])
+
+
+def test_weights_with_other_factors_stay_beside_each_other(tmp_path):
+    weights = [torch.randn(32, 64), torch.randn(32, 64) * 3]
+    parts = []
+    for n, weight in enumerate(weights):
+        (tmp_path / str(n)).mkdir()
+        reader = reader_of(tmp_path / str(n), as_nvfp4(weight)[0])
+        parts.append(parts_of("nvfp4").read(ModuleWeight(reader, "m", (32, 64))))
+    one, other = parts
+    assert isinstance(one, BlockWeight) and isinstance(other, BlockWeight)
+    assert one.stacks_with(one) and not one.stacks_with(other)
+    expected = torch.cat([part.dequantized(torch.float32) for part in (one, other)])
+    assert torch.equal(stack_blocks([one, one]).dequantized(torch.float32)[32:], expected[:32])
+    rounded = stack_blocks([one, other])
+    step = expected.unflatten(1, (-1, 32)).abs().amax(2).div(127).repeat_interleave(32, 1)
+    assert rounded.bits == 8 and ((rounded.dequantized(torch.float32) - expected).abs() <= 0.51 * step).all()
+    assert torch.equal(one.take_blocks(torch.tensor([1])).dequantized(torch.float32), expected[:32, 32:])
+    assert torch.equal(one.padded(40).dequantized(torch.float32)[32:], torch.zeros(8, 64))
