@@ -148,7 +148,10 @@ def base_rid(rid: str) -> str:
 
 
 class FlushCache(Message, frozen=True):
-    """Drop every unlocked page of the prefix cache."""
+    """Drop every unlocked page of the prefix cache, and all that its `tier` has of this model; each may be left out."""
+
+    device: bool = True
+    tier: bool = True
 
 
 class FlushCacheDone(Message, frozen=True):

@@ -172,7 +172,7 @@ class Scheduler:
             case GrammarReady():
                 self._take_grammar(message, now_s)
             case Call():
-                if isinstance(message.request, FlushCache):
+                if isinstance(message.request, FlushCache) and message.request.tier:
                     self._change(self._transfer.flushed(now_s), now_s)
                 self._parts.calls.handle(message, now_s, self._end_users_of)
             case AdapterRead(store_id=store_id, error=error):

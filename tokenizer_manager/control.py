@@ -173,14 +173,18 @@ class Control:
         """No scheduler will answer the pending calls: raise `EngineDeadError` in each."""
         self._calls.fail(message)
 
-    async def flush_cache(self) -> FlushCacheDone:
+    async def flush_cache(self, *, device: bool = True, tier: bool = True) -> FlushCacheDone:
         """Evict what the prefix cache can evict.
+
+        Args:
+            device: from the KV pool.
+            tier: from the disk or the store that outlives the process, if there is one.
 
         Raises:
             EngineDeadError: the scheduler does not answer.
         """
         self._engine.check_answering()
-        return await self._calls.call(FlushCache(), FlushCacheDone)
+        return await self._calls.call(FlushCache(device, tier), FlushCacheDone)
 
     async def load_adapter(self, store_id: int, adapter: AdapterSpec) -> AdapterDone:
         """Have the scheduler's process read an adapter, which takes as long as its disk needs.

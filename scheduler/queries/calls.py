@@ -105,7 +105,7 @@ class Calls:
         answer: CallAnswer | None
         match request:
             case FlushCache():
-                dropped, kept = self._kv.flush()
+                dropped, kept = self._kv.flush() if request.device else (0, 0)
                 answer = FlushCacheDone(dropped * self._kv.page_size, kept * self._kv.page_size)
             case PinPrefix():
                 answer = self._pin(request, now_s)

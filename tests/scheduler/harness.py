@@ -255,8 +255,8 @@ class Harness:
         assert isinstance(done.answer, HintDone)
         return done.answer
 
-    def flush(self) -> FlushCacheDone:
-        self.scheduler.handle(Call(len(self.flushes) + 1, FlushCache()), self.now_s)
+    def flush(self, *, device: bool = True, tier: bool = True) -> FlushCacheDone:
+        self.scheduler.handle(Call(len(self.flushes) + 1, FlushCache(device, tier)), self.now_s)
         self.collect()
         self.scheduler.audit()
         return self.flushes[-1]

@@ -35,7 +35,7 @@ from engine.runtime.adapter_spec import LoadedAdapter
 from engine.runtime.config.adapter_config import AdapterConfig
 from engine.runtime.config.answer_config import AnswerConfig
 from engine.runtime.config.device_config import DispatchPolicyName, ParallelConfig
-from engine.runtime.config.engine_config import EngineConfig, ModelConfig, SchedulerConfig
+from engine.runtime.config.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.runtime.config.server_config import LogConfig, ServerConfig
 from engine.runtime.feasibility import Capacity
 from engine.runtime.messages import (
@@ -222,6 +222,7 @@ class FakeEngine:
     Attributes:
         generate, aborts, ready, pins, explains: what arrived, for tests on any thread to take.
         loads, unloads: messages about adapters that arrived; store ids of unloads.
+        flushes: flushes that arrived.
         load_error: the answer to loads; "" if they succeed.
         live: the answer to `ListRequests`.
         explanations: by request id; others are not found.
@@ -246,6 +247,7 @@ class FakeEngine:
         self.explanations: dict[str, Explanation] = {}
         self.loads: list[LoadAdapter] = []
         self.unloads: list[int] = []
+        self.flushes: list[FlushCache] = []
         self.load_error = ""
         self.live = RequestList([], 0)
         self.answers = True
@@ -294,6 +296,7 @@ class FakeEngine:
     def _answer_to(self, request: CallRequest) -> CallAnswer:
         match request:
             case FlushCache():
+                self.flushes.append(request)
                 return FlushCacheDone(flushed_tokens=32, kept_tokens=8)
             case PinPrefix():
                 self.pins.put(request)
@@ -368,6 +371,7 @@ def make_services(
     pooling: PoolingSpec | None = None,
     adapters: Sequence[LoadedAdapter] = (),
     lora: dict[str, Any] | None = None,
+    cache: dict[str, Any] | None = None,
     others: Sequence[FakeEngine] = (),
     dispatch_policy: DispatchPolicyName = "prefix-affinity",
     pair: Pair | None = None,
@@ -380,6 +384,7 @@ def make_services(
     config = EngineConfig(
         model=ModelConfig(**({"served_model_name": MODEL, "dtype": "float32"} | (model or {}))),
         scheduler=SchedulerConfig(max_queued_requests=max_queued_requests, **(scheduler or {})),
+        cache=CacheConfig(**(cache or {})),
         server=ServerConfig(**server),
         answers=AnswerConfig(**(answers or {})),
         adapters=AdapterConfig(**({"max_lora_rank": 16} | (lora or {}))),

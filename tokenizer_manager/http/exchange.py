@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from types import TracebackType
 from typing import Any, Final, Self
+from urllib.parse import parse_qsl
 
 import msgspec
 
@@ -46,6 +47,7 @@ class Exchange:
 
     Attributes:
         method, path: of the request; the path is decoded but not normalized.
+        query: the parameters after the path, the last of repeated ones; few routes have some.
         headers: the request's, names in lower case; the first of repeated ones.
         request_id: the client's `X-Request-Id` if it is usable, otherwise a new one; a label for logs only.
         status: of the response, 0 before it has begun.
@@ -62,6 +64,7 @@ class Exchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
+        self.query: dict[str, str] = dict(parse_qsl(scope["query_string"].decode("latin-1")))
         self.headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))
         self.status = 0
         self.streaming = False

@@ -321,6 +321,14 @@ ROUTES: Final = (
     *_post("/abort_request", operations.abort_request, "End running requests.", AbortBody, AbortedBody),
     *_post("/flush_cache", operations.flush_cache, "Empty the prefix cache.", None, FlushedBody, admin=True),
     *_get("/flush_cache", operations.flush_cache, "As POST, as older routers ask.", FlushedBody, admin=True),
+    *_post(
+        "/clear_hicache_storage_backend",
+        operations.clear_storage,
+        "Empty what outlives the process, as SGLang's clients ask.",
+        None,
+        FlushedBody,
+        admin=True,
+    ),
     *_get(
         diagnosis.LOG_LEVEL_PATH,
         diagnosis.log_level,

@@ -25,7 +25,7 @@ from ...telemetry.instruments import CONTENT_TYPE
 from ..delivery import collect
 from ..exchange import Exchange
 from ..schema.field_policy import FieldPolicy
-from ..schema.values import convert
+from ..schema.values import convert, show
 from ..services import Engine, ServerFacts, Services
 from .wire import (
     AbortBody,
@@ -230,8 +230,26 @@ async def abort_request(exchange: Exchange, services: Services) -> None:
 
 
 async def flush_cache(exchange: Exchange, engine: Engine) -> None:
-    """Empty the prefix cache."""
-    done = await engine.manager.control.flush_cache()
+    """Empty the prefix cache and its tier, or the one that `tier` names."""
+    await _flush(exchange, engine, exchange.query.get("tier", ""))
+
+
+async def clear_storage(exchange: Exchange, engine: Engine) -> None:
+    """Empty the tier that outlives the process, as SGLang's clients ask."""
+    await _flush(exchange, engine, engine.config.cache.kv_tier or "disk")
+
+
+async def _flush(exchange: Exchange, engine: Engine, only: str) -> None:
+    """Empty one of the tiers, or all; answered by the tokens of the KV pool."""
+    tiers = ["device", *filter(None, [engine.config.cache.kv_tier])]
+    if only and only not in tiers:
+        message = (
+            f"tier is {show(only)}, but this server has {' and '.join(tiers)}; leave it out to flush all"
+        )
+        raise RequestError(message, param="tier", code="invalid_value")
+    done = await engine.manager.control.flush_cache(
+        device=only in ("", "device"), tier=only in ("", engine.config.cache.kv_tier)
+    )
     await exchange.send_json(FlushedBody(done.flushed_tokens, done.kept_tokens))
 
 

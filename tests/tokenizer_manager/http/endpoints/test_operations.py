@@ -6,6 +6,7 @@ import re
 import msgspec
 import pytest
 
+from engine.runtime.messages import FlushCache
 from engine.runtime.scheduler_report import SchedulerReport
 from engine.tokenizer_manager.http.routes import ROUTES
 from engine.tokenizer_manager.http.schema.errors import shape_of
@@ -218,3 +219,44 @@ def test_the_docs_page_lists_every_route_and_loads_nothing_from_elsewhere(serve:
     assert "Larger is scheduled earlier" in row[1]
     assert not re.search(r"<script|<link|<img|src=|@import|url\(", reply.text)
     assert set(re.findall(r'href="(?!#)([^"]*)"', reply.text)) == {"./", "openapi.json"}
+
+
+@pytest.mark.parametrize(
+    ("path", "device", "tier"),
+    [
+        ("/flush_cache", True, True),
+        ("/flush_cache?timeout=30", True, True),
+        ("/flush_cache?tier=", True, True),
+        ("/flush_cache?tier=device", True, False),
+        ("/flush_cache?tier=disk", False, True),
+        ("/clear_hicache_storage_backend", False, True),
+    ],
+)
+def test_a_flush_may_name_a_tier(serve: Serve, path: str, device: bool, tier: bool):
+    served = serve(cache={"kv_disk": "folder"})
+    assert served.client.post(path).json() == {"flushed_tokens": 32, "kept_tokens": 8}
+    assert served.engine.flushes == [FlushCache(device, tier)]
+
+
+@pytest.mark.parametrize(
+    ("path", "kv_disk", "message"),
+    [
+        (
+            "/flush_cache?tier=host",
+            "folder",
+            'tier is "host", but this server has device and disk; leave it out',
+        ),
+        (
+            "/flush_cache?tier=disk",
+            None,
+            'tier is "disk", but this server has device; leave it out to flush all',
+        ),
+        ("/clear_hicache_storage_backend", None, 'tier is "disk", but this server has device'),
+    ],
+)
+def test_a_flush_of_a_tier_that_is_not_there_is_refused(serve: Serve, path, kv_disk, message):
+    served = serve(cache={"kv_disk": kv_disk})
+    reply = served.client.post(path)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "tier")
+    assert message in reply.json()["error"]["message"]
+    assert not served.engine.flushes

@@ -178,6 +178,7 @@ def test_a_file_that_an_editor_began_with_a_byte_order_mark_has_the_same_keys(tm
 
 CONTROL = [
     ("/flush_cache", None),
+    ("/flush_cache?tier=device", None),
     ("/abort_request", {"abort_all": True}),
     ("/start_profile", None),
 ]
@@ -293,6 +294,7 @@ def test_why_tells_no_isolated_tenant_where_else_a_prefix_is_cached(serve: Serve
     ("method", "path", "body"),
     [
         ("POST", "/flush_cache", None),
+        ("POST", "/clear_hicache_storage_backend", None),
         ("POST", "/abort_request", {"abort_all": True}),
         ("POST", "/start_profile", None),
         ("POST", "/stop_profile", None),
