@@ -7,7 +7,7 @@ chooses those objects.
 from __future__ import annotations
 
 from ..runtime.config.chaos_spec import parse_chaos
-from ..runtime.config.engine_config import CacheConfig, KVWriteName, SchedulerConfig
+from ..runtime.config.engine_config import CacheConfig, SchedulerConfig
 from ..runtime.feasibility import Capacity, pages_for
 from .adapters.adapter_slots import AdapterSlots
 from .adapters.adapter_table import AdapterTable
@@ -195,8 +195,7 @@ class SchedulerParts:
             stop_rules=stop_rules,
             stats=self.stats,
             by_priority=policy.by_priority,
-            kv_tier=cache.kv_tier,
-            kv_write=cache.kv_write,
+            settings=cache,
         )
 
 
@@ -212,19 +211,18 @@ def _make_transfer(
     stop_rules: StopRules,
     stats: SchedulerStats,
     by_priority: bool,
-    kv_tier: str,
-    kv_write: KVWriteName,
+    settings: CacheConfig,
 ) -> TransferRole:
-    if kv_tier:
+    if settings.kv_tier:
         return PageTier(
             requests,
             cache,
             memory.kv,
             incoming,
             reservations,
-            name=kv_tier,
+            settings,
+            num_rows=memory.pool.num_rows,
             by_priority=by_priority,
-            writes_through=kv_write == "through",
         )
     timeout_s = config.disaggregation_timeout
     match config.disaggregation_mode:

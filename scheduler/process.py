@@ -212,6 +212,7 @@ def _open_disk(child: Child, root: Path, runner: ModelRunner, settled_step: Call
         page_size=capacity.page_size,
         scheduler=settings.endpoints.scheduler,
         states=states,
+        persist_salted=config.cache.kv_persist_salted,
     )
 
 

@@ -50,7 +50,14 @@ _NO_EFFECT: Final = frozenset(
         "max_queued_tokens",
     }
 )
-_NO_EFFECT_PREFIXES: Final = ("speculative", "disaggregation_", "kv_disk")
+_NO_EFFECT_PREFIXES: Final = (
+    "speculative",
+    "disaggregation_",
+    "kv_disk",
+    "kv_write",
+    "kv_fetch",
+    "kv_persist_salted",
+)
 _SHOWN_RIDS: Final = 4
 
 

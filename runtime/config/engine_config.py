@@ -52,6 +52,7 @@ EstimatorName = Literal["ratio", "beta", "full", "none"]
 LengthEstimate = Literal["max-tokens", "tenant-average"]
 EvictionPolicyName = Literal["lru", "lfu", "fifo", "slru", "priority"]
 KVWriteName = Literal["selective", "through"]
+_MAX_FETCH_MS: Final = 600_000
 PresetName = Literal["chat", "rag", "agents", "batch", "latency"]
 
 DERIVED: Final = {"derived": True}
@@ -204,6 +205,15 @@ class CacheConfig:
         "With --kv-disk: store what a second request uses, and the rest while no request runs (selective), or each "
         "prompt at its end (through).",
     ] = "selective"
+    kv_fetch: Annotated[
+        str,
+        "With --kv-disk: load a prompt if that is estimated to be faster than computing it, for at most twice the "
+        "estimate (timeout) or MS milliseconds (timeout:MS), or until it could start (best_effort); or all that is "
+        "found, however long it takes (wait).",
+    ] = "timeout"
+    kv_persist_salted: Annotated[
+        bool, "With --kv-disk: store and look up the prompts of requests with a cache_salt, too."
+    ] = False
     swap_space: Annotated[float | Auto, "Host memory in GiB for the KV of requests that are swapped out."] = (
         "auto"
     )
@@ -212,6 +222,23 @@ class CacheConfig:
     def kv_tier(self) -> str:
         """The name of the prefix cache's tier that outlives the process; "" if there is none."""
         return "disk" if self.kv_disk is not None else ""
+
+    def kv_fetch_rule(self) -> tuple[str, float | None]:
+        """The kind of `kv_fetch`, and the seconds of `timeout:MS`.
+
+        Raises:
+            ConfigError: there is no such kind, or no such time.
+        """
+        kind, colon, number = self.kv_fetch.partition(":")
+        if kind not in ("best_effort", "wait", "timeout") or (colon and kind != "timeout"):
+            raise ConfigError(
+                f"kv_fetch is {self.kv_fetch!r}, but it must be best_effort, wait, timeout or timeout:MS"
+            )
+        if colon and not (number.isascii() and number.isdigit() and 0 < int(number) <= _MAX_FETCH_MS):
+            raise ConfigError(
+                f"kv_fetch is {self.kv_fetch!r}, but the time must be a number of milliseconds in [1, {_MAX_FETCH_MS}]"
+            )
+        return kind, int(number) / 1000 if colon else None
 
     def __post_init__(self) -> None:
         check_at_least("page_size", self.page_size, 1)
@@ -226,6 +253,7 @@ class CacheConfig:
             raise ConfigError(f"pin_fraction is {self.pin_fraction}, but it must lie in [0, 1]")
         if not (math.isfinite(self.kv_disk_size) and self.kv_disk_size > 0):
             raise ConfigError(f"kv_disk_size is {self.kv_disk_size}, but it must be a number of GiB above 0")
+        self.kv_fetch_rule()
         if self.kv_disk is not None and not self.radix_cache:
             raise ConfigError(
                 "kv_disk is set without the prefix cache, but the disk keeps what the prefix cache has; leave "

@@ -56,8 +56,7 @@ ANSWERS: Final[Mapping[str, str]] = {
     "kv_offloading_backend": _HOST_TIER,
     "hicache_write_policy": "use --kv-write selective (write_through_selective) or --kv-write through (write_through)",
     "hicache_storage_backend": "use --kv-disk DIR for file; there is no other backend",
-    "hicache_storage_prefetch_policy": f"{_ALWAYS}: a prompt is loaded if that is faster than computing it, in at "
-    "most twice the estimated time",
+    "hicache_storage_prefetch_policy": "use --kv-fetch best_effort, wait (wait_complete) or timeout",
     # devices
     "n_gpu_layers": "use --device cuda or --device cpu; a model is on one kind of device",
     "gpu_layers": "use --device cuda or --device cpu; a model is on one kind of device",

@@ -21,11 +21,13 @@ In a model with state layers the state after the last page travels with the page
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from ...runtime.config.engine_config import CacheConfig
 from ...runtime.feasibility import pages_for
 from ...runtime.messages import TokenOutput
 from ...runtime.step_plan import ForwardMode
@@ -45,11 +47,11 @@ from ..arrays import EMPTY, TOKEN_ID_BYTES, IntArray
 from ..batch import ScheduleBatch
 from ..memory.kv_memory import KVMemory
 from ..memory.pages import IncomingPages
-from ..prefix_cache.base import Lease, PrefixCache, PrefixMatch
+from ..prefix_cache.base import Lease, PrefixCache, PrefixMatch, split_namespace
 from ..requests.req import Req, ReqStatus
 from ..requests.requests import Requests
 from ..transfer.role import NO_CHANGES, Changes, News, Step, TransferRole
-from .prompt_stores import PromptStores, TierCounts, may_persist
+from .prompt_stores import PromptStores, TierCounts
 
 MIN_TOKENS: Final = 256
 """A prompt with fewer missing tokens is computed; one with fewer tokens is not stored."""
@@ -70,6 +72,8 @@ LOAD_LIMIT_FACTOR: Final = 2.0
 MIN_LOAD_LIMIT_S: Final = 1.0
 UNKNOWN_LOAD_LIMIT_S: Final = 30.0
 """A load may take twice its estimate, but at least the first of these; without an estimate the second."""
+WAIT_LIMIT_S: Final = 600.0
+"""The limit of a load with `--kv-fetch wait`, for a disk that never answers."""
 
 _BY_ARRIVAL: Final = operator.attrgetter("req.seq")
 _QUEUED: Final = (ReqStatus.WAITING, ReqStatus.RETRACTED)
@@ -88,6 +92,7 @@ class _Fetch:
         pages: [n] the pages for the part that is loaded.
         checkpoint: the slot for the state after them; 0: the model has no state layers.
         began_s: when the load was ordered.
+        is_cut: it was canceled, and what is loaded until then is used.
     """
 
     req: Req
@@ -98,6 +103,7 @@ class _Fetch:
     pages: IntArray = field(default_factory=lambda: EMPTY)
     checkpoint: int = 0
     began_s: float = 0.0
+    is_cut: bool = False
 
 
 def _by_priority(fetch: _Fetch) -> tuple[int, int]:
@@ -114,19 +120,21 @@ class PageTier(TransferRole):
         kv: KVMemory,
         incoming: IncomingPages,
         reservations: Reservations,
+        settings: CacheConfig,
         *,
-        name: str,
+        num_rows: int,
         by_priority: bool,
-        writes_through: bool = False,
     ) -> None:
         """Take the parts.
 
         Args:
-            name: "disk" or "store".
+            num_rows: requests that can run at the same time.
             by_priority: requests of the highest priority are loaded first.
-            writes_through: each prompt is stored at its end.
         """
-        self._name = name
+        self._name = settings.kv_tier
+        self._fetch_kind, self._fetch_limit_s = settings.kv_fetch_rule()
+        self._persists_salted = settings.kv_persist_salted
+        self._num_rows = num_rows
         self._requests = requests
         self._cache = cache
         self._kv = kv
@@ -154,7 +162,7 @@ class PageTier(TransferRole):
             self._jobs,
             self._commands,
             min_pages=self._min_pages,
-            writes_through=writes_through,
+            writes_through=settings.kv_write == "through",
         )
 
     @property
@@ -162,13 +170,13 @@ class PageTier(TransferRole):
         return len(self._fetches) + len(self._draining) + len(self._stores)
 
     def arrived(self, req: Req, now_s: float) -> Sequence[Step]:
-        if self._is_late or req.status not in _QUEUED or req.needs_all_tokens or not may_persist(req):
+        if self._is_late or req.status not in _QUEUED or req.needs_all_tokens or not self._may_persist(req):
             return ()
         num_pages = (req.fill_len - 1) // self._kv.page_size
         if num_pages - self._kv.match(req).num_pages < self._min_pages:
             return ()
         self._requests.await_kv(req, now_s)
-        fetch = _Fetch(req, next(self._jobs), now_s + LOOK_UP_LIMIT_S)
+        fetch = _Fetch(req, next(self._jobs), now_s + min(LOOK_UP_LIMIT_S, self._fetch_limit_s or math.inf))
         self._fetches[fetch.job], self._job_of[req.rid] = fetch, fetch.job
         self._counts.lookups += 1
         self._commands.append(LookUp(fetch.job, req.extra_key, req.fill_ids[: num_pages * self._page_bytes]))
@@ -188,6 +196,14 @@ class PageTier(TransferRole):
                 steps.append(
                     self._go_on(fetch.req, "not loaded", "it took too long", now_s, failure="timeout")
                 )
+            elif (
+                self._fetch_kind == "best_effort"
+                and fetch.lease
+                and not fetch.is_cut
+                and self._may_start(fetch.req)
+            ):
+                fetch.is_cut = True
+                self._commands.append(CancelLoad(fetch.job))
         self._load_waiting(now_s, steps)
         return Changes(steps) if steps else NO_CHANGES
 
@@ -198,7 +214,7 @@ class PageTier(TransferRole):
             self._prefill_s_per_token = sample if last is None else last + _RATE_WEIGHT * (sample - last)
         for idx in range(batch.num_extends):
             req = batch.reqs[idx]
-            if batch.end[idx] >= req.prompt_len and may_persist(req) and not req.in_memory:
+            if batch.end[idx] >= req.prompt_len and self._may_persist(req) and not req.in_memory:
                 self._stores.note_prompt(req)
         self._stores.store_waiting()
 
@@ -217,7 +233,7 @@ class PageTier(TransferRole):
                 self._counts.note_error("lookup", message.error)
                 why = self._reason_against(fetch.req, message)
                 if not why:
-                    fetch.found, fetch.expires_s = message, now_s + ROOM_LIMIT_S
+                    fetch.found, fetch.expires_s = message, now_s + (self._fetch_limit_s or ROOM_LIMIT_S)
                     return NO_CHANGES  # the next pass loads it
                 self._leave(fetch)
                 return Changes([self._go_on(fetch.req, "not loaded", why, now_s)])
@@ -337,7 +353,7 @@ class PageTier(TransferRole):
                 if found.num_pages
                 else found.error or f"the {self._name} has none of it"
             )
-        if self._prefill_s_per_token is None:
+        if self._prefill_s_per_token is None or self._fetch_kind == "wait":
             return ""
         load_s = (
             found.seconds_estimate * _bytes_of(found, missing) / max(1, _bytes_of(found, found.num_pages))
@@ -346,6 +362,20 @@ class PageTier(TransferRole):
         if load_s < WORTH_SHARE * compute_s:
             return ""
         return f"loading it was estimated at {load_s:.3f} s, computing it at {compute_s:.3f} s"
+
+    def _may_persist(self, req: Req) -> bool:
+        """Whether the prompt may be looked up and stored: one with a cache salt is private."""
+        return self._persists_salted or not split_namespace(req.extra_key)[0]
+
+    def _may_start(self, req: Req) -> bool:
+        """Whether a request that is being loaded could start now, if it waited for nothing else."""
+        return (
+            not self._requests.waiting
+            and self._requests.num_with_row < self._num_rows
+            and self._reservations.leave_room(
+                pages_for(req.fill_len + 1, self._kv.page_size), self._kv.available_pages
+            )
+        )
 
     def _may_load(self, num_pages: int) -> bool:
         counts = [len(fetch.pages) for fetch, _ in self._loading()]
@@ -371,7 +401,11 @@ class PageTier(TransferRole):
         known = all(each.seconds_estimate > 0.0 for each in estimates)
         limit_s = max(LOAD_LIMIT_FACTOR * estimate_s, MIN_LOAD_LIMIT_S) if known else UNKNOWN_LOAD_LIMIT_S
         fetch.lease, fetch.pages = lease, self._incoming.take(num_pages)
-        fetch.began_s, fetch.expires_s = now_s, now_s + limit_s
+        if self._fetch_kind == "wait":
+            limit_s = WAIT_LIMIT_S
+        fetch.began_s = now_s
+        if self._fetch_limit_s is None:  # else it counts from the answer to the look-up
+            fetch.expires_s = now_s + limit_s
         token_ids = req.fill_ids[: found.num_pages * self._page_bytes]
         self._commands.append(
             LoadPages(

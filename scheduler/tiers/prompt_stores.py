@@ -16,7 +16,7 @@ from ...runtime.transport.kv_tiers import Stored, StorePages, TierCommand
 from ..arrays import TOKEN_ID_BYTES
 from ..memory.kv_memory import KVMemory
 from ..memory.pages import IncomingPages
-from ..prefix_cache.base import Lease, PrefixCache, split_namespace
+from ..prefix_cache.base import Lease, PrefixCache
 from ..requests.req import Req
 
 logger = logging.getLogger(__name__)
@@ -180,8 +180,3 @@ class PromptStores:
         token_ids = prompt.token_ids[: match.num_pages * self._page_bytes]
         pages = self._cache.pages_of(lease).tobytes()
         self._commands.append(StorePages(job, prompt.namespace, token_ids, 0, pages, match.checkpoint))
-
-
-def may_persist(req: Req) -> bool:
-    """Whether the prompt may be written to a disk: not with a cache salt, which makes it private."""
-    return not split_namespace(req.extra_key)[0]

@@ -52,3 +52,24 @@ def test_a_size_above_zero(size: float) -> None:
 def test_the_prefix_cache_must_be_on() -> None:
     with pytest.raises(ConfigError, match="kv_disk is set without the prefix cache"):
         CacheConfig(kv_disk="folder", radix_cache=False)
+
+
+@pytest.mark.parametrize(
+    ("fetch", "rule"),
+    [
+        ("timeout", ("timeout", None)),
+        ("timeout:1500", ("timeout", 1.5)),
+        ("best_effort", ("best_effort", None)),
+        ("wait", ("wait", None)),
+    ],
+)
+def test_kinds_of_loads(fetch: str, rule: tuple[str, float | None]) -> None:
+    assert CacheConfig(kv_fetch=fetch).kv_fetch_rule() == rule
+
+
+@pytest.mark.parametrize(
+    "fetch", ["", "never", "wait:5", "timeout:", "timeout:0", "timeout:1.5", "timeout:600001"]
+)
+def test_other_kinds_of_loads_are_refused(fetch: str) -> None:
+    with pytest.raises(ConfigError, match=r"kv_fetch is '.*', but (it must be best_effort|the time must be)"):
+        CacheConfig(kv_fetch=fetch)

@@ -192,6 +192,102 @@ def test_a_flush_forgets_the_disk_and_loads_nothing_that_was_asked_for(warm: Dis
     assert warm.answers[rid].rows[-1].usage.cached_tokens == 0
 
 
+def test_a_flush_may_leave_out_the_disk_or_the_device(warm: DiskHarness) -> None:
+    warm.submit(prompt=PROMPT)
+    warm.run_until_idle()
+    assert warm.flush(tier=False).flushed_tokens >= 40
+    assert Forget not in kinds(warm.disk) and warm.disk.pages
+
+    rid = warm.submit(prompt=PROMPT)
+    warm.run_until_idle()
+    assert warm.answers[rid].rows[-1].usage.loaded_tokens == 40
+    assert warm.flush(device=False).flushed_tokens == 0
+    assert Forget in kinds(warm.disk) and not warm.disk.pages
+
+    rid = warm.submit(prompt=PROMPT)
+    warm.run_until_idle()
+    usage = warm.answers[rid].rows[-1].usage
+    assert (usage.cached_tokens, usage.loaded_tokens) == (40, 0), "the KV pool still has it"
+
+
+def started(warm: DiskHarness, **cache: Any) -> DiskHarness:
+    """An engine on the disk of `warm` with other settings, that has measured the time of computing a prompt."""
+    harness = restarted(warm, cache=cache)
+    harness.submit(prompt=[70] * 30)
+    harness.run_until_idle()
+    harness.disk.orders.clear()
+    return harness
+
+
+def test_wait_loads_what_is_slower_than_computing_and_for_as_long_as_it_takes(warm: DiskHarness) -> None:
+    harness = started(warm, kv_fetch="wait")
+    harness.disk.answers_itself, harness.disk.estimate_s = False, 20.0
+    rid = harness.submit(prompt=PROMPT)
+    harness.answer()
+    harness.step()
+    harness.now_s += page_tier.WAIT_LIMIT_S - 1.0
+    harness.step()
+    assert harness.status(rid) == "receiving"
+    harness.answer()
+    harness.run_until_idle()
+    assert harness.answers[rid].rows[-1].usage.loaded_tokens == 40
+
+    other = restarted(harness, cache={"kv_fetch": "wait"})
+    rid = other.submit(prompt=PROMPT)
+    other.answer()
+    other.step()
+    other.now_s += page_tier.WAIT_LIMIT_S
+    other.step()
+    assert other.events(rid) == ["looked up", "loading", "not loaded"], "a disk that never answers"
+
+
+def test_a_timeout_counts_from_the_answer_to_the_look_up(warm: DiskHarness) -> None:
+    harness = restarted(warm, cache={"kv_fetch": "timeout:250"})
+    harness.disk.answers_itself = False
+    rid = harness.submit(prompt=PROMPT)
+    assert harness.scheduler.wake_s() == pytest.approx(harness.now_s + 0.25)
+    harness.answer()
+    found_s = harness.now_s
+    for _ in range(2):
+        harness.step()
+        assert harness.scheduler.wake_s() == pytest.approx(found_s + 0.25)
+    harness.now_s = found_s + 0.25
+    harness.step()
+    assert harness.events(rid) == ["looked up", "loading", "not loaded"]
+
+
+def test_best_effort_uses_what_is_loaded_when_the_request_could_start(warm: DiskHarness) -> None:
+    harness = restarted(warm, cache={"kv_fetch": "best_effort"}, max_running_requests=1)
+    running = harness.submit(prompt=[95], max_new_tokens=6)
+    harness.step()
+    harness.disk.answers_itself = False
+    rid = harness.submit(prompt=PROMPT)
+    harness.answer()
+    harness.step()
+    assert kinds(harness.disk) == [LookUp, LoadPages], "all rows are taken"
+    while harness.answers[running].finish is None:
+        harness.step()
+    harness.step()
+    assert kinds(harness.disk) == [LookUp, LoadPages, CancelLoad]
+    harness.step()
+    assert kinds(harness.disk).count(CancelLoad) == 1
+    harness.answer(most=3)
+    harness.disk.answers_itself = True
+    harness.run_until_idle()
+    assert harness.answers[rid].rows[-1].usage.loaded_tokens == 12
+
+
+def test_prompts_with_a_salt_may_be_stored_and_loaded(warm: DiskHarness) -> None:
+    harness = restarted(warm, cache={"kv_persist_salted": True})
+    harness.submit(prompt=PROMPT, extra_key="secret")
+    harness.run_until_idle()
+    assert kinds(harness.disk) == [LookUp, StorePages]
+    harness = restarted(harness, cache={"kv_persist_salted": True})
+    rid = harness.submit(prompt=PROMPT, extra_key="secret")
+    harness.run_until_idle()
+    assert harness.answers[rid].rows[-1].usage.loaded_tokens == 40
+
+
 def test_why_names_the_disk(warm: DiskHarness) -> None:
     warm.submit(prompt=[70] * 30)
     warm.run_until_idle()

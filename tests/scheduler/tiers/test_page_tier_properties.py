@@ -49,6 +49,7 @@ class DiskMachine(SchedulerMachine):
         estimate_s=st.sampled_from([0.0, 0.001, 20.0]),
         answers_itself=st.booleans(),
         kv_write=st.sampled_from(["selective", "through"]),
+        kv_fetch=st.sampled_from(["timeout", "timeout", "timeout:700", "best_effort", "wait"]),
         news=st.randoms(use_true_random=False),
     )
     def make(
@@ -61,6 +62,7 @@ class DiskMachine(SchedulerMachine):
         estimate_s: float = 0.0,
         answers_itself: bool = False,
         kv_write: str = "through",
+        kv_fetch: str = "timeout",
         **config: Any,
     ) -> None:
         self.patch = pytest.MonkeyPatch()
@@ -75,7 +77,7 @@ class DiskMachine(SchedulerMachine):
             multi_step_ms=burst_ms,
             num_checkpoints=checkpoints[0],
             checkpoint_pages=checkpoints[1],
-            cache={"kv_disk": "folder", "kv_write": kv_write},
+            cache={"kv_disk": "folder", "kv_write": kv_write, "kv_fetch": kv_fetch},
             **config,
         )
         self.harness.has_news = lambda: news.random() < 0.2
