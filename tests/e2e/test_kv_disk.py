@@ -22,9 +22,9 @@ WITHIN_S = 300.0
 STORED = 'kv_tier_bytes_total{tier="disk",direction="store"}'
 
 
-def ask(engine: EngineServe, input_ids: list[int], max_new_tokens: int = 24) -> dict[str, Any]:
+def ask(engine: EngineServe, input_ids: list[int], max_new_tokens: int = 24, **more: Any) -> dict[str, Any]:
     sampling = {"temperature": 0, "max_new_tokens": max_new_tokens}
-    body = {"input_ids": input_ids, "sampling_params": sampling}
+    body = {"input_ids": input_ids, "sampling_params": sampling, **more}
     response = httpx.post(f"{engine.url}/generate", json=body, timeout=WITHIN_S)
     assert response.status_code == 200, response.text
     answer: dict[str, Any] = response.json()
@@ -84,6 +84,58 @@ def test_a_prompt_survives_a_restart(
     assert warm["meta_info"]["cached_tokens_by_tier"] == {"disk": 1984}
     assert second.idle_metrics()['kv_tier_hit_tokens_total{tier="disk"}'] == 1984
     stop(second)
+
+
+OTHER_PROMPT = [7, *PROMPT[:-1]]
+
+
+@pytest.mark.parametrize("end", [kill, stop])
+def test_each_replica_finds_what_the_other_one_has_stored(
+    start: Callable[..., EngineServe], model: Path, end: Callable[[EngineServe], None]
+) -> None:
+    def ask_replica(engine: EngineServe, replica: int, prompt: list[int]) -> tuple[list[int], int]:
+        answer = ask(engine, prompt, data_parallel_rank=replica)
+        return answer["output_ids"], answer["meta_info"].get("cached_tokens_by_tier", {}).get("disk", 0)
+
+    def start_two() -> EngineServe:
+        engine = start(str(model), "--dp", "2", "--dtype", "float32")
+        while engine.log.count("kv_stores.segment_store kv_disk=") < 2:
+            engine.leave_the_core_to_it()
+        return engine
+
+    first = start_two()
+    cold = [ask_replica(first, replica, prompt) for replica, prompt in enumerate((PROMPT, OTHER_PROMPT))]
+    assert [loaded for _, loaded in cold] == [0, 0]
+    wait_until_stored(first, 2 * 1984 * 512)
+    for replica, (prompt, (output, _)) in enumerate(zip((OTHER_PROMPT, PROMPT), reversed(cold), strict=True)):
+        assert ask_replica(first, replica, prompt) == (output, 1984)
+    end(first)
+
+    second = start_two()
+    for replica in (0, 1):
+        for prompt, (output, _) in zip((PROMPT, OTHER_PROMPT), cold, strict=True):
+            assert ask_replica(second, replica, prompt) == (output, 1984)
+    stop(second)
+
+
+def test_two_servers_on_one_folder_find_what_each_other_store(
+    start: Callable[..., EngineServe], model: Path
+) -> None:
+    one, other = start(str(model)), start(str(model))
+    cold = ask(one, PROMPT), ask(other, OTHER_PROMPT)
+    for engine in (one, other):
+        wait_until_stored(engine, 1984 * 256)
+
+    kill(one)
+    warm = ask(other, PROMPT)
+    third = start(str(model))
+    warm_other = ask(third, OTHER_PROMPT)
+
+    assert [each["output_ids"] for each in (warm, warm_other)] == [each["output_ids"] for each in cold]
+    for answer in (warm, warm_other):
+        assert answer["meta_info"]["cached_tokens_by_tier"] == {"disk": 1984}
+    stop(other)
+    stop(third)
 
 
 def test_a_record_that_is_damaged_in_the_part_of_one_rank_is_lost_to_all(
