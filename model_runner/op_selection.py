@@ -133,6 +133,8 @@ def _triton(module: str, function: str, more: Callable[[Target], list[str]] = _n
 
 def _without_gates(target: Target) -> list[str]:
     experts = target.spec.experts
+    if experts is not None and experts.activation != "silu":
+        return [f"the activation of the model's experts is {experts.activation}"]
     return ["the model's experts have no gates"] if experts is not None and not experts.gated else []
 
 

@@ -75,6 +75,7 @@ class NativeOps:
                 biases,
                 scales_inputs=experts.scales_inputs,
                 gated=experts.gated,
+                activation=experts.activation,
             )
         if not self._has_warned_of_loops:
             self._has_warned_of_loops = True

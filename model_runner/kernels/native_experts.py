@@ -22,7 +22,7 @@ from .blocks.native_blocks import NO_TILES, NativeBlockLinear
 from .native_matmul import NativeMatmul
 
 if TYPE_CHECKING:
-    from ...models.spec.experts_spec import ClampedSwiGLU, Routing
+    from ...models.spec.experts_spec import ClampedSwiGLU, ExpertActivation, Routing
 
 _SQUARED_RELU: Final = 3  # of `Activation` in `kernels/cpu/activations.h`
 _WEIGHT: Final = np.dtype(
@@ -87,6 +87,7 @@ class NativeExperts:
         *,
         scales_inputs: bool = False,
         gated: bool = True,
+        activation: ExpertActivation = "silu",
     ) -> None:
         """Take the packed weights of each expert, [2N, K] and [K, N]. `gate_up` must not be shared: it is modified.
 
@@ -95,7 +96,10 @@ class NativeExperts:
             biases: see `ExpertSource`.
             scales_inputs: see `ExpertSource`.
             gated: see `ExpertSource`; if not, `gate_up` is [N, K].
+            activation: see `ExpertSource`; other than silu only without biases.
         """
+        self._has_gelu = activation == "gelu_tanh"
+        assert not self._has_gelu or (gated and clamp is None and biases is None)
         self._library = library
         self._clamp = clamp
         self._scales_inputs = scales_inputs
@@ -105,7 +109,7 @@ class NativeExperts:
             self._gate_up_bias, self._down_bias = biases
         for bias in biases or ():
             assert bias.dtype == torch.bfloat16 and bias.is_contiguous(), bias.dtype
-        for one in gate_up if gated and clamp is None and biases is None else ():
+        for one in gate_up if gated and clamp is None and biases is None and not self._has_gelu else ():
             one.fuse_silu_and_mul()
         self._has_gates = gated
         self._is_gated = gate_up[0].fuses_silu_and_mul  # the same for all experts: their shapes are equal
@@ -162,6 +166,9 @@ class NativeExperts:
             return hidden
         num_rows, inner = hidden.shape[0], hidden.shape[1] // 2
         out = hidden.new_empty((num_rows, inner))
+        if self._has_gelu:
+            self._library.gelu_and_mul(hidden.data_ptr(), out.data_ptr(), num_rows, inner, True)
+            return out
         clamp, bias = self._clamp, self._gate_up_bias
         self._library.activate_experts(
             hidden.data_ptr(),

@@ -24,7 +24,7 @@ from ..ops.linear import LinearWeight
 from ..ops.rotation import HeadNorms, LayerKV, RotaryStore
 
 if TYPE_CHECKING:
-    from ...models.spec.experts_spec import ClampedSwiGLU, Routing
+    from ...models.spec.experts_spec import ClampedSwiGLU, ExpertActivation, Routing
 
 _mkldnn: Final[Any] = torch.ops.mkldnn
 _MOST_INT8: Final = 127.0
@@ -277,8 +277,10 @@ class ExpertForm:
         biases: tuple[Tensor, Tensor] | None = None,
         scales_inputs: bool = False,
         gated: bool = True,
+        activation: ExpertActivation = "silu",
     ) -> None:
         self._gated = gated
+        self._activate = silu_and_mul if activation == "silu" else gelu_and_mul
         self._clamp = clamp
         self._scales_inputs = scales_inputs
         self._gate_up_bias: Tensor | None = None
@@ -289,7 +291,7 @@ class ExpertForm:
     @classmethod
     def of(cls, experts: ExpertSource) -> ExpertForm:
         """Take the biases from the source."""
-        return cls(experts.clamp, experts.biases(), experts.scales_inputs, experts.gated)
+        return cls(experts.clamp, experts.biases(), experts.scales_inputs, experts.gated, experts.activation)
 
     def rows(self, x: Tensor, shares: Tensor, order: Tensor) -> Tensor:
         """The experts' inputs in the order of experts: x [T, K], shares [T, k], order [R] -> [R, K]."""
@@ -302,7 +304,7 @@ class ExpertForm:
             hidden = hidden + self._gate_up_bias[expert_ids]
         if not self._gated:
             return activate(hidden, "relu2")
-        return silu_and_mul(hidden) if self._clamp is None else clamped_swiglu(hidden, self._clamp)
+        return self._activate(hidden) if self._clamp is None else clamped_swiglu(hidden, self._clamp)
 
     def add_bias(self, out: Tensor, expert_ids: Tensor) -> Tensor:
         """The bias of down: [R, K], [R] -> [R, K]."""

@@ -18,7 +18,7 @@ from .linear import Linear
 from .norm import RMSNorm
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -73,7 +73,7 @@ class AltUpLayer:
         self,
         context: ModelContext,
         name: str,
-        norms: tuple[Norm, Norm, Norm, Norm],
+        norms: Sequence[Norm],
         attention: Attention,
         mlp: MLP,
         gate: Callable[[Tensor, Tensor, AdapterRuns | None], Tensor],

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ...models.spec.experts_spec import ExpertsSpec
     from ..adapter_runs import AdapterRuns
     from ..model_context import ModelContext
+    from .norm import RMSNorm
 
 
 def build_mlp(context: ModelContext, layer: str, layer_id: int) -> GatedMLP | PlainMLP | SparseMLP:
@@ -84,6 +85,43 @@ class SparseMLP:
         if self.shared is not None:
             y = self.shared.add(x, y, adapters)
         return self._all_reduce(y)
+
+
+class ExpertsBesideMLP:
+    """after_mlp(mlp(before_mlp(x))) + after(experts(before(x))), as in Gemma 4, with norms around both.
+
+    The router takes x divided by its root mean square and times a factor of each number; shares have a factor of each
+    expert.
+    """
+
+    def __init__(
+        self,
+        context: ModelContext,
+        layer: str,
+        experts: ExpertsSpec,
+        mlp: GatedMLP,
+        mlp_norms: tuple[RMSNorm, RMSNorm],
+        norms: tuple[RMSNorm, RMSNorm],
+    ) -> None:
+        """Take the experts from a checkpoint; `mlp_norms` and `norms`: before and after the MLP and the experts."""
+        size, name = context.spec.hidden_size, f"{layer}.{experts.names.block}"
+        self.mlp, self.mlp_norms, self.norms = mlp, mlp_norms, norms
+        self.router = _Router(context, name, size, experts)
+        scales = context.weights.tensor(f"{name}.router.scale", (size,), torch.float32)
+        self.factors, self.eps = scales * size**-0.5, context.spec.rms_norm_eps
+        shape = (experts.num_experts,)
+        self.share_factors = context.weights.tensor(f"{name}.router.per_expert_scale", shape, torch.float32)
+        self.experts = context.ops.pack_experts(_CheckpointExperts(context, name, size, experts))
+        self.ops, self._all_reduce = context.ops, context.group.all_reduce
+
+    def __call__(self, x: Tensor, adapters: AdapterRuns | None = None) -> Tensor:
+        """[T, size] -> [T, size]; adapters change the MLP."""
+        before, after = self.mlp_norms
+        dense = after(self.mlp(before(x), adapters))
+        shares, ids = self.router(self.ops.rms_norm(x, self.factors, self.eps))
+        shares = shares * self.share_factors[ids]
+        before, after = self.norms
+        return self.ops.add(dense, after(self._all_reduce(self.experts(before(x), shares, ids))))
 
 
 class _Router:
@@ -156,6 +194,7 @@ class _CheckpointExperts:
         self._format, self._weights = context.linear_format, context.weights
         self.clamp, self._has_bias = experts.clamp, experts.has_bias
         self.scales_inputs, self.gated = experts.scales_inputs, experts.gated
+        self.activation = experts.activation
         self._adds_bias = context.group.rank == 0
         self._modules = [f"{name}.experts.{expert}" for expert in range(experts.num_experts)]
         self._first, self._names = experts.first_parts, experts.names

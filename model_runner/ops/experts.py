@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from ...models.spec.experts_spec import ClampedSwiGLU, Routing
+    from ...models.spec.experts_spec import ClampedSwiGLU, ExpertActivation, Routing
     from .linear import LinearWeight
 
 
@@ -45,7 +45,12 @@ class ExpertSource(Protocol):
 
     @property
     def clamp(self) -> ClampedSwiGLU | None:
-        """The activation; None: silu(gate) * up."""
+        """The activation; None: activation(gate) * up."""
+        ...
+
+    @property
+    def activation(self) -> ExpertActivation:
+        """The activation of gates if there is no clamp."""
         ...
 
     @property

@@ -16,6 +16,7 @@ from ..layers.altup import AltUpLayer, AltUpStreams, gated_activation
 from ..layers.attention import SelfAttention
 from ..layers.decoder import LayerRotary, build_head
 from ..layers.embedding import Embedding
+from ..layers.experts import ExpertsBesideMLP
 from ..layers.layer import Layer
 from ..layers.mlp import GatedMLP
 from ..layers.norm import RMSNorm
@@ -60,28 +61,32 @@ def _mlp(context: ModelContext, layer_id: int, activation: GatedActivation) -> G
     return GatedMLP(context, f"model.layers.{layer_id}.mlp", spec.hidden_size, width, activation=activation)
 
 
-def _norms(context: ModelContext, layer_id: int) -> tuple[RMSNorm, RMSNorm, RMSNorm, RMSNorm]:
-    """The norms before and after attention, before and after the MLP."""
+def _norms(context: ModelContext, layer_id: int) -> list[RMSNorm]:
+    """The norms before and after attention, before and after the MLP, and those of `ExpertsBesideMLP`."""
     spec = context.spec
-    before, after, before_mlp, after_mlp = (
+    return [
         RMSNorm(context, f"model.layers.{layer_id}.{name}", spec.hidden_size, spec.rms_norm_eps)
         for name in spec.form.norms
-    )
-    return before, after, before_mlp, after_mlp
+    ]
 
 
 def _scaled_layer(context: ModelContext, layer_id: int) -> ScaledLayer:
     name, ops = f"model.layers.{layer_id}", context.ops
-    before, after, before_mlp, after_mlp = _norms(context, layer_id)
+    before, after, before_mlp, after_mlp, *others = _norms(context, layer_id)
     attention = _attention(context, layer_id)
-    mlp = _mlp(context, layer_id, ops.gelu_and_mul)
+    dense = _mlp(context, layer_id, ops.gelu_and_mul)
+    mlp: GatedMLP | ExpertsBesideMLP = dense
+    if context.spec.experts is not None:
+        after_dense, before_experts, after_experts = others
+        norms = (before_mlp, after_dense), (before_experts, after_experts)
+        mlp = ExpertsBesideMLP(context, name, context.spec.experts, dense, *norms)
     return ScaledLayer(
         Layer(
             ops.add,
             attention_norm=before,
             attention=attention,
             after_attention_norm=after,
-            mlp_norm=before_mlp,
+            mlp_norm=before_mlp if mlp is dense else None,
             mlp=mlp,
             after_mlp_norm=after_mlp,
         ),

@@ -8,6 +8,7 @@ is refused by name.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -89,7 +90,9 @@ class Family(NamedTuple):
         norm_eps: the field of the norms' eps.
         renamed: fields of the family that stand for common ones, which they override.
         is_encoder: the model is no decoder.
-        defaults: of an encoder, values of missing fields.
+        defaults: values of missing fields.
+        tensors: patterns of names of tensors in folders, and what they are replaced by to make the engine's names; by
+            nothing where the tensor is not read.
     """
 
     model_type: str
@@ -107,11 +110,22 @@ class Family(NamedTuple):
     renamed: Mapping[str, str] = {}
     is_encoder: bool = False
     defaults: Mapping[str, object] = {}
+    tensors: Mapping[str, str] = {}
 
     def with_common_names(self, config: Mapping[str, object]) -> Mapping[str, object]:
-        """A configuration in which the common fields have the values of the family's own."""
+        """A configuration in which the common fields have the values of the family's own, or its defaults."""
+        config = {
+            **config,
+            **{name: value for name, value in self.defaults.items() if config.get(name) is None},
+        }
         given = {name: config[own] for own, name in self.renamed.items() if config.get(own) is not None}
         return {**config, **given}
+
+    def tensor_name(self, name: str) -> str:
+        """The engine's name of a tensor of a folder; empty: it is not read."""
+        for pattern, replacement in self.tensors.items():
+            name = re.sub(pattern, replacement, name)
+        return name
 
     def classes(self, task: str) -> tuple[str, ...]:
         """The classes in transformers with the weights for a task; the first one is the usual one."""

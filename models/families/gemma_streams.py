@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 from msgspec import structs
 
 from ..fields import Fields
+from ..spec.experts_spec import GEMMA_NAMES, ExpertsSpec, Routing
 from ..spec.layer_form import (
     FOUR_NORMS,
     AttentionForm,
@@ -36,17 +37,19 @@ _TABLE_ROWS: Final = 262_144
 _LAYER_INPUT: Final = 256
 _WIDE_HEAD: Final = 512
 _OF_IMAGES: Final = "vision"
+_EXPERT_NORMS: Final = (
+    "post_feedforward_layernorm_1",
+    "pre_feedforward_layernorm_2",
+    "post_feedforward_layernorm_2",
+)
+"""Norms after the MLP that is beside experts, before and after the experts."""
 
 
 def _gemma4(fields: Fields) -> Facts:
     inputs = fields.integer("hidden_size_per_layer_input", 0, 1 << 16, default=_LAYER_INPUT)
-    if fields.boolean("enable_moe_block", default=False):
-        raise fields.error(
-            "enable_moe_block",
-            True,
-            "a mixture of experts beside the MLP is not supported; use a dense model",
-        )
     facts = _gemma4_layers(fields, window=512)
+    if fields.boolean("enable_moe_block", default=False):
+        facts |= _experts_beside(fields, facts)
     if not inputs:
         return facts
     rows = fields.integer("vocab_size_per_layer_input", 1, 1 << 24, default=_TABLE_ROWS)
@@ -56,6 +59,23 @@ def _gemma4(fields: Fields) -> Facts:
             "vocab_size_per_layer_input", rows, f"expected at least vocab_size, which is {vocab_size}"
         )
     return _with_streams(facts, layer_inputs=LayerInputsSpec(size=inputs, vocab_size=rows))
+
+
+def _experts_beside(fields: Fields, facts: Facts) -> Facts:
+    """Experts beside the dense MLP of each layer; the MLP counts as their shared expert."""
+    if facts["streams"].intermediate_sizes:
+        raise fields.error("use_double_wide_mlp", True, "only false is supported for a model with experts")
+    experts = ExpertsSpec(
+        num_experts=fields.integer("num_experts", 1, 1 << 16),
+        intermediate_size=fields.integer("moe_intermediate_size", 1, 1 << 22),
+        routing=Routing(num_active=fields.integer("top_k_experts", 1, 1 << 16)),
+        shared_size=fields.integer("intermediate_size", 1, 1 << 21),
+        activation="gelu_tanh",
+        has_scales=True,
+        names=GEMMA_NAMES,
+    )
+    form = structs.replace(facts["form"], norms=(*FOUR_NORMS.norms, *_EXPERT_NORMS))
+    return {"experts": experts, "form": form}
 
 
 def _gemma4_unified(fields: Fields) -> Facts:
@@ -458,13 +478,14 @@ FAMILIES: Final = (
     Family(
         "gemma4_text",
         structure="streams",
-        published="Gemma 4 E2B, E4B, 31B",
+        published="Gemma 4 E2B, E4B, 26B-A4B, 31B",
         architecture="Gemma4ForCausalLM",
         read=_gemma4,
         activation=_ACTIVATION,
         tied=True,
         head_dim=256,
         body="Gemma4TextModel",
+        tensors={r"(layers\.\d+\.)(experts|router)\.": r"\1moe.\2."},
         gguf={"gemma4": GGUF(_gemma4_gguf, _GEMMA4_NAMES, has_own_heads=True, of_tensors=_of_gemma4_tensors)},
     ),
     Family(

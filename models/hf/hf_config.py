@@ -192,7 +192,7 @@ def encoder_fields(fields: Fields, config: Mapping[str, object], family: Family)
     """
     _check(fields, family)
     given = {name: value for name, value in config.items() if value is not None}
-    common = family.with_common_names({**family.defaults, **given})
+    common = family.with_common_names(given)
     # An encoder has no output head; the heads of its training are ignored.
     return Fields(fields.path, {**common, "tie_word_embeddings": True, "eos_token_id": None})
 

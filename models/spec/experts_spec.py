@@ -9,6 +9,7 @@ import msgspec
 MOST_GROUP_BEST: Final = 2
 """Largest `Routing.group_best` of the kernels."""
 
+ExpertActivation = Literal["silu", "gelu_tanh"]
 ScoresKind = Literal["softmax", "sigmoid", "mixer"]
 SCORES: Final[tuple[ScoresKind, ...]] = get_args(ScoresKind)
 """In the order of `Scores` in `kernels/cpu/experts.cpp`."""
@@ -134,6 +135,10 @@ LFM2_NAMES: Final = ExpertNames(block="feed_forward", bias="expert_bias", gate="
 """Of LFM2-MoE."""
 
 
+GEMMA_NAMES: Final = ExpertNames(block="moe", router="router.proj", shared="mlp", shared_in_block=False)
+"""Of Gemma 4, whose dense MLP is beside the experts in each layer."""
+
+
 class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The sparse MLPs of a mixture-of-experts model.
 
@@ -146,6 +151,9 @@ class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True):
         clamp: the activation of experts; None: silu(gate) * up.
         scales_inputs: a share is a factor of the expert's input instead of its output.
         gated: if False, experts have no gate: down(relu(up) ** 2).
+        activation: of the gates of experts, if there is no clamp.
+        has_scales: the router's input is normalized and has a factor of each number, and the shares of each expert have
+            one; see `ExpertsBesideMLP`.
         latent_size: experts compute with projections of this size, and the sum of their outputs is projected back; the
             router and the shared expert take the whole input. 0: experts take it, too.
     """
@@ -160,6 +168,8 @@ class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True):
     clamp: ClampedSwiGLU | None = None
     scales_inputs: bool = False
     gated: bool = True
+    activation: ExpertActivation = "silu"
+    has_scales: bool = False
     latent_size: int = 0
     names: ExpertNames = ExpertNames()
 

@@ -275,6 +275,9 @@ def _mlp(spec: ModelSpec, layer: int, one_expert: bool) -> Iterator[Module]:
         return
     names = experts.names
     yield Module(f"{block}.{names.router}", (experts.num_experts, size), has_bias=experts.has_bias)
+    if experts.has_scales:
+        yield Module(f"{block}.router", (size,), part="scale")
+        yield Module(f"{block}.router", (experts.num_experts,), part="per_expert_scale")
     if experts.routing.has_bias:
         name, _, part = names.bias.rpartition(".")
         shape = (1, experts.num_experts) if names.bias_is_row else (experts.num_experts,)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ...runtime.errors import ConfigError
+from ..families.registry import FAMILIES
 from ..hf.multimodal_types import MULTIMODAL
 from ..model_files import damage
 from .stored_forms import HeaderEntry, unstacked, usual_block_name
@@ -183,8 +184,11 @@ def read_headers(folder: Path, spec: ModelSpec | None = None) -> list[Safetensor
 
 def _usual_names_in(folder: Path, names: Iterable[str], spec: ModelSpec | None) -> dict[str, str]:
     """`usual_names` of the tensors of this folder, which an error names."""
+    family = None if spec is None else FAMILIES.get(spec.model_type)
+    own = {name: name if family is None else family.tensor_name(name) for name in names}
     try:
-        return usual_names(names, "" if spec is None else spec.files.language_of)
+        usual = usual_names(filter(None, own.values()), "" if spec is None else spec.files.language_of)
+        return {stored: usual[name] for stored, name in own.items() if name in usual}
     except ConfigError as error:
         raise ConfigError(f"{folder}: {error}") from None
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.model_runner.kernels import plain
 from engine.model_runner.ops.linear import LinearWeight
-from engine.models.spec.experts_spec import ClampedSwiGLU
+from engine.models.spec.experts_spec import ClampedSwiGLU, ExpertActivation
 
 
 def pack_linear_here(weight: Tensor) -> LinearWeight:
@@ -31,6 +31,7 @@ class StackedExperts:
     bias: tuple[Tensor, Tensor] | None = None
     scales_inputs: bool = False
     gated: bool = True
+    activation: ExpertActivation = "silu"
 
     def stacked(self) -> tuple[Tensor, Tensor]:
         return self.gate_up, self.down

@@ -984,6 +984,14 @@ FAMILIES: dict[str, Row] = {
         layer_types=None,
         rope_parameters=GEMMA4_ROPES | {FULL: {"rope_type": "default", "rope_theta": 1000.0}},
     ),
+    "gemma4 experts beside the MLP": row(
+        "gemma4_text",
+        GEMMA4,
+        {"hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3},
+        moe_intermediate_size=24,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+    ),
     "gemma4_unified": row(
         "gemma4_unified_text",
         GEMMA4_UNIFIED,

@@ -62,7 +62,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [  # a row of the table, change
         {"moe_layers": None, "interleave_moe_layer_step": 0},
         "interleave_moe_layer_step is 0, expected a whole number from 1",
     ),
-    ("gemma4, shared keys, wide MLPs", {"enable_moe_block": True}, "enable_moe_block is True, a mixture"),
+    (
+        "gemma4, shared keys, wide MLPs",
+        {"enable_moe_block": True},
+        "use_double_wide_mlp is True, only false is supported for a model with experts",
+    ),
     (
         "gemma4, shared keys, wide MLPs",
         {"use_bidirectional_attention": "all"},

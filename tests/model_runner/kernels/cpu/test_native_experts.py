@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -120,13 +121,22 @@ def test_what_is_no_number_still_goes_to_experts_that_exist(library, bad, everyw
 # ---------------------------------------------------------------- products
 
 
-@pytest.mark.parametrize(("size", "inner", "num_active"), [(32, 16, 2), (96, 64, 3), (160, 96, 1)])
-def test_it_is_the_weighted_sum_of_the_experts(library, size, inner, num_active):
+@pytest.mark.parametrize(
+    ("size", "inner", "num_active", "activation"),
+    [(32, 16, 2, "silu"), (96, 64, 3, "silu"), (160, 96, 1, "silu"), (96, 64, 3, "gelu_tanh")],
+)
+def test_it_is_the_weighted_sum_of_the_experts(library, size, inner, num_active, activation):
+    activate = F.silu if activation == "silu" else partial(F.gelu, approximate="tanh")
     random = torch.Generator().manual_seed(1)
     gate_up = (torch.randn(7, 2 * inner, size, generator=random) / size**0.5).to(BF16)
     down = (torch.randn(7, size, inner, generator=random) / inner**0.5).to(BF16)
     experts = NativeOps(library).pack_experts(
-        StackedExperts(gate_up, down, lambda weight: pack_native_linear(library, weight, compress=True))
+        StackedExperts(
+            gate_up,
+            down,
+            lambda weight: pack_native_linear(library, weight, compress=True),
+            activation=activation,
+        )
     )
     assert isinstance(experts, NativeExperts)
     for num_tokens in (0, 1, 5, 40, 150):
@@ -136,7 +146,7 @@ def test_it_is_the_weighted_sum_of_the_experts(library, size, inner, num_active)
         for token in range(num_tokens):
             for share, expert in zip(shares[token], ids[token], strict=True):
                 gate, up = (gate_up[expert].double() @ x[token].double()).chunk(2)
-                exact[token] += share.double() * (down[expert].double() @ (F.silu(gate) * up))
+                exact[token] += share.double() * (down[expert].double() @ (activate(gate) * up))
         ours = experts(x, shares, ids)
         assert ours.dtype == BF16
         torch.testing.assert_close(ours.double(), exact, atol=2e-2, rtol=2e-2)
