@@ -2,8 +2,8 @@
 
     PEER/v/bin/python library_server.py ik --model FILE.gguf --port 18200 --threads 2 --kv-tokens 65536 --streams 64
 
-It answers what the clients of the benchmarks ask: `GET /health`, `POST /v1/completions` with token ids, greedy and of
-an exact length, streamed or whole (a token's text is its id), and `POST /completion`, llama.cpp's request for the
+It answers what the clients of the benchmarks ask: `GET /v1/models`, `POST /v1/completions` with token ids, greedy and
+of an exact length, streamed or whole (a token's text is its id), and `POST /completion`, llama.cpp's request for the
 likeliest next tokens. `mistralrs` takes text alone: each token id becomes one of 67 words that are a token each, so
 that lengths and shared prefixes are kept, and likeliest tokens are refused if the text of a prompt has other tokens.
 """
@@ -323,8 +323,8 @@ class Handler(BaseHTTPRequestHandler):
     model: Batcher | MistralRs
 
     def do_GET(self) -> None:
-        """Answer that the model is loaded."""
-        self._answer(200, {})
+        """List the one model: `engine bench serve` asks for its name."""
+        self._answer(200, {"object": "list", "data": [{"id": "model", "object": "model"}]})
 
     def do_POST(self) -> None:
         """Generate."""

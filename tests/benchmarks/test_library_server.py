@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from benchmarks.peers.results import Failure, figures_table, short_reason
 from benchmarks.peers.setup import LIBRARIES, Peers
 from benchmarks.peers.workloads import WORKLOADS
 from benchmarks.shapes import Run, rows_of
+from engine.cli.bench.openai_target import check_ready
 
 from .test_figures import add, likely, new_results
 
@@ -68,6 +70,10 @@ def ask(port: int, path: str, **body: Any) -> tuple[int, bytes]:
         connection.request("POST", path, json.dumps(body))
         with connection.getresponse() as response:
             return response.status, response.read()
+
+
+def test_the_client_of_the_benchmarks_takes_it_for_ready(port: int) -> None:
+    assert asyncio.run(check_ready(f"http://127.0.0.1:{port}", None, 10.0)) == "model"
 
 
 def test_an_answer_has_exactly_its_tokens(port: int) -> None:
