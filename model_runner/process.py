@@ -76,7 +76,7 @@ def _make_transfer(child: Child, runner: ModelRunner) -> TransferWorker | None:
     """
     settings = child.settings
     server, mode = settings.config.server, settings.config.scheduler.disaggregation_mode
-    if mode == "null" and settings.config.cache.kv_disk is None:
+    if mode == "null" and not settings.config.cache.kv_tier:
         return None
     memory, states = PageMemory(runner.kv_pool.views), runner.state_pool
     return TransferWorker(

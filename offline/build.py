@@ -40,10 +40,10 @@ def start_engine(prepared: Prepared, tokenizer: Tokenizer, *, on_step: Callable[
             f"disaggregation_mode is {config.scheduler.disaggregation_mode}, but an engine inside this process talks "
             "to no other engine; start `engine serve`"
         )
-    if config.cache.kv_disk is not None:
+    if tier := config.cache.kv_tier:
         raise ConfigError(
-            f"kv_disk is {config.cache.kv_disk!r}, but an engine inside this process keeps no KV on disk; leave it "
-            "out, or start `engine serve`"
+            f"kv_{tier} is {config.cache.kv_tier_place!r}, but an engine inside this process keeps no KV on {tier}; "
+            "leave it out, or start `engine serve`"
         )
     if config.parallel.dp > 1:
         raise ConfigError(

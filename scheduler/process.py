@@ -8,10 +8,10 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -25,9 +25,10 @@ from ..model_runner.distributed.staged_runner import StagedRunner
 from ..model_runner.load import load_model_runner
 from ..models.spec.sizes import GIB
 from ..models.tokenizer.tokenizer import load_tokenizer
-from ..runtime.config.engine_config import EngineConfig
+from ..runtime.config.engine_config import CacheConfig, EngineConfig
 from ..runtime.config.kv_event_settings import parse_kv_events, settings_of_replicas
-from ..runtime.installation import __version__
+from ..runtime.config.kv_store_address import parse_kv_store
+from ..runtime.installation import __version__, cache_dir
 from ..runtime.messages import Call, LoadAdapter, SchedulerInput
 from ..runtime.step_plan import Runner
 from ..runtime.transport.ipc import Inbox, Outbox
@@ -40,6 +41,7 @@ from .journal.recorder import make_recorder, open_log
 from .kv_events.publisher import KVEventPublisher
 from .kv_stores.identity import kv_facts, weights_content
 from .kv_stores.page_mover import PageMover, PageRows
+from .kv_stores.page_store import PageStore
 from .kv_stores.ranked_rows import RankedRows
 from .kv_stores.segment_store import SegmentStore, check_folder
 from .preemption.chaos import with_chaos
@@ -72,9 +74,7 @@ def main(child: Child) -> None:
     started_s = time.monotonic()
     # Before the weights: a file or folder that cannot be written fails at once, and not after minutes of loading.
     log = open_log(config)
-    disk = None if config.cache.kv_disk is None else Path(config.cache.kv_disk).expanduser()
-    if disk is not None:
-        check_folder(disk, int(config.cache.kv_disk_size * GIB))
+    tier = _check_tier(config.cache)
     kv_events = _open_kv_events(config, settings.replica)
     place = join_group(child)
     group = place.group
@@ -105,10 +105,10 @@ def main(child: Child) -> None:
         if own_runner.adapters is not None:
             adapters = RankedAdapters(own_runner.adapters.store, others)
     runner = with_chaos(runner, config.scheduler, capacity.page_size)
-    transfer = (
+    transfer: KVThread | None = (
         _make_transfer(child, own_runner.kv_pool)
-        if disk is None
-        else _open_disk(child, disk, own_runner, lambda: scheduler.settled_step)
+        if tier is None
+        else _open_tier(child, tier, own_runner, lambda: scheduler.settled_step)
     )
     # The objects that exist now stay, so the collector must not visit them in the middle of a step.
     gc.collect()
@@ -176,8 +176,40 @@ def _make_transfer(child: Child, pool: KVPool) -> KVThread | None:
     return make_link(config, memory, layout, settings.endpoints, life=settings.life, vocab_size=vocab_size)
 
 
-def _open_disk(child: Child, root: Path, runner: ModelRunner, settled_step: Callable[[], int]) -> PageMover:
-    """Open the disk of all ranks; raises `RankLostError` if one has not come in time."""
+class _Tier(NamedTuple):
+    """How the tier of the prefix cache is opened, and the file that remembers the digests of weights."""
+
+    open: Callable[[bytes, Mapping[str, Any]], PageStore]
+    memo: Path
+
+
+def _check_tier(cache: CacheConfig) -> _Tier | None:
+    """Try the folder of `--kv-disk` or the server of `--kv-store`.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
+    if cache.kv_disk is not None:
+        root, limit_bytes = Path(cache.kv_disk).expanduser(), int(cache.kv_disk_size * GIB)
+        check_folder(root, limit_bytes)
+        return _Tier(
+            lambda identity, facts: SegmentStore(root, identity, facts, limit_bytes), root / "weights.json"
+        )
+    if cache.kv_store is None:
+        return None
+    from .kv_stores.redis_store import RedisStore, Seal, check_store, connect, read_key
+
+    address = parse_kv_store(cache.kv_store)
+    seal = None if cache.kv_store_key is None else Seal(read_key(Path(cache.kv_store_key).expanduser()))
+    client = connect(address)
+    check_store(address, client)
+    memo = cache_dir() / "kv_store" / "weights.json"
+    memo.parent.mkdir(parents=True, exist_ok=True)
+    return _Tier(lambda identity, _facts: RedisStore(address, identity, client, seal), memo)
+
+
+def _open_tier(child: Child, tier: _Tier, runner: ModelRunner, settled_step: Callable[[], int]) -> PageMover:
+    """Open the tier of all ranks; raises `RankLostError` if one has not come in time."""
     from ..model_runner.memory.page_memory import PageMemory
 
     settings = child.settings
@@ -202,12 +234,11 @@ def _open_disk(child: Child, root: Path, runner: ModelRunner, settled_step: Call
         build=build_facts(runner),
     )
     source, load_format, seed = Path(settings.source.path), config.model.load_format, config.model.seed
-    limit_bytes = int(config.cache.kv_disk_size * GIB)
     return PageMover(
-        str(root),
-        lambda identity, facts: SegmentStore(root, identity, facts, limit_bytes),
+        config.cache.kv_tier_place,
+        tier.open,
         facts,
-        lambda: weights_content(source, load_format, seed, root / "weights.json"),
+        lambda: weights_content(source, load_format, seed, tier.memo),
         memory,
         page_size=capacity.page_size,
         scheduler=settings.endpoints.scheduler,

@@ -109,7 +109,8 @@ class SimulatedEngine:
             # Its tokens are all filler, so every draft would be accepted. Its host time is zero, so a multi-step
             # decode saves nothing.
             dataclasses.replace(settings.scheduler, speculative="off", multi_step_ms=0.0),
-            dataclasses.replace(settings.cache, kv_disk=None),  # its answers are not simulated
+            # The answers of a tier are not simulated.
+            dataclasses.replace(settings.cache, kv_disk=None, kv_store=None, kv_store_key=None),
             settings.capacity,
             settings.eos_token_ids,
             DecisionLog(settings.kept_records),

@@ -54,6 +54,7 @@ _NO_EFFECT_PREFIXES: Final = (
     "speculative",
     "disaggregation_",
     "kv_disk",
+    "kv_store",
     "kv_write",
     "kv_fetch",
     "kv_persist_salted",

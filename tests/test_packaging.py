@@ -33,7 +33,16 @@ from tests.statements import statements
 ROOT = Path(__file__).parent.parent
 NOT_PACKAGED = {"tests", "docs", "benchmarks", "deploy", "examples", "build", "dist", "__pycache__"}
 # Imported where they are installed, and only there: triton comes with torch's CUDA builds, sgl_kernel with the extras.
-OPTIONAL_IMPORTS = {"pypdf", "triton", "sgl_kernel", "transformers", "jsonschema_rs", "opentelemetry"}
+OPTIONAL_IMPORTS = {
+    "pypdf",
+    "redis",
+    "cryptography",
+    "triton",
+    "sgl_kernel",
+    "transformers",
+    "jsonschema_rs",
+    "opentelemetry",
+}
 
 
 def product_files() -> Iterator[Path]:
@@ -118,6 +127,7 @@ def test_wheel_metadata(metadata: dict[str, bytes]) -> None:
         "ray",
         "otel",
         "pdf",
+        "redis",
         "bench",
         "test",
         "dev",

@@ -65,8 +65,8 @@ def doctor(
 ) -> int:
     """Check whether a model can be served here, and print what to fix.
 
-    Takes the options of `engine serve` and checks that command; starts and downloads nothing. With `--kv-disk` it
-    measures that disk for 2 s. The exit code is 1 if a check fails, otherwise 0.
+    Takes the options of `engine serve` and checks that command; starts and downloads nothing. With `--kv-disk` or
+    `--kv-store` it measures that disk or server for 2 s. The exit code is 1 if a check fails, otherwise 0.
 
     With `--schema` it reports what is enforced of a JSON Schema, keyword by keyword; the exit code is 1 if the schema
     cannot be used. `--strict` refuses what cannot be enforced.
@@ -105,7 +105,7 @@ def examine(merged: MergedConfig, *, with_checksums: bool, display: StartupDispl
     """Gather the facts, and run the checks."""
     config = merged.config
     from .compute import check_compute, gather_torch
-    from .disk import check_disk
+    from .disk import check_disk, check_kv_store
     from .machine import check_machine
     from .machine_facts import gather_machine
     from .model import check_model, kept_in_blocks
@@ -132,6 +132,9 @@ def examine(merged: MergedConfig, *, with_checksums: bool, display: StartupDispl
         display.step("disk")
         limit_bytes = int(config.cache.kv_disk_size * (1 << 30))
         yield check_disk(Path(config.cache.kv_disk).expanduser(), limit_bytes, kv_token_bytes)
+    if config.cache.kv_store is not None:
+        display.step("store")
+        yield check_kv_store(config.cache, kv_token_bytes)
 
 
 def json_text(checks: Sequence[Check]) -> str:

@@ -1,4 +1,4 @@
-"""The check of `--kv-disk`: whether the folder can be used, how fast its disk is, and what a prefix costs there."""
+"""The checks of `--kv-disk` and `--kv-store`: whether they can be used, their speed, and what a prefix costs there."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Final
 
 from ...launch.resolve.memory_budget import size_text
+from ...runtime.config.engine_config import CacheConfig
+from ...runtime.config.kv_store_address import parse_kv_store
 from ...runtime.errors import ConfigError
 from .check import Check, ok, refused
 
@@ -43,7 +45,34 @@ def check_disk(root: Path, limit_bytes: int, kv_token_bytes: int) -> Check:
         if is_new:
             with contextlib.suppress(OSError):
                 root.rmdir()
-    text = f"{root}: writes {size_text(int(write_rate))}/s, reads {size_text(int(read_rate))}/s"
+    return _speeds("kv_disk", str(root), write_rate, read_rate, kv_token_bytes)
+
+
+def check_kv_store(cache: CacheConfig, kv_token_bytes: int) -> Check:
+    """Check the server and the key file, and measure both directions for a second each; leaves nothing there."""
+    from ...scheduler.kv_stores.redis_store import Seal, check_store, connect, read_key
+
+    assert cache.kv_store is not None
+    address = parse_kv_store(cache.kv_store)
+    name, piece = f"engine:kv:doctor:{os.urandom(8).hex()}", random.Random(0).randbytes(_PIECE_BYTES)
+    try:
+        if cache.kv_store_key is not None:
+            Seal(read_key(Path(cache.kv_store_key).expanduser()))
+        client = connect(address)
+        check_store(address, client)
+    except ConfigError as error:
+        return refused("kv_store", str(error))
+    try:
+        _, write_rate = _rate(lambda _offset: len(piece) * bool(client.set(name, piece, ex=60)))
+        _, read_rate = _rate(lambda _offset: len(client.get(name) or b""))
+        client.unlink(name)
+    except Exception as error:  # of the package, which is loaded in a function
+        return refused("kv_store", f"{address}: {error}; name another server with --kv-store")
+    return _speeds("kv_store", str(address), write_rate, read_rate, kv_token_bytes)
+
+
+def _speeds(code: str, place: str, write_rate: float, read_rate: float, kv_token_bytes: int) -> Check:
+    text = f"{place}: writes {size_text(int(write_rate))}/s, reads {size_text(int(read_rate))}/s"
     seconds: dict[str, float] = {}
     if kv_token_bytes:
         num_bytes = PREFIX_TOKENS * kv_token_bytes
@@ -52,7 +81,7 @@ def check_disk(root: Path, limit_bytes: int, kv_token_bytes: int) -> Check:
             f"; a prefix of {PREFIX_TOKENS:,} tokens is {size_text(num_bytes)}: {seconds['store_s']:.2f} s to store, "
             f"{seconds['load_s']:.2f} s to load"
         )
-    return ok("kv_disk", text, write_bytes_per_s=int(write_rate), read_bytes_per_s=int(read_rate), **seconds)
+    return ok(code, text, write_bytes_per_s=int(write_rate), read_bytes_per_s=int(read_rate), **seconds)
 
 
 def measure_disk(root: Path) -> tuple[float, float]:

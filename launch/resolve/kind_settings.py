@@ -102,10 +102,10 @@ def _contradictions(config: EngineConfig) -> list[tuple[str, bool, str, str]]:
             "omit --swap-space",
         ),
         (
-            f"kv_disk is {cache.kv_disk!r}",
-            cache.kv_disk is not None,
+            f"kv_{cache.kv_tier} is {cache.kv_tier_place!r}",
+            bool(cache.kv_tier),
             "its keys and values do not outlive a step, so there is nothing to keep",
-            "omit --kv-disk",
+            f"omit --kv-{cache.kv_tier}",
         ),
         (
             "preemption_mode is swap",

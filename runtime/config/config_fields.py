@@ -22,7 +22,7 @@ from .migration import answer_for
 from .setting_declaration import Alias
 
 AUTO = "auto"
-SECRETS = frozenset({"api_key", "admin_api_key"})  # neither printed nor logged
+SECRETS = frozenset({"api_key", "admin_api_key", "kv_store"})  # neither printed nor logged
 _TRUE, _FALSE = frozenset({"true", "yes", "on", "1"}), frozenset({"false", "no", "off", "0"})
 _KIND_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 

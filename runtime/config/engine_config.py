@@ -18,6 +18,7 @@ from .adapter_config import AdapterConfig
 from .answer_config import AnswerConfig, RequestLimits
 from .chaos_spec import parse_chaos
 from .device_config import KernelConfig, ParallelConfig
+from .kv_store_address import parse_kv_store
 from .model_choice import PoolingType, Quantization, TaskChoice, TaskName
 from .server_config import LogConfig, OverloadMode, ServerConfig
 from .setting_declaration import Alias, check_at_least, check_finite
@@ -200,19 +201,29 @@ class CacheConfig:
     kv_disk_size: Annotated[
         float, "With --kv-disk: GiB that the folder may take; never more than half of the free space."
     ] = 8.0
+    kv_store: Annotated[
+        str | None,
+        "Redis or Valkey server that keeps the KV of prompts, also for other servers: "
+        "redis://[user:password@]host:port/db.",
+    ] = None
+    kv_store_key: Annotated[
+        str | None,
+        "With --kv-store: file with a key of 32 bytes or more, with which everything that is kept there is encrypted.",
+    ] = None
     kv_write: Annotated[
         KVWriteName,
-        "With --kv-disk: store what a second request uses, and the rest while no request runs (selective), or each "
-        "prompt at its end (through).",
+        "With --kv-disk or --kv-store: store what a second request uses, and the rest while no request runs "
+        "(selective), or each prompt at its end (through).",
     ] = "selective"
     kv_fetch: Annotated[
         str,
-        "With --kv-disk: load a prompt if that is estimated to be faster than computing it, for at most twice the "
-        "estimate (timeout) or MS milliseconds (timeout:MS), or until it could start (best_effort); or all that is "
-        "found, however long it takes (wait).",
+        "With --kv-disk or --kv-store: load a prompt if that is estimated to be faster than computing it, for at most "
+        "twice the estimate (timeout) or MS milliseconds (timeout:MS), or until it could start (best_effort); "
+        "or all that is found, however long it takes (wait).",
     ] = "timeout"
     kv_persist_salted: Annotated[
-        bool, "With --kv-disk: store and look up the prompts of requests with a cache_salt, too."
+        bool,
+        "With --kv-disk or --kv-store: store and look up the prompts of requests with a cache_salt, too.",
     ] = False
     swap_space: Annotated[float | Auto, "Host memory in GiB for the KV of requests that are swapped out."] = (
         "auto"
@@ -221,7 +232,12 @@ class CacheConfig:
     @property
     def kv_tier(self) -> str:
         """The name of the prefix cache's tier that outlives the process; "" if there is none."""
-        return "disk" if self.kv_disk is not None else ""
+        return "disk" if self.kv_disk is not None else "store" if self.kv_store is not None else ""
+
+    @property
+    def kv_tier_place(self) -> str:
+        """The folder, or the server without its password."""
+        return self.kv_disk or (str(parse_kv_store(self.kv_store)) if self.kv_store else "")
 
     def kv_fetch_rule(self) -> tuple[str, float | None]:
         """The kind of `kv_fetch`, and the seconds of `timeout:MS`.
@@ -254,13 +270,33 @@ class CacheConfig:
         if not (math.isfinite(self.kv_disk_size) and self.kv_disk_size > 0):
             raise ConfigError(f"kv_disk_size is {self.kv_disk_size}, but it must be a number of GiB above 0")
         self.kv_fetch_rule()
-        if self.kv_disk is not None and not self.radix_cache:
+        if self.kv_tier and not self.radix_cache:
             raise ConfigError(
-                "kv_disk is set without the prefix cache, but the disk keeps what the prefix cache has; leave "
-                "--no-radix-cache out, or --kv-disk"
+                f"kv_{self.kv_tier} is set without the prefix cache, but the {self.kv_tier} keeps what the prefix "
+                f"cache has; leave --no-radix-cache out, or --kv-{self.kv_tier}"
             )
+        self._check_store()
         if self.swap_space != "auto" and not (math.isfinite(self.swap_space) and self.swap_space >= 0):
             raise ConfigError(f"swap_space is {self.swap_space}, but it must be 0 or more GiB")
+
+    def _check_store(self) -> None:
+        if self.kv_store is None:
+            if self.kv_store_key is not None:
+                raise ConfigError(
+                    "kv_store_key is set without kv_store; leave it out, or give --kv-store URL"
+                )
+            return
+        address = parse_kv_store(self.kv_store)
+        if self.kv_disk is not None:
+            raise ConfigError(
+                f"kv_disk is {self.kv_disk} and kv_store is {address}, but a prompt is kept in one place; leave "
+                "--kv-disk out if other servers are to find it, else --kv-store"
+            )
+        if not address.is_local and self.kv_store_key is None:
+            raise ConfigError(
+                f"kv_store is {address}, another machine, which can read the prompts from what is kept there; encrypt "
+                "it with --kv-store-key FILE, and make the file once for all servers: head -c 32 /dev/urandom > FILE"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -484,7 +520,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         mode = self.scheduler.disaggregation_mode
-        if self.cache.kv_disk is not None:
+        if tier := self.cache.kv_tier:
             for name, value, usual in (
                 ("nnodes", self.parallel.nnodes, 1),
                 ("executor", self.parallel.executor, "local"),
@@ -492,8 +528,8 @@ class EngineConfig:
             ):
                 if value != usual:
                     raise ConfigError(
-                        f"kv_disk is set with {name} {value}, but a disk keeps the KV of engines on one machine that "
-                        f"compute and decode; leave --kv-disk out, or --{name.replace('_', '-')}"
+                        f"kv_{tier} is set with {name} {value}, but a {tier} keeps the KV of engines on one machine "
+                        f"that compute and decode; leave --kv-{tier} out, or --{name.replace('_', '-')}"
                     )
         if mode == "null":
             return

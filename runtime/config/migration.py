@@ -55,7 +55,8 @@ ANSWERS: Final[Mapping[str, str]] = {
     "kv_offloading_size": _HOST_TIER,
     "kv_offloading_backend": _HOST_TIER,
     "hicache_write_policy": "use --kv-write selective (write_through_selective) or --kv-write through (write_through)",
-    "hicache_storage_backend": "use --kv-disk DIR for file; there is no other backend",
+    "hicache_storage_backend": "use --kv-disk DIR for file, and for mooncake and others that several servers share "
+    "--kv-store redis://host:port/db, with a Redis or Valkey server",
     "hicache_storage_prefetch_policy": "use --kv-fetch best_effort, wait (wait_complete) or timeout",
     # devices
     "n_gpu_layers": "use --device cuda or --device cpu; a model is on one kind of device",
@@ -71,7 +72,8 @@ ANSWERS: Final[Mapping[str, str]] = {
     "split_mode": _ONE_GPU,
     "main_gpu": _ONE_GPU,
     "base_gpu_id": _ONE_GPU,
-    "kv_transfer_config": "use --disaggregation-mode and --transfer-backend; for OffloadingConnector --kv-disk DIR",
+    "kv_transfer_config": "use --disaggregation-mode and --transfer-backend; for OffloadingConnector --kv-disk DIR, "
+    "and for stores that several servers share (MooncakeStoreConnector, LMCacheConnectorV1) --kv-store",
     "api_server_count": f"{_ALWAYS}: there is one process for HTTP",
     "threads_batch": "use --num-threads, for prompts and answers",
     "skip_server_warmup": f"{_ALWAYS}: the server is ready when it says so",

@@ -29,13 +29,16 @@ _FOR_OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
 def header_of(
     config: EngineConfig, capacity: Capacity, eos_token_ids: frozenset[int], *, wall_s: float, now_s: float
 ) -> Header:
-    """The header of a run that begins now, with a resolved configuration."""
+    """The header of a run that begins now, with a resolved configuration; without the password of a store."""
+    cache = config.cache
+    if cache.kv_store is not None:
+        cache = dataclasses.replace(cache, kv_store=cache.kv_tier_place)
     return Header(
         __version__,
         wall_s,
         now_s,
         dataclasses.asdict(config.scheduler),
-        dataclasses.asdict(config.cache),
+        dataclasses.asdict(cache),
         capacity,
         sorted(eos_token_ids),
         config.model.name_in_api(config.model.model),

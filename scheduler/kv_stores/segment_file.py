@@ -48,11 +48,13 @@ class RecordBuffer:
 
     Attributes:
         rows: [n, record bytes] uint8.
+        records: [n, 64 + payload bytes] uint8, the rows without the zeros at their ends.
         payloads: [n, payload bytes] uint8, a part of `rows`.
     """
 
     def __init__(self, num_records: int, payload_bytes: int) -> None:
         self.rows: npt.NDArray[np.uint8] = np.zeros((num_records, record_bytes(payload_bytes)), np.uint8)
+        self.records = self.rows[:, : _PAYLOAD + payload_bytes]
         self.payloads = self.rows[:, _PAYLOAD : _PAYLOAD + payload_bytes]
 
     def seal(self, row: int, key: bytes) -> None:

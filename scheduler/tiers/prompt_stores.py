@@ -50,8 +50,8 @@ class TierCounts:
 
     def note_error(self, kind: str, error: str) -> None:
         if error:
-            if not self.errors[kind]:
-                logger.warning("the disk tier failed, requests go on without it kind=%s: %s", kind, error)
+            if kind == "timeout" and not self.errors[kind]:  # the I/O thread has warned of all others
+                logger.warning("the tier does not answer, requests go on without it: %s", error)
             self.errors[kind] += 1
 
 

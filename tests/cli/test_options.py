@@ -80,6 +80,8 @@ SERVE_FLAGS = """
 --kv-events
 --kv-events-config
 --kv-events-replay
+--kv-store
+--kv-store-key
 --kv-write
 --language-model-only
 --length-ageing

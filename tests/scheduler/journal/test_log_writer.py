@@ -12,9 +12,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from engine.runtime.config.engine_config import EngineConfig, ModelConfig, SchedulerConfig
+from engine.runtime.config.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.runtime.config.setting_declaration import MAX_INT
 from engine.runtime.errors import ConfigError
 from engine.scheduler.journal.log_file import MAX_RECORD_BYTES, Idle, LogRecord, read_runs
@@ -30,6 +31,13 @@ def path(tmp_path: Path) -> Path:
 
 def read_last(path: Path) -> list[LogRecord]:
     return [list(run.records) for run in read_runs(path)][-1]
+
+
+def test_the_header_has_no_password_of_a_store():
+    config = EngineConfig(cache=CacheConfig(kv_store="redis://me:secret@localhost:1/2"))
+    header = header_of(config, sample_header().capacity, frozenset(), wall_s=0.0, now_s=0.0)
+    assert b"secret" not in msgspec.msgpack.encode(header)
+    assert header.cache_config().kv_store == "redis://localhost:1/2"
 
 
 def test_only_the_owner_may_read_it(path):
