@@ -85,6 +85,8 @@ class SelfAttention:
             self.gate = Linear(
                 context, gate_names, spec.hidden_size, gate_sizes, bias=spec.biases.qkv, outputs=gates
             )
+        if spec.form.grouped_qkv:
+            outputs = _grouped_parts(context)
         if fused:
             num_parts = 1 if outputs is None else len(outputs)
             names, sizes = [f"{name}.qkv_proj"] * num_parts, [sum(sizes)] * num_parts
@@ -142,6 +144,15 @@ def _gated_parts(context: ModelContext, name: str) -> tuple[list[str], list[int]
     names = [f"{name}.q_proj"] * len(queries) + [f"{name}.k_proj", f"{name}.v_proj"]
     sizes = [2 * spec.num_heads * spec.head_dim] * len(queries) + [kv_size, kv_size]
     return names, sizes, [*queries, kv, kv], gates
+
+
+def _grouped_parts(context: ModelContext) -> list[Span]:
+    """The spans of this rank's q, k and v in a matrix with the rows of each KV head together."""
+    spec, group = context.spec, context.group
+    each = spec.num_heads // spec.num_kv_heads
+    q = [(head // each * (each + 2) + head % each) for head in range(*equal_span(spec.num_heads, group))]
+    kv = [head * (each + 2) + each for head in range(*kv_head_span(spec.num_kv_heads, group))]
+    return [Span(n, n + 1).times(spec.head_dim) for n in (*q, *kv, *(n + 1 for n in kv))]
 
 
 def _rank_outputs(

@@ -160,6 +160,9 @@ def head_weight(
         plain_rows: reads the rows as `vocabulary_rows` does.
     """
     vocab_size = context.spec.vocab_size
+    if context.spec.form.unit_head:
+        unit = F.normalize(plain_rows().to(torch.float32)).to(context.dtype)
+        return context.ops.pack_linear(unit)
     rows = padded_span(vocab_size, context.group)
     module = ModuleWeight(context.weights, name, (vocab_size, size))
     return context.linear_format.head(module, range(*rows), plain_rows)

@@ -73,6 +73,7 @@ FAMILIES: Final = (
         read=_cohere,
         tied=True,
         norm_eps="layer_norm_eps",
+        defaults={"layer_norm_eps": 1e-5},
         gguf={"command-r": GGUF(_command_r, _NAMES, norm_eps=LAYER_NORM_EPS)},
     ),
     Family(
@@ -83,6 +84,7 @@ FAMILIES: Final = (
         read=_cohere2,
         tied=True,
         norm_eps="layer_norm_eps",
+        defaults={"layer_norm_eps": 1e-5},
         gguf={"cohere2": GGUF(_cohere2_gguf, _NAMES, norm_eps=LAYER_NORM_EPS)},
     ),
 )

@@ -104,6 +104,14 @@ FAMILIES: Final = (
         gguf={"phi3": GGUF(_phi3_gguf, _NAMES, partial_rotary=True)},
     ),
     Family(
+        "phi3_v",
+        structure="llama",
+        published="Phi-3-vision and Phi-3.5-vision, text only",
+        architecture="Phi3VForCausalLM",
+        read=_phi3,
+        tensors={r"^model\.vision_embed_tokens\..*": ""},
+    ),
+    Family(
         "phimoe",
         structure="llama",
         published="Phi-3.5-MoE",

@@ -89,7 +89,13 @@ MULTIMODAL: Final[dict[str, Multimodal]] = {
     "qwen3_vl_moe": Multimodal(
         "Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe_text", ("visual.",), is_fixed=True
     ),
-    "llava": Multimodal("LlavaForConditionalGeneration", "llama", _VISION),
+    "llava": Multimodal(
+        "LlavaForConditionalGeneration",
+        "llama",
+        (*_VISION, "mm_projector."),
+        is_flat=True,
+        also="LlavaLlamaForCausalLM",
+    ),
     "llava_next": Multimodal("LlavaNextForConditionalGeneration", "llama", (*_VISION, "image_newline")),
     "llava_onevision": Multimodal(
         "LlavaOnevisionForConditionalGeneration", "qwen2", (*_VISION, "image_newline")

@@ -129,7 +129,7 @@ def _module(path: Path, number: int, item: object) -> Module:
 CAUSAL: Final = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 CLASSIFIER: Final = "ForSequenceClassification"
 _BODY: Final = ("Model", "ForMaskedLM")
-_WHOLE: Final = ("Qwen2_5OmniModel",)
+_WHOLE: Final = ("Qwen2_5OmniModel", "ChatGLMModel")
 """Models that generate text, with heads, in spite of their names."""
 _RERANKER: Final = "rerank"
 

@@ -140,6 +140,7 @@ class LayerForm(msgspec.Struct, frozen=True, kw_only=True):
         float32_norms: the weights of norms are kept in float32, for any serving dtype.
         mlp: `gated`: down(act(gate) * up); `plain`: down(act(up)).
         qkv_names: modules of `self_attn` with q, k and v; one name: a matrix of all three.
+        grouped_qkv: the rows of this matrix are those of each KV head together: its queries, its key, its value.
         mlp_names: modules of `mlp`, down last; one name before it in a gated MLP: a matrix of gate and up.
         qk_norm: each head of q and k is normalized before rotary.
         qk_norm_over_heads: if they are, q and k have one norm each over all of their heads together.
@@ -151,6 +152,7 @@ class LayerForm(msgspec.Struct, frozen=True, kw_only=True):
         logits_cap: logits become cap * tanh(logit / cap); None: they are not capped.
         names: of modules.
         head_bias: the output head has a bias.
+        unit_head: the rows of the output head are divided by their lengths, and are not quantized.
         value_norm: each head of v is divided by its root mean square.
         full_keys_are_values: layers without a window have no v: values are the keys before norm and rotary.
         layer_scalars: each layer has a learned factor of its whole result.
@@ -164,6 +166,7 @@ class LayerForm(msgspec.Struct, frozen=True, kw_only=True):
     float32_norms: bool = False
     mlp: MLPKind = "gated"
     qkv_names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    grouped_qkv: bool = False
     mlp_names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     qk_norm: bool = False
     qk_norm_over_heads: bool = False
@@ -175,6 +178,7 @@ class LayerForm(msgspec.Struct, frozen=True, kw_only=True):
     logits_cap: float | None = None
     names: ModuleNames = ModuleNames()
     head_bias: bool = False
+    unit_head: bool = False
     value_norm: bool = False
     full_keys_are_values: bool = False
     layer_scalars: bool = False

@@ -143,7 +143,7 @@ FOLDERS: dict[str, tuple[str, Callable[[Path], Any], dict[str, Any]]] = {
     "more layers": ("layers.2.* is missing", lambda f: edit(f, num_hidden_layers=3), {}),
     "fewer layers": ("unexpected tensor", lambda f: edit(f, num_hidden_layers=1), {}),
     "wider": ("has the shape", lambda f: edit(f, intermediate_size=128), {}),
-    "unknown architecture": ("no built-in language model", lambda f: edit(f, model_type="xverse"), {}),
+    "unknown architecture": ("no built-in language model", lambda f: edit(f, model_type="phi3small"), {}),
     "tensor missing": ("norm.weight' is missing", lambda f: change(f, **{"model.norm.weight": None}), {}),
     "tensor added": ("unexpected tensor 'x'", lambda f: change(f, x=torch.ones(1)), {}),
     "bias added": (

@@ -96,7 +96,7 @@ def test_the_tables_say_what_the_package_says() -> None:
 @pytest.mark.parametrize(
     ("model_type", "quantization", "message"),
     [
-        ("xverse", {"quant_method": "fp8"}, "no built-in language model for model_type 'xverse'"),
+        ("phi3small", {"quant_method": "fp8"}, "no built-in language model for model_type 'phi3small'"),
         ("falcon_h1", {"quant_method": "fp8"}, "its layers keep a state"),
         (
             "hy_v4",

@@ -403,6 +403,35 @@ DELTA_FLOAT32 = ("norm", "A_log", "dt_bias")
 MAMBA_FLOAT32 = ("A_log", "dt_bias", ".D", "mamba.norm.weight", "mixer.norm.weight")
 
 FAMILIES: dict[str, Row] = {
+    "baichuan": row("baichuan", num_key_value_heads=6, blocks={"num_key_value_heads": 4}, made_as="llama"),
+    "xverse": row("xverse", num_key_value_heads=6, blocks={"num_key_value_heads": 4}, made_as="llama"),
+    "qwen": row("qwen", num_key_value_heads=6, blocks={"num_key_value_heads": 4}, made_as="qwen2"),
+    "exaone": row(
+        "exaone",
+        head_dim=16,
+        rope_parameters={**LLAMA3_ROPE, "original_max_position_embeddings": 64},
+        blocks={},
+        made_as="llama",
+    ),
+    "internlm2": row("internlm2", blocks={}, made_as="llama"),
+    "internlm2 wide heads": row(
+        "internlm2",
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=8,
+        attention_bias=True,
+        made_as="llama",
+    ),
+    "chatglm": row(
+        "chatglm", GLM, attention_bias=True, blocks={"head_dim": 16, "pad_token_id": 0}, made_as="glm"
+    ),
+    "phi3_v": row("phi3_v", blocks={}, made_as="phi3"),
+    "stablelm": row("stablelm", use_qkv_bias=True, blocks={}, gguf=("stablelm", {})),
+    "stablelm whole heads": row(
+        "stablelm",
+        bfloat16=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 1.0},
+    ),
     "mistral": row("mistral", sliding_window=None, blocks={}, gguf=("llama", {})),
     "mistral window": row("mistral", sliding_window=23, bfloat16=True),
     "mistral window of one": row("mistral", sliding_window=1),

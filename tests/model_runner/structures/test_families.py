@@ -27,6 +27,7 @@ from tests.model_runner.conftest import Driver, SeeingExecutor, TinyModel
 
 from ..weights import test_gguf_architectures, test_gguf_dense_families, test_gguf_mixtures
 from .families import BLOCK_ROWS, BUFFERS, FAMILIES, Row
+from .own_code import write_as_published
 from .text_checks import check_prefill_and_decode, tokens_of
 
 STORED_AS = {"mistral": "llama", "granitemoeshared": "granitemoe"}
@@ -55,6 +56,7 @@ def make_tiny(make_tiny_model: Callable[..., TinyModel]) -> Callable[..., TinyMo
                 "architectures": [KNOWN[row.model_type].architecture],
             }
             path.write_text(json.dumps(json.loads(path.read_text()) | other))
+            write_as_published(tiny.folder, row.model_type)
             tiny = TinyModel(tiny.reference, tiny.folder, read_hf_spec(tiny.folder))
         scaling = tiny.spec.rope_scaling
         if scaling.kind == "longrope" and scaling.original_max_position == 64:

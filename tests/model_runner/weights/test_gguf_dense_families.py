@@ -86,7 +86,7 @@ def _write_metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
     if arch in ("mistral3", "glm4", "seed_oss", "ernie4_5"):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
-    if arch in ("glm4", "chatglm"):
+    if arch in ("glm4", "chatglm", "stablelm"):
         writer.add_rope_dimension_count(int(head_dim * rope["partial_rotary_factor"]))
     if config.model_type in ("olmo3", "exaone4"):
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])

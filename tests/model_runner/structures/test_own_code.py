@@ -1,0 +1,89 @@
+"""Families with code of their own, beside the contract of all families: what only some files have, and refusals."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from engine.models.hf.hf_config import read_hf_spec
+from engine.models.weight_files.check_weights import check_folder_weights
+from engine.runtime.errors import ConfigError
+
+from .own_code import write_as_published
+from .text_checks import tokens_of
+
+PROMPT = tokens_of(30)
+
+
+def write(tiny, model_type, architecture, **fields):
+    path = tiny.folder / "config.json"
+    other = {"model_type": model_type, "architectures": [architecture], **fields}
+    path.write_text(json.dumps(json.loads(path.read_text()) | other))
+    write_as_published(tiny.folder, model_type)
+
+
+def test_rows_of_the_head_of_baichuan_2_have_length_one(make_tiny_model, make_driver):
+    tiny = make_tiny_model("llama", num_key_value_heads=6)
+    write(tiny, "baichuan", "BaichuanForCausalLM", z_loss_weight=0)
+    spec = read_hf_spec(tiny.folder)
+    check_folder_weights(tiny.folder, spec)
+
+    found = make_driver(spec, tiny.folder).generate([PROMPT], num=8)
+
+    with torch.no_grad():
+        tiny.reference.lm_head.weight.copy_(F.normalize(tiny.reference.lm_head.weight))
+    assert found == [tiny.greedy(PROMPT, 8)]
+
+
+def test_llava_of_its_own_code_is_served_for_text(make_tiny_model, make_driver):
+    tiny = make_tiny_model("llama")
+    write(tiny, "llava", "LlavaLlamaForCausalLM", mm_vision_tower="openai/clip-vit-large-patch14-336")
+    spec = read_hf_spec(tiny.folder)
+
+    assert spec.model_type == "llama" and spec.files.language_of == "llava"
+    assert make_driver(spec, tiny.folder).generate([PROMPT], num=4) == [tiny.greedy(PROMPT, 4)]
+
+
+@pytest.mark.parametrize(
+    ("made_as", "model_type", "architecture", "fields", "rule"),
+    [
+        (
+            "llama",
+            "baichuan",
+            "BaichuanForCausalLM",
+            {"hidden_size": 5120},
+            "hidden_size is 5120, position biases",
+        ),
+        ("qwen2", "qwen", "QWenLMHeadModel", {"no_bias": False}, "no_bias is False, only true"),
+        ("glm", "chatglm", "ChatGLMModel", {"rmsnorm": False}, "rmsnorm is False, only true"),
+        ("glm", "chatglm", "ChatGLMModel", {"add_bias_linear": True}, "add_bias_linear is True, only false"),
+        ("stablelm", "stablelm", "StableLmForCausalLM", {"qk_layernorm": True}, "qk_layernorm is True"),
+        (
+            "stablelm",
+            "stablelm",
+            "StableLmForCausalLM",
+            {"use_parallel_residual": True},
+            "use_parallel_residual is True",
+        ),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(
+    make_tiny_model, made_as, model_type, architecture, fields, rule
+):
+    tiny = make_tiny_model(made_as)
+    write(tiny, model_type, architecture)
+    path = tiny.folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+    with pytest.raises(ConfigError, match=rule):
+        read_hf_spec(tiny.folder)
+
+
+def test_beyond_the_length_of_training_qwen_1_is_not_served(make_tiny_model):
+    tiny = make_tiny_model("qwen2", num_key_value_heads=6)
+    write(tiny, "qwen", "QWenLMHeadModel")
+
+    assert read_hf_spec(tiny.folder).max_position_embeddings == 256
