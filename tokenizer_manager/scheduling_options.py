@@ -13,6 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from ..runtime.errors import RequestError
+from ..runtime.messages import HintAction
 
 PRIORITY_CLASSES: Final[Mapping[str, int]] = {"high": 20, "normal": 0, "low": -20}
 """Further apart than the 10 levels by which a request must exceed the running one that it preempts."""
@@ -36,6 +37,22 @@ class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
     kv_transfer_params: dict[str, Any] | None = None
 
 
+class Hint(msgspec.Struct, frozen=True):
+    """What a client asks for cached memory.
+
+    Attributes:
+        action_id: the client's name for it.
+        action: None: it is not done.
+        ttl_s: of RETAIN.
+        reason: why it is not done.
+    """
+
+    action_id: str
+    action: HintAction | None
+    ttl_s: float = 0.0
+    reason: str = ""
+
+
 class Scheduling(msgspec.Struct, frozen=True, kw_only=True):
     """Verified options, for all choices of a request.
 
@@ -52,6 +69,7 @@ class Scheduling(msgspec.Struct, frozen=True, kw_only=True):
         keep_s: seconds for which the prefix cache keeps the prompt; 0: it is not to be cached, None: as usual.
         session: a digest of the key of its session, see `session_of`; "": it names none.
         in_memory: the prompt is not written to a disk.
+        hints: for its prompt, which `keep_s` has, or its session.
         bootstrap: fields about its other half at another engine; None: it names none.
     """
 
@@ -67,6 +85,7 @@ class Scheduling(msgspec.Struct, frozen=True, kw_only=True):
     keep_s: float | None = None
     session: str = ""
     in_memory: bool = False
+    hints: tuple[Hint, ...] = ()
     bootstrap: Bootstrap | None = None
 
 

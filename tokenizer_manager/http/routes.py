@@ -22,8 +22,6 @@ from .endpoints.cache_pins import pin_prefix
 from .endpoints.grammar_check import GrammarCheckBody, GrammarCheckRequest, check_grammar
 from .endpoints.sessions import (
     CloseSessionRequest,
-    HintResult,
-    HintsBody,
     HintsRequest,
     OpenSessionRequest,
     SessionsBody,
@@ -95,6 +93,7 @@ from .pooling.wire import (
 )
 from .responses.endpoint import response_input_tokens, responses
 from .responses.wire import InputTokensBody, ResponseBody, ResponseEvent, ResponsesRequest
+from .schema.kv_hints import HintResult, HintsBody
 from .services import Services
 
 Handler = Callable[[Exchange, Services], Awaitable[None]]

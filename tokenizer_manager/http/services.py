@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeVar
 
+from msgspec import to_builtins
 from msgspec.structs import replace
 
 from ...models.source import ModelSource, is_same_model
@@ -19,6 +21,7 @@ from ...models.tokenizer.tokenizer_export import TokenizerExport
 from ...runtime.adapter_spec import LoadedAdapter
 from ...runtime.config.engine_config import EngineConfig
 from ...runtime.errors import RequestError
+from ...runtime.messages import HintAction, HintOutcome
 from ...runtime.sampling_defaults import SamplingDefaults, effective_defaults
 from ..adapters.registry import AdapterRegistry
 from ..all_processes import AllProcesses
@@ -32,7 +35,7 @@ from ..pooling.embedding import check_task
 from ..preparation import PreparedPrompt
 from ..prompt_encoder import PromptEncoder, second_bos
 from ..rendering.worker import PageWorker
-from ..scheduling_options import Scheduling
+from ..scheduling_options import Hint, Scheduling
 from ..telemetry.metrics import BuildInfo, Metrics
 from ..telemetry.request_record import NoTraces, Traces
 from .body_reader import BodyReader
@@ -43,6 +46,7 @@ from .recent_items import RecentItems
 from .schema.constraints import chat_grammar, check_constraint_with_tools, check_room
 from .schema.errors import POSITION_HEADER, renamed_fields, renamed_text
 from .schema.field_policy import first_warnings
+from .schema.kv_hints import HINTS_HEADER, HintResult
 from .schema.values import Body, show
 
 T = TypeVar("T")
@@ -184,9 +188,35 @@ class Engine(ServerFacts):
             if not request.poolings:
                 check_task(self.spec, "generate")
             generation = await self.manager.start(request)
-        exchange.generations.append(generation)
-        exchange.more_headers.append((POSITION_HEADER, b"%d" % generation.queue_position))
+        try:
+            exchange.generations.append(generation)
+            exchange.more_headers.append((POSITION_HEADER, b"%d" % generation.queue_position))
+            scheduling = request.scheduling
+            if scheduling.hints:
+                results = [
+                    await self.hinted(scheduling.session, hint, in_turn=True) for hint in scheduling.hints
+                ]
+                exchange.more_headers.append((HINTS_HEADER, json.dumps(to_builtins(results)).encode()))
+        except BaseException:
+            generation.close()
+            raise
         return generation
+
+    async def hinted(self, session: str, hint: Hint, *, in_turn: bool = False) -> HintResult:
+        """Do what a hint asks for a session; in a turn of it only what is not for its prompt, see `keep_s_with`.
+
+        Raises:
+            EngineDeadError: the scheduler does not answer.
+        """
+        outcome, detail = HintOutcome.REJECTED, hint.reason
+        if hint.action is not None and in_turn and not (session and hint.action is HintAction.CLOSE):
+            outcome = HintOutcome.DEFERRED
+            kept = f"kept for {hint.ttl_s:g} s, within --pin-fraction" if hint.ttl_s else "evicted first"
+            detail = f"once it is computed, this prompt is {kept}"
+        elif hint.action is not None:
+            done = await self.manager.control.hint(session, hint.action, ttl_s=hint.ttl_s)
+            outcome, detail = done.outcome, done.detail
+        return HintResult(action_id=hint.action_id, outcome=outcome, detail=detail)
 
     async def prepare(self, exchange: Exchange, request: GenerationRequest) -> PreparedRequest:
         """As `start`, but nothing is sent to the scheduler; see `TokenizerManager.prepare`."""

@@ -11,6 +11,7 @@ from ....grammar.answer_report import GrammarReport, Truncated
 from ..schema.cache_fields import CacheControl
 from ..schema.field_policy import PART_POLICY, FieldPolicy, NotYet, policy_of
 from ..schema.field_types import OVERRIDES, Count, CountOrNone, Salt, StopString, number_fields
+from ..schema.kv_hints import KvHints
 
 _MESSAGE: Final = {
     "type": "object",
@@ -67,6 +68,7 @@ class MessagesRequest(_Numbers, kw_only=True):
     stream: bool | None = None
     metadata: dict[str, Any] | None = None
     session_id: Salt | None = None
+    kv_hints: KvHints | None = None
     cache_control: CacheControl | None = None
     diagnostics: DiagnosticsFields | None = None
 
@@ -133,6 +135,7 @@ COUNT_POLICY: Final = FieldPolicy(
     | {
         "cache_control",
         "diagnostics",
+        "kv_hints",
         "max_tokens",
         "session_id",
         "stop_sequences",

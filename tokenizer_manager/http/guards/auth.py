@@ -28,6 +28,7 @@ from ...scheduling_options import (
     tenant_of,
 )
 from ..schema.cache_fields import is_kept_in_memory, keep_s_of, session_of
+from ..schema.kv_hints import MAX_ACTIONS_IN_TURN, checked_hints, keep_s_with
 from ..schema.values import Body
 
 OPEN_PATHS: Final = frozenset({"/health", "/ping"})
@@ -161,6 +162,10 @@ class Caller(NamedTuple):
                 kv_transfer_params=field("kv_transfer_params"),
             )
         extra_key = self.namespace(checked_salt(field("cache_salt")))
+        session = session_of(request, self.session_header, self.owner, extra_key, user_session)
+        envelope = field("kv_hints")
+        hints = () if envelope is None else checked_hints(envelope, "kv_hints.", MAX_ACTIONS_IN_TURN)
+        keep_s = None if body is None else keep_s_of(body, field("prompt_cache_options"))
         return Scheduling(
             priority=checked_priority(field("priority")),
             tenant=self.tenant(user or field("user") or field("safety_identifier")),
@@ -169,9 +174,10 @@ class Caller(NamedTuple):
             timeout_s=checked_timeout(field("timeout"), "timeout"),
             replica=field("data_parallel_rank"),
             owner=self.owner,
-            keep_s=None if body is None else keep_s_of(body, field("prompt_cache_options")),
+            keep_s=keep_s_with(hints, keep_s, has_session=bool(session)),
             in_memory=is_kept_in_memory(field("prompt_cache_retention")),
-            session=session_of(request, self.session_header, self.owner, extra_key, user_session),
+            session=session,
+            hints=hints,
             bootstrap=bootstrap,
         )
 

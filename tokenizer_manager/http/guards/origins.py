@@ -77,7 +77,7 @@ _PREFLIGHT_ANSWER: Final[Headers] = [
     (b"access-control-allow-methods", b"GET, POST"),
     (b"access-control-max-age", b"600"),
 ]
-_EXPOSED: Final = b"retry-after, x-engine-queue-position, x-request-id"
+_EXPOSED: Final = b"retry-after, x-engine-queue-position, x-kv-hints, x-request-id"
 
 
 class Origins:

@@ -27,6 +27,7 @@ from ..schema.field_types import (
     WideTemperature,
 )
 from ..schema.generation_fields import SamplingFields
+from ..schema.kv_hints import KvHints
 
 
 class NativeSampling(SamplingFields, kw_only=True):
@@ -60,6 +61,7 @@ class NativeRequest(msgspec.Struct, kw_only=True):
     user: str | None = None
     safety_identifier: str | None = None
     session_id: Salt | None = None
+    kv_hints: KvHints | None = None
     session_params: SessionParams | None = None
     queue_timeout: Seconds | None = None
     timeout: Seconds | None = None

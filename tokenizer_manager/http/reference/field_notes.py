@@ -155,6 +155,8 @@ NOTES: Final[Mapping[str, str]] = {
     "message_id": "Returned as it is.",
     "actions": "Objects with action_id, action_type (release, demote, retain, pin) and payload; retain and pin take "
     "`ttl_s`.",
+    "kv_hints": "Hints for the prompt, or its session: `{protocol_version, message_id, actions}`; the header "
+    "x-kv-hints has the results.",
     "prompt_cache_key": "The session, where `session_id` and headers name none.",
     "prompt_cache_retention": "in_memory: the prompt is not written to the disk of --kv-disk; 24h: it may be.",
     "prompt_cache_options": "`ttl` keeps the prompt for 30m or 12h, `mode: explicit` only one with a breakpoint; "

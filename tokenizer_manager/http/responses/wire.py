@@ -21,6 +21,7 @@ from ..schema.field_policy import (
 )
 from ..schema.field_types import OVERRIDES, AnswerLimit, CountOrNone, Priority, Retention, Salt, Seconds
 from ..schema.generation_fields import SamplingFields
+from ..schema.kv_hints import KvHints
 
 _MESSAGE: Final = {
     "type": "object",
@@ -70,6 +71,7 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     prompt_cache_key: Salt | None = None
     prompt_cache_retention: Retention | None = None
     session_id: Salt | None = None
+    kv_hints: KvHints | None = None
     priority: Priority | None = None
     cache_salt: Salt | None = None
     queue_timeout: Seconds | None = None

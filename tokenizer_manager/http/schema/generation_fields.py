@@ -35,6 +35,7 @@ from .field_types import (
     TokenId,
     number_fields,
 )
+from .kv_hints import KvHints
 from .values import DEFAULT_LIMITS, check_count, check_limit, convert, show
 
 V = TypeVar("V")
@@ -155,6 +156,7 @@ class GenerationFields(SamplingFields, kw_only=True):
     user: str | None = None
     safety_identifier: str | None = None
     session_id: Salt | None = None
+    kv_hints: KvHints | None = None
     prompt_cache_key: Salt | None = None
     prompt_cache_retention: Retention | None = None
     queue_timeout: Seconds | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -162,3 +163,79 @@ def test_sessions_are_listed_for_an_admin(serve: Serve):
             }
         ],
     }
+
+
+def results_of(reply: Any) -> list[dict[str, str]]:
+    assert reply.status_code == 200, reply.text
+    results: list[dict[str, str]] = json.loads(reply.headers["x-kv-hints"])
+    return results
+
+
+TURNS = [
+    ("/generate", {"text": "hi"}),
+    ("/v1/completions", {"prompt": "hi"}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+    ("/v1/responses", {"input": "hi"}),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), TURNS)
+def test_a_turn_has_hints_for_its_prompt_and_for_its_session(serve: Serve, path: str, body: dict[str, Any]):
+    served = serve(say_all("x"))
+    hints = envelope(action("retain", "1", ttl_s=60), action("release", "2"), action("expect", "é"))
+    session = hints.pop("session_id")
+
+    results = results_of(served.client.post(path, json=body | {"kv_hints": hints, "session_id": session}))
+
+    assert [each["outcome"] for each in results] == ["deferred", "accepted", "rejected"]
+    assert results[0]["detail"] == "once it is computed, this prompt is kept for 60 s, within --pin-fraction"
+    assert results[2]["action_id"] == "é"
+    request = served.engine.next_request()
+    assert request.keep_s == 60.0
+    closed = served.engine.hints.get(timeout=WAIT_S)
+    assert (closed.action, closed.session) == (HintAction.CLOSE, request.session)
+    assert served.engine.hints.empty()
+
+
+@pytest.mark.parametrize(
+    ("actions", "fields", "keep_s"),
+    [
+        ([("release", {})], {}, 0.0),
+        ([("demote", {})], {"session_id": "s"}, 0.0),
+        ([("pin", {"ttl_s": 5}), ("demote", {})], {}, 5.0),
+        ([("pin", {"ttl_s": 5})], {"stream": True}, 5.0),
+        ([("pin", {"ttl_s": 0})], {}, None),
+        ([("share", {})], {}, None),
+        ([], {}, None),
+    ],
+)
+def test_hints_for_a_prompt_ask_the_scheduler_nothing_more(serve: Serve, actions, fields, keep_s):
+    served = serve(say_all("x"))
+    hints = {"protocol_version": 1, "actions": [action(kind, **payload) for kind, payload in actions]}
+    reply = served.client.post("/v1/completions", json={"prompt": "hi", "kv_hints": hints} | fields)
+    assert reply.status_code == 200 and ("x-kv-hints" in reply.headers) == bool(actions)
+    assert served.engine.next_request().keep_s == keep_s
+    assert served.engine.hints.empty()
+
+
+@pytest.mark.parametrize(
+    ("hints", "param"),
+    [
+        ([], "kv_hints"),
+        ({}, "kv_hints.protocol_version"),
+        ({"protocol_version": 1}, "kv_hints.actions"),
+        ({"protocol_version": 2, "actions": []}, "kv_hints.protocol_version"),
+        ({"protocol_version": 1, "actions": [1]}, "kv_hints.actions[0]"),
+        ({"protocol_version": 1, "actions": [{}]}, "kv_hints.actions[0].action_id"),
+        ({"protocol_version": 1, "actions": [action("pin")] * 17}, "kv_hints.actions"),
+        ({"protocol_version": 1, "actions": [action("pin", "x" * 257)]}, "kv_hints.actions[0].action_id"),
+    ],
+)
+@pytest.mark.parametrize(("path", "body"), TURNS)
+def test_a_malformed_envelope_of_a_turn_is_refused(
+    answering: Served, path: str, body: dict[str, Any], hints, param
+):
+    reply = answering.client.post(path, json=body | {"kv_hints": hints})
+    assert reply.status_code == 400
+    assert param in reply.text
