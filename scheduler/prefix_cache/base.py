@@ -261,7 +261,7 @@ class PrefixCache:
         """End the pin that was made with the same arguments, if it still exists."""
 
     def expire_pins(self, now_s: float) -> None:
-        """End the expired pins. Called in each pass; the cost is negligible while there are no pins."""
+        """End the expired pins, and note the time for explanations. Called in each pass; cheap without pins."""
 
     def begin_turn(self, key: str, tenant: str, group: str, now_s: float) -> Session | None:
         """Count a request of a session; None: no sessions are kept.

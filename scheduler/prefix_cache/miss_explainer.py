@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from itertools import islice
-from typing import Final
+from typing import Final, NamedTuple
 
 from ..arrays import TOKEN_ID_BYTES
 from ..records.verdict import CacheMiss, MissKind
@@ -18,11 +18,19 @@ from .radix_node import RadixNode
 FLUSHED: Final = -1
 
 
+class Eviction(NamedTuple):
+    """The loss of pages: the count of evictions (`FLUSHED` for a flush), its time, and that of their last use."""
+
+    number: int
+    at_s: float
+    used_s: float
+
+
 class EvictionHistory:
     """Remembers which page was evicted after which node, for at most `max_count` pages.
 
-    An entry is two integers, independent of the length of the page or the namespace: a hash of (place, page), and the
-    count of evictions when the page was evicted (`FLUSHED` if a flush dropped it). New entries displace the oldest.
+    An entry has the same size for any page or namespace: a hash of (place, page), and its `Eviction`. New entries
+    displace the oldest.
     A wrong match of the 64-bit hash happens about once in 10^19 look-ups, and affects only the text of an explanation.
 
     The place is the end of a node. It gets an id with its first entry, and a new one when pages are cut off, because
@@ -32,46 +40,46 @@ class EvictionHistory:
 
     def __init__(self, max_count: int) -> None:
         self._max_count = max_count
-        self._evicted_at: OrderedDict[int, int] = OrderedDict()
+        self._evictions: OrderedDict[int, Eviction] = OrderedDict()
         self._last_end_id = 0
 
     def __len__(self) -> int:
-        return len(self._evicted_at)
+        return len(self._evictions)
 
-    def removed(self, node: RadixNode, parent: RadixNode, first_page: bytes, evicted_at: int) -> None:
+    def removed(self, node: RadixNode, parent: RadixNode, first_page: bytes, eviction: Eviction) -> None:
         """Note that a whole leaf was evicted."""
         if node.truncated_key:
-            self._evicted_at.pop(node.truncated_key, None)
-        self._set(parent, first_page, evicted_at)
+            self._evictions.pop(node.truncated_key, None)
+        self._set(parent, first_page, eviction)
 
-    def truncated(self, node: RadixNode, first_page: bytes, evicted_at: int) -> None:
+    def truncated(self, node: RadixNode, first_page: bytes, eviction: Eviction) -> None:
         """Note that the end of a leaf was evicted, from `first_page` on."""
         # A leaf may be cut many times; no look-up can reach the entry of an earlier cut.
-        self._evicted_at.pop(node.truncated_key, None)
+        self._evictions.pop(node.truncated_key, None)
         node.end_id = 0
-        node.truncated_key = self._set(node, first_page, evicted_at)
+        node.truncated_key = self._set(node, first_page, eviction)
 
     def inserted(self, parent: RadixNode, first_page: bytes) -> None:
         """Note that the page is cached again."""
         place = parent.end_id or parent.namespace
-        if place is not None and self._evicted_at:
-            self._evicted_at.pop(hash((place, first_page)), None)
+        if place is not None and self._evictions:
+            self._evictions.pop(hash((place, first_page)), None)
 
-    def find(self, place: RadixNode | str, page: bytes) -> int:
-        """When a page after a node, or a namespace's first page, was evicted: a count, `FLUSHED`, or 0 if unknown."""
+    def find(self, place: RadixNode | str, page: bytes) -> Eviction | None:
+        """The eviction of a page after a node, or of a namespace's first page; None if none is known."""
         name = place if isinstance(place, str) else place.end_id or place.namespace
-        return self._evicted_at.get(hash((name, page)), 0) if name is not None else 0
+        return self._evictions.get(hash((name, page))) if name is not None else None
 
-    def _set(self, node: RadixNode, page: bytes, evicted_at: int) -> int:
+    def _set(self, node: RadixNode, page: bytes, eviction: Eviction) -> int:
         name: int | str | None = node.end_id or node.namespace
         if name is None:
             self._last_end_id += 1
             name = node.end_id = self._last_end_id
         key = hash((name, page))
-        evicted_at_of = self._evicted_at
-        evicted_at_of[key] = evicted_at
-        if len(evicted_at_of) > self._max_count:
-            evicted_at_of.popitem(last=False)
+        evictions = self._evictions
+        evictions[key] = eviction
+        if len(evictions) > self._max_count:
+            evictions.popitem(last=False)
         return key
 
 
@@ -87,7 +95,9 @@ class MissExplainer:
         self._eviction_history = entries
         self._page_size = page_size
 
-    def explain(self, extra_key: str, token_ids: bytes, match: PrefixMatch, rid: str) -> CacheMiss:
+    def explain(
+        self, extra_key: str, token_ids: bytes, match: PrefixMatch, rid: str, now_s: float
+    ) -> CacheMiss:
         page_size = self._page_size
         prompt_len = len(token_ids) // TOKEN_ID_BYTES
         prefix_len = match.num_pages * page_size
@@ -102,11 +112,14 @@ class MissExplainer:
         node: RadixNode | None = match.node
         inside = node is not None and match.pages_in_node < len(node.pages)
         if not inside:
-            evicted_at = self._eviction_history.find(extra_key if node is None else node, page)
-            if evicted_at == FLUSHED:
-                return CacheMiss(rid, prompt_len, prefix_len, MissKind.FLUSHED, prefix_len)
-            if evicted_at:
-                return CacheMiss(rid, prompt_len, prefix_len, MissKind.EVICTED, prefix_len, evicted_at)
+            eviction = self._eviction_history.find(extra_key if node is None else node, page)
+            if eviction is not None:
+                number, at_s, used_s = eviction
+                kind, number = (MissKind.FLUSHED, 0) if number == FLUSHED else (MissKind.EVICTED, number)
+                lost_s, idle_s = round(now_s - at_s, 3), round(at_s - used_s, 3)
+                return CacheMiss(
+                    rid, prompt_len, prefix_len, kind, prefix_len, number, lost_s=lost_s, idle_s=idle_s
+                )
         kind, num_equal = self._within(match, page, inside=inside)
         own_kind: MissKind | None = None
         if len(self._roots) > (extra_key in self._roots) and self._is_elsewhere(

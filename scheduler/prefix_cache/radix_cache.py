@@ -31,7 +31,7 @@ from ..records.verdict import CacheMiss
 from .base import Lease, PrefixCache, PrefixMatch, Session
 from .block_events import BlockRecorder
 from .eviction import EvictionQueue, Rank, lru
-from .miss_explainer import FLUSHED, EvictionHistory, MissExplainer
+from .miss_explainer import FLUSHED, Eviction, EvictionHistory, MissExplainer
 from .pins import PinKey, Pins
 from .radix_node import Checkpoints, RadixNode, nodes_of, pages_in, path_to_root, verify_nodes
 from .sessions import Sessions
@@ -73,6 +73,7 @@ class RadixCache(PrefixCache):
         self._generation = 0
         self._clock = 0
         self._num_evictions = 0
+        self._now_s = 0.0  # of the last pass
         self._wants = Wants()
         self._queue = EvictionQueue(eviction, self._wants)
         self._pins = Pins(max_pinned_pages)
@@ -188,6 +189,7 @@ class RadixCache(PrefixCache):
                     created=self._clock,
                     priority=lease.priority,
                 )
+                child.used_s = self._now_s
                 node.children[first_page] = child
                 self._eviction_history.inserted(node, first_page)
                 self._blocks.inserted(child)
@@ -211,6 +213,7 @@ class RadixCache(PrefixCache):
             # The rank of a node that only this lease used has no entry yet, so it may be the lowest.
             if lease.is_use:
                 node.last_access = self._clock
+                node.used_s = self._now_s
                 node.is_dead = once and node.num_uses == 1
             if not node.lock_ref:
                 self._locked_pages -= len(node.pages)
@@ -301,11 +304,11 @@ class RadixCache(PrefixCache):
             if surplus > 0:
                 freed.append(node.pages[surplus:])
                 missing = 0
-                self._truncate(node, surplus, evicted_at)
+                self._truncate(node, surplus, self._eviction(node, evicted_at))
             else:
                 freed.append(node.pages)
                 missing = -surplus
-                self._remove(node, evicted_at)
+                self._remove(node, self._eviction(node, evicted_at))
         self._evictable_pages -= num_pages - missing
         if not freed:
             return EMPTY
@@ -314,10 +317,13 @@ class RadixCache(PrefixCache):
         self._generation += 1
         return np.concatenate(freed)
 
-    def _truncate(self, node: RadixNode, num_pages: int, evicted_at: int) -> None:
+    def _eviction(self, node: RadixNode, evicted_at: int) -> Eviction:
+        return Eviction(evicted_at, self._now_s, node.used_s)
+
+    def _truncate(self, node: RadixNode, num_pages: int, eviction: Eviction) -> None:
         """Cut a leaf after `num_pages` pages. Eviction has taken it out of the queue."""
         cut = num_pages * self._page_bytes
-        self._eviction_history.truncated(node, node.key[cut : cut + self._page_bytes], evicted_at)
+        self._eviction_history.truncated(node, node.key[cut : cut + self._page_bytes], eviction)
         if node.pin_ref:
             self._pins.truncated(len(node.pages) - num_pages)
         if self._checkpoints is not None:
@@ -338,13 +344,13 @@ class RadixCache(PrefixCache):
             node.namespace = None
             self._generation += 1
 
-    def _remove(self, node: RadixNode, evicted_at: int = 0) -> None:
-        """Remove a leaf from the tree; `evicted_at` is the count of evictions or FLUSHED, 0 for other causes."""
+    def _remove(self, node: RadixNode, eviction: Eviction | None = None) -> None:
+        """Remove a leaf from the tree; `eviction`: None for other causes."""
         parent = node.parent
         assert parent is not None
         first_page = node.key[: self._page_bytes]
-        if evicted_at:
-            self._eviction_history.removed(node, parent, first_page, evicted_at)
+        if eviction is not None:
+            self._eviction_history.removed(node, parent, first_page, eviction)
         if node.pin_ref:
             self._pins.removed(node, parent)
         if node.num_wants:
@@ -402,6 +408,7 @@ class RadixCache(PrefixCache):
         self._pins_changed(self._pins.end(self._pin_key(extra_key, token_ids, None)))
 
     def expire_pins(self, now_s: float) -> None:
+        self._now_s = now_s
         self._pins_changed(self._pins.expire(now_s))
 
     def _pin_key(self, extra_key: str, token_ids: bytes, tenant: str | None) -> PinKey:
@@ -477,7 +484,7 @@ class RadixCache(PrefixCache):
     # ------------------------------------------------------------ explanations
 
     def explain(self, extra_key: str, token_ids: bytes, match: PrefixMatch, rid: str) -> CacheMiss:
-        return self._explainer.explain(extra_key, token_ids, match, rid)
+        return self._explainer.explain(extra_key, token_ids, match, rid, self._now_s)
 
     # ------------------------------------------------------------ structure
 
@@ -509,6 +516,7 @@ class RadixCache(PrefixCache):
         upper.lock_ref = node.lock_ref
         upper.pin_ref = node.pin_ref
         upper.last_access = node.last_access
+        upper.used_s = node.used_s
         upper.num_uses = node.num_uses
         upper.is_dead = node.is_dead
         node.parent.children[node.key[: self._page_bytes]] = upper

@@ -30,6 +30,7 @@ class RadixNode:
         is_dead: evicted before all others, see `EvictionClass`; written by `RadixCache`, too.
         created: logical time at which its pages were inserted.
         last_access: logical time of the last release; not used while the node is locked.
+        used_s: when that was.
         num_uses: requests that have leased it, including the one that inserted it.
         priority: the highest priority of those requests.
         queued: bits that say which heaps of the eviction queue have an entry for it.
@@ -56,6 +57,7 @@ class RadixNode:
         "priority",
         "queued",
         "truncated_key",
+        "used_s",
     )
 
     def __init__(
@@ -79,6 +81,7 @@ class RadixNode:
         self.is_dead = False
         self.created = created
         self.last_access = created
+        self.used_s = 0.0
         self.num_uses = 0
         self.priority = priority
         self.queued = 0

@@ -210,8 +210,10 @@ def _miss_words(miss: CacheMiss) -> str:
     where = ""
     if miss.kind is MissKind.DIFFERS:
         where = f", token {miss.differs_at:,}"
-    elif miss.evicted_at:
-        where = f", eviction no. {miss.evicted_at:,}"
+    elif miss.kind in (MissKind.EVICTED, MissKind.FLUSHED):
+        if miss.lost_s or miss.idle_s:
+            where = f", {miss.lost_s:,.3f} s ago and {miss.idle_s:,.3f} s after its last use"
+        where += f", eviction no. {miss.evicted_at:,}" if miss.evicted_at else ""
     return f"{miss.prefix_len:,} of {miss.prompt_len:,} prompt tokens in the cache ({miss.kind.text}{where})"
 
 

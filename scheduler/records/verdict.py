@@ -167,6 +167,7 @@ class CacheMiss(NamedTuple):
             down to a page. Equal to `prefix_len` if there is no prompt to compare with.
         evicted_at: the cache's count of evictions when the missing page was evicted; 0 unless EVICTED.
         own_kind: for OTHER_NAMESPACE: the kind if no other namespace existed.
+        lost_s: seconds since the missing page was evicted or flushed; `idle_s`: from its last use until then.
     """
 
     rid: str
@@ -176,6 +177,8 @@ class CacheMiss(NamedTuple):
     differs_at: int
     evicted_at: int = 0
     own_kind: MissKind | None = None
+    lost_s: float = 0.0
+    idle_s: float = 0.0
 
     def for_clients(self) -> CacheMiss:
         """A copy without information about other namespaces, which a cache salt must hide.

@@ -249,6 +249,25 @@ def test_what_a_flush_took_was_not_evicted_to_make_room(pool):
     assert explain(pool, prompt) == CacheMiss("r", 13, 0, MissKind.EVICTED, 0, evicted_at=1)
 
 
+def test_how_long_ago_and_how_long_after_its_last_use_a_page_was_lost():
+    pool, prompt = CachedPool(64, page_size=4), list(range(1, 14))
+    cache = pool.cache
+    for now_s in (10.0, 12.5):
+        cache.expire_pins(now_s)
+        pool.serve(prompt[:12])
+    cache.expire_pins(20.0)
+    cache.evict(1)
+    cache.expire_pins(23.25)
+
+    miss = explain(pool, prompt)
+    assert (miss.kind, miss.lost_s, miss.idle_s) == (MissKind.EVICTED, 3.25, 7.5)
+    cache.flush()
+    cache.expire_pins(24.0)
+    miss = explain(pool, prompt)
+    assert (miss.kind, miss.lost_s, miss.idle_s) == (MissKind.FLUSHED, 0.75, 10.75)
+    assert miss.for_clients() == miss
+
+
 TOKENS = st.lists(st.integers(1, 3), min_size=1, max_size=12)
 
 

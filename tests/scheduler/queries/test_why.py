@@ -127,6 +127,16 @@ def test_a_prompt_in_chunks():
             "eviction no. 17)",
         ),
         (
+            CacheMiss("r1", 20, 4, MissKind.EVICTED, 4, 17, lost_s=41.25, idle_s=1207.5),
+            "4 of 20 prompt tokens in the cache (the rest had been cached and was evicted to make room, 41.250 s ago "
+            "and 1,207.500 s after its last use, eviction no. 17)",
+        ),
+        (
+            CacheMiss("r1", 20, 4, MissKind.FLUSHED, 4, lost_s=2.0),
+            "4 of 20 prompt tokens in the cache (the rest had been cached, until the whole cache was emptied, "
+            "2.000 s ago and 0.000 s after its last use)",
+        ),
+        (
             CacheMiss("r1", 20, 0, MissKind.OTHER_NAMESPACE, 0),
             "0 of 20 prompt tokens in the cache (the same tokens are cached under another cache salt",
         ),
