@@ -32,7 +32,7 @@ _WEIGHT: Final = np.dtype(
         ("bits", np.int32),
         ("zero", np.int32),
         ("has_minima", np.int32),
-        ("has_paired_scales", np.int32),
+        ("scale_len", np.int32),
         ("factor", np.float32),
         ("table", np.uint64),
     ]

@@ -192,8 +192,6 @@ def _make_int4_triton(target: QuantTarget, weight: IntWeight) -> LinearWeight:
 
 
 def _against_blocks_native(target: QuantTarget, weight: BlockWeight | StoredRows) -> list[str]:
-    if isinstance(weight, BlockWeight) and weight.factor is not None:
-        return ["takes no scales of 16 inputs yet"]
     return reasons_against_native_blocks(target.device, target.dtype, weight.shape)
 
 

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from ..spec.quantization import BLOCK_LEN, GGUF_FORMS
+from ..spec.quantization import GGUF_FORMS
 from .ggml_codes import CODED_TYPES, Bytes, Floats, f16, nibbles
 from .ggml_types import GGMLType, fifth_bits, scales_and_mins_6bit
 
@@ -22,7 +22,10 @@ _CHUNK_NUMBERS: Final = 1 << 18
 
 
 class UnpackedBlocks(NamedTuple):
-    """Rows [N, K]: numbers [N, K] uint8; scales, and minima if the form has them, [N, K / 32] float32."""
+    """Rows [N, K]: numbers [N, K] uint8; scales, and minima if the form has them, [N, K / 32] float32.
+
+    Scales are [N, K / 16] if the form has them for 16 inputs.
+    """
 
     numbers: Bytes
     scales: Floats
@@ -40,7 +43,7 @@ def unpack_blocks(raw: Bytes, ggml_type: GGMLType) -> UnpackedBlocks:
     blocks = np.ascontiguousarray(raw).reshape(-1, ggml_type.block_bytes)
     num_blocks, row_len = len(blocks), raw.shape[1] // ggml_type.block_bytes * ggml_type.block_len
     numbers = np.empty((num_blocks, ggml_type.block_len), dtype=np.uint8)
-    scales = np.empty((num_blocks, ggml_type.block_len // BLOCK_LEN), dtype=np.float32)
+    scales = np.empty((num_blocks, ggml_type.block_len // form.scale_len), dtype=np.float32)
     minima = np.empty_like(scales)
     step = _CHUNK_NUMBERS // ggml_type.block_len
     for start in range(0, num_blocks, step):
@@ -48,8 +51,8 @@ def unpack_blocks(raw: Bytes, ggml_type: GGMLType) -> UnpackedBlocks:
         unpack(blocks[chunk], numbers[chunk], scales[chunk], minima[chunk])
     return UnpackedBlocks(
         numbers.reshape(-1, row_len),
-        scales.reshape(-1, row_len // BLOCK_LEN),
-        minima.reshape(-1, row_len // BLOCK_LEN) if form.has_minima else None,
+        scales.reshape(-1, row_len // form.scale_len),
+        minima.reshape(-1, row_len // form.scale_len) if form.has_minima else None,
     )
 
 

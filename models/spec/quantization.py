@@ -23,9 +23,9 @@ How each method stores a weight [out, in], by the names of its tensors:
 
 `BlockForm` is how integers in blocks of 32 represent weights, for each GGUF format that stays quantized in memory. A
 weight is number * scale + minimum, with one scale and one minimum per 32 neighboring inputs of an output. In some
-formats the number is the code of a value in a table. GGUF formats that are equivalent to this keep their numbers. The
-others (one scale per 16 numbers) are rounded again to 8 bits. The step of that rounding is at most a quarter of the
-step of the file's own rounding.
+formats the number is the code of a value in a table; NVFP4 has scales of 8 bits for 16 inputs each. GGUF formats that
+are equivalent to this keep their numbers. The others (other scales of 16 numbers) are rounded again to 8 bits. The step
+of that rounding is at most a quarter of the step of the file's own rounding.
 
 Q4_K, Q5_K and Q6_K also have a layout of their own, with the numbers and the bytes of the file (`super_blocks.h`). It
 needs whole superblocks of 256 inputs; the form is for parts of one.
@@ -58,6 +58,7 @@ class BlockForm(NamedTuple):
         is_exact: whether the numbers are those of the file.
         table: the values of the 16 numbers of 4 bits; None: numbers are their own values. `zero`
             differs from each by at most 127.
+        scale_len: inputs that share a scale: 32, or 16 with scales of 8 bits (e4m3).
         superblock_bytes: bytes of 256 inputs in the layout of the file; 0: there is no kernel for it.
     """
 
@@ -66,6 +67,7 @@ class BlockForm(NamedTuple):
     has_minima: bool
     is_exact: bool = True
     table: tuple[int, ...] | None = None
+    scale_len: Literal[16, 32] = 32
     superblock_bytes: int = 0
 
     def num_bytes(self, rows: int, columns: int) -> int:
@@ -112,6 +114,8 @@ IQ2: Final = _with_signs([8, 25, 43])
 IQ1: Final = _with_table([-7, 1, 9, 0, 0, 0, 0, 0, -9, -1, 7])
 """-1, 0 and 1, an eighth more or less; a value is 8 times as much."""
 
+NVFP4: Final = MXFP4._replace(scale_len=16)
+
 GGUF_FORMS: Final[Mapping[str, BlockForm]] = {
     "Q4_0": BlockForm(4, 8, has_minima=False),
     "Q4_1": BlockForm(4, 0, has_minima=True),
@@ -135,7 +139,7 @@ GGUF_FORMS: Final[Mapping[str, BlockForm]] = {
     "IQ2_S": INT8._replace(is_exact=False),
     "IQ2_XS": INT8._replace(is_exact=False),
     "IQ1_M": INT8._replace(is_exact=False),
-    "NVFP4": INT8._replace(is_exact=False),
+    "NVFP4": NVFP4,
 }
 """By GGUF's names."""
 

@@ -74,7 +74,7 @@ class NativeBlockLinear(NativeMatmul):
         self.tiles_from = tiles_from
         made = pack(library, weight, memory)
         self._bits, self._zero, self._has_minima = made.bits, made.zero, made.has_minima
-        self._has_paired_scales, self._factor = made.has_paired_scales, made.factor
+        self._scale_len, self._factor = made.scale_len, made.factor
         self._is_super = made.is_super
         self.kind = self.SUPERBLOCKS if made.is_super else self.BLOCKS
         self._table = made.table
@@ -102,7 +102,7 @@ class NativeBlockLinear(NativeMatmul):
             self._zero,
             self._factor,
             self._form_of(out),
-            self._has_paired_scales,
+            self._scale_len,
             self.tiles_from,
             self._table_address,
             self._is_super,
@@ -110,7 +110,7 @@ class NativeBlockLinear(NativeMatmul):
         )
 
     def as_expert(self) -> tuple[int, int, int, int, int, int, float, int]:
-        scales = self._has_minima, self._has_paired_scales
+        scales = self._has_minima, self._scale_len
         return (
             self._address,
             self.kind,
@@ -131,7 +131,8 @@ class NativeBlockLinear(NativeMatmul):
         if self._is_super:
             self._library.superblocks_rows(*arguments)
             return
-        self._library.blocks_rows(*arguments, self._has_minima, self._zero, self._factor, self._table_address)
+        form = self._has_minima, self._zero, self._factor, self._table_address, self._scale_len
+        self._library.blocks_rows(*arguments, *form)
 
     def multiply_into(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
         """The matmul into columns of a larger tensor: [T, N] bfloat16 or float32, the values of a row contiguous."""

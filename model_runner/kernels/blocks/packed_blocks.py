@@ -19,13 +19,16 @@ from torch import Tensor
 
 from ....models.spec.quantization import BlockForm
 from ...memory.huge_pages import WeightMemory
-from ..quantized_weights import BLOCK_SIZE, BlockWeight, NotFiniteError
+from ..quantized_weights import BLOCK_SIZE, FP8, FP8_MAX, HALF_BLOCK, BlockWeight, NotFiniteError
 from .stored_rows import StoredRows
 from .tensor_rows import ROUNDED_AT_A_TIME, ScaleRange, TensorRows
 
 _HALF_EXPONENT: Final = 15
 """Scales and minima are stored in half precision, times a power of two that makes the largest just below 2^15."""
 SUPERBLOCK_BITS: Final = {"Q4_K": 4, "Q5_K": 5, "Q6_K": 6}
+_E4M3_FACTOR: Final = 256.0
+"""See `kernels/cpu/bytes.h`."""
+_NAN: Final = 0x7F
 _PANEL: Final = 32
 """Outputs per panel of the layout; the last panel is padded with zeros."""
 
@@ -36,7 +39,8 @@ class PackedBlocks(NamedTuple):
     Attributes:
         packed: its bytes.
         factor: the scales and minima are to be multiplied by it.
-        has_paired_scales: blocks 2k and 2k + 1 of each output have the same scale; 8 bits, no minima.
+        scale_len: inputs that share a scale: 32; 64, if blocks 2k and 2k + 1 of each output have the same, with 8 bits
+            and without minima; 16, with scales of 8 bits and a table.
         is_super: the layout is that of `kernels/cpu/super_blocks.h`, with 4, 5 or 6 bits.
     """
 
@@ -45,7 +49,7 @@ class PackedBlocks(NamedTuple):
     bits: int
     zero: int
     has_minima: bool
-    has_paired_scales: bool
+    scale_len: int
     table: Tensor | None
     factor: float
     is_super: bool = False
@@ -98,7 +102,8 @@ def _pack_stored(library: ctypes.CDLL, weight: StoredRows, memory: WeightMemory)
         first += one.shape[0]
     table = None if form.table is None else _table(form.table)
     zero = 0 if form.has_minima else form.zero
-    return PackedBlocks(packed, shape, form.bits, zero, form.has_minima, is_paired, table, 2.0**-exponent)
+    scale_len = 2 * BLOCK_SIZE if is_paired else BLOCK_SIZE
+    return PackedBlocks(packed, shape, form.bits, zero, form.has_minima, scale_len, table, 2.0**-exponent)
 
 
 def _pack_superblocks(library: ctypes.CDLL, weight: StoredRows, memory: WeightMemory) -> PackedBlocks:
@@ -129,7 +134,7 @@ def _pack_superblocks(library: ctypes.CDLL, weight: StoredRows, memory: WeightMe
     if not is_finite:
         raise NotFiniteError
     has_minima = weight.form.has_minima
-    return PackedBlocks(packed, weight.shape, bits, 0, has_minima, False, None, 1.0, is_super=True)
+    return PackedBlocks(packed, weight.shape, bits, 0, has_minima, BLOCK_SIZE, None, 1.0, is_super=True)
 
 
 def _widened_range(rows: TensorRows, form: BlockForm) -> ScaleRange:
@@ -151,7 +156,12 @@ def _pack_unpacked(library: ctypes.CDLL, weight: BlockWeight, memory: WeightMemo
     )
     exponent = _HALF_EXPONENT - _exponent_of([ScaleRange(*largest)])
     numbers = weight.numbers.contiguous()
-    scales = _halves(weight.scales, exponent)
+    if weight.factor is None:
+        scales, factor, scale_len = _halves(weight.scales, exponent), 2.0**-exponent, BLOCK_SIZE
+        if weight.bits == 8 and not has_minima and weight.has_paired_scales:
+            scale_len = 2 * BLOCK_SIZE
+    else:
+        scales, factor, scale_len = _bytes(weight.scales), weight.factor * _E4M3_FACTOR, HALF_BLOCK
     minima = None if weight.minima is None else _halves(weight.minima, exponent)
     library.pack_blocks(
         numbers.data_ptr(),
@@ -168,9 +178,9 @@ def _pack_unpacked(library: ctypes.CDLL, weight: BlockWeight, memory: WeightMemo
         weight.bits,
         0 if has_minima else weight.zero,
         has_minima,
-        weight.bits == 8 and not has_minima and weight.has_paired_scales,
+        scale_len,
         None if weight.table is None else _table(weight.table),
-        2.0**-exponent,
+        factor,
     )
 
 
@@ -189,15 +199,23 @@ def _check(weight: BlockWeight) -> None:
         assert all(0 <= value <= 255 and abs(value - weight.zero) <= 127 for value in weight.table), (
             weight.table
         )
+    assert weight.factor is None or weight.table is not None, weight.factor
+    scale_len = BLOCK_SIZE if weight.factor is None else HALF_BLOCK
     for part in (weight.scales, weight.minima):
         if part is not None:
             assert part.dtype == torch.float32, part.dtype
-            assert part.shape == (num_outputs, num_inputs // BLOCK_SIZE), part.shape
+            assert part.shape == (num_outputs, num_inputs // scale_len), part.shape
 
 
 def _halves(part: Tensor, exponent: int) -> Tensor:
     """part * 2^exponent in half precision."""
     return torch.ldexp(part, torch.tensor(exponent)).to(torch.float16).contiguous()
+
+
+def _bytes(scales: Tensor) -> Tensor:
+    """Values of e4m3 as bytes. Scales of GGUF files may also be 480, whose code is that of NaN in e4m3."""
+    codes = scales.to(FP8).view(torch.uint8)
+    return codes.masked_fill_(scales > FP8_MAX, _NAN).contiguous()
 
 
 def _exponent_of(ranges: list[ScaleRange]) -> int:

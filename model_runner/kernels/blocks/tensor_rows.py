@@ -229,6 +229,9 @@ def block_weight(raw: Bytes, ggml_type: GGMLType) -> BlockWeight:
             [round_to_blocks(torch.from_numpy(dequantize(one, ggml_type)), 8) for one in pieces]
         )
     numbers, scales, minima = unpack_blocks(raw, ggml_type)
+    factor = None
+    if form.scale_len < BLOCK_SIZE:  # scales are half as large as those in the file, which are e4m3
+        factor, scales = 0.5, scales * np.float32(2)
     return BlockWeight(
         torch.from_numpy(numbers),
         torch.from_numpy(scales),
@@ -236,4 +239,5 @@ def block_weight(raw: Bytes, ggml_type: GGMLType) -> BlockWeight:
         form.zero,
         form.bits,
         form.table,
+        factor,
     )

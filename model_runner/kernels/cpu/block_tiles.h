@@ -42,13 +42,14 @@ struct BlockTiles : BlockCall {
             store_pairs(number(2 * pair), number(2 * pair + 1), to + pair * LANES);
     }
 
-    template <int BITS, bool MINIMA, bool HAS_TABLE>
+    template <int BITS, bool MINIMA, bool HAS_TABLE, bool HALVES>
     inline __attribute__((always_inline)) void unpack_block(const uint8_t* from, uint32_t* to) const {
         constexpr int VALUE_BITS = HAS_TABLE ? 8 : BITS;
         const uint16_t* halves = reinterpret_cast<const uint16_t*>(from + PANEL * BLOCK * BITS / 8);
 #pragma GCC unroll 2
         for (int v = 0; v < VECTORS; ++v, to += STEP_PAIRS * LANES) {
-            f32x16 scale = load_halves(halves + v * LANES) * splat(factor);
+            f32x16 scale = (HALVES ? load_e4m3(halves + v * LANES, false) : load_halves(halves + v * LANES)) * splat(factor);
+            f32x16 upper = HALVES ? load_e4m3(halves + v * LANES, true) * splat(factor) : scale;
             f32x16 start = scale * splat(-float((1 << VALUE_BITS) + (MINIMA ? 0 : zero)));
             if (MINIMA) start += load_halves(halves + PANEL + v * LANES) * splat(factor);
 #pragma GCC unroll 8
@@ -58,7 +59,8 @@ struct BlockTiles : BlockCall {
                 if constexpr (HAS_TABLE) {
                     const Lookup values(table);
                     unpack_group<8>(values(numbers & 0x0f0f0f0fu), false, scale, start, low);
-                    unpack_group<8>(values((numbers >> 4) & 0x0f0f0f0fu), false, scale, start, high);
+                    f32x16 upper_start = HALVES ? upper * splat(-float((1 << VALUE_BITS) + zero)) : start;
+                    unpack_group<8>(values((numbers >> 4) & 0x0f0f0f0fu), false, upper, upper_start, high);
                 } else {
                     unpack_group<BITS>(numbers, false, scale, start, low);
                     if (BITS == 4) unpack_group<BITS>(numbers, true, scale, start, high);
@@ -68,7 +70,7 @@ struct BlockTiles : BlockCall {
     }
 
     // The blocks of a panel.
-    template <int BITS, bool MINIMA, bool HAS_TABLE>
+    template <int BITS, bool MINIMA, bool HAS_TABLE, bool HALVES>
     struct PanelOfBlocks {
         static constexpr int64_t BYTES = block_bytes(BITS, MINIMA);
 
@@ -78,7 +80,7 @@ struct BlockTiles : BlockCall {
         inline __attribute__((always_inline)) void unpack(int64_t block, uint32_t* to) const {
             const uint8_t* at = from + block * BYTES;
             for (int64_t n = 0; n < BYTES; n += LINE) __builtin_prefetch(at + AHEAD + n);
-            call.unpack_block<BITS, MINIMA, HAS_TABLE>(at, to);
+            call.unpack_block<BITS, MINIMA, HAS_TABLE, HALVES>(at, to);
         }
     };
 
@@ -151,9 +153,9 @@ struct BlockTiles : BlockCall {
         product().multiply(first, last, {panel * PANEL, VECTORS, unpacked, PANEL}, nullptr, unpack);
     }
 
-    template <int BITS, bool MINIMA, bool HAS_TABLE = false>
+    template <int BITS, bool MINIMA, bool HAS_TABLE = false, bool HALVES = false>
     void multiply_blocks(int64_t first, int64_t last, int64_t panel) const {
-        multiply(first, last, panel, PanelOfBlocks<BITS, MINIMA, HAS_TABLE>{*this, packed + panel * panel_bytes()});
+        multiply(first, last, panel, PanelOfBlocks<BITS, MINIMA, HAS_TABLE, HALVES>{*this, packed + panel * panel_bytes()});
     }
 
     template <int BITS>
@@ -177,7 +179,8 @@ struct BlockTiles : BlockCall {
             : bits == 5 ? multiply_superblocks<5>(first, last, panel)
                         : multiply_superblocks<6>(first, last, panel);
         else if (table != nullptr)
-            multiply_blocks<4, false, true>(first, last, panel);
+            has_half_scales() ? multiply_blocks<4, false, true, true>(first, last, panel)
+                              : multiply_blocks<4, false, true>(first, last, panel);
         else if (bits == 4)
             has_minima ? multiply_blocks<4, true>(first, last, panel) : multiply_blocks<4, false>(first, last, panel);
         else

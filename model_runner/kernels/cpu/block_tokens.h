@@ -17,7 +17,7 @@ struct BlockScale {
         float sum;      // sum of the block's integers, times `scale`
         int32_t start;  // initial value of the dot product: -zero * sum of the block's integers (see start_of)
         int32_t total;  // sum of the block's integers
-        int32_t starts[2];  // the same for each half of a block of 6 bits (super_blocks.h)
+        int32_t starts[2];  // the same for each half of a block with two scales
     };
 };
 
@@ -65,7 +65,7 @@ void quantize(const BlockCall& call, int64_t token, const Quantized& to) {
     const bf16* from = call.x + token * call.x_stride;
     int8_t* numbers = to.numbers + token * inputs;
     BlockScale* scales = to.scales + token * (inputs / BLOCK);
-    const bool has_starts = call.is_super && call.bits == 6;
+    const bool of_6_bits = call.is_super && call.bits == 6, has_starts = of_6_bits || call.has_half_scales();
     const bool in_words = HAS_WORD_SUMS && call.bits == 4 && call.table == nullptr;
     const int32_t zero = call.zero - (call.bits == 8 ? SIGNED_ZERO : 0);
     for (int64_t block = 0; block < inputs / BLOCK; block += SPAN, from += SPAN * BLOCK, numbers += SPAN * BLOCK) {
@@ -88,7 +88,8 @@ void quantize(const BlockCall& call, int64_t token, const Quantized& to) {
             store_bytes(numbers + n * BLOCK, p);
             store_bytes(numbers + n * BLOCK + LANES, q);
             total += p + q;
-            if (has_starts) starts[0] = start_of(p, 32), starts[1] = start_of(q, 32);
+            if (of_6_bits) starts[0] = start_of(p, 32), starts[1] = start_of(q, 32);
+            else if (has_starts) starts[0] = -zero * engine::sum(p), starts[1] = -zero * engine::sum(q);
         }
         int32_t all = engine::sum(total);
         scales[block].scale = most / 127.0f * call.factor;  // not finite where x is not
@@ -104,7 +105,7 @@ void quantize(const BlockCall& call, int64_t token, const Quantized& to) {
 }
 
 inline void quantize(const BlockCall& call, int64_t token, const Quantized& to) {
-    call.has_paired_scales ? quantize<2>(call, token, to) : quantize<1>(call, token, to);
+    call.has_paired_scales() ? quantize<2>(call, token, to) : quantize<1>(call, token, to);
 }
 
 }  // namespace engine

@@ -203,15 +203,79 @@ struct Blocks : BlockPanels<Blocks> {
         }
     }
 
+    // multiply_row_tile for codes of a table with two scales for each block. Each half of a block is multiplied on its own: for
+    // all rows of a tile there are no registers for the sums of both.
+    template <Code CODE, int ROWS, class AtBlock>
+    void multiply_row_tile_by_halves(int64_t row, int64_t panel, const Quantized& from, const AtBlock& at_block) const {
+        const Values<CODE> values(*this);
+        const int64_t blocks = inputs / BLOCK, stride = inputs;
+        const int8_t* numbers = from.numbers + row * inputs;
+        const BlockScale* scales = from.scales + row * blocks;
+        const uint8_t* weights = packed + panel * panel_bytes();
+        f32x16 sums[ROWS][VECTORS];
+        zero_tile(sums);
+        for (int64_t block = 0; block < blocks; ++block, weights += block_bytes(4, false), numbers += BLOCK, ++scales) {
+            const uint16_t* bytes = reinterpret_cast<const uint16_t*>(weights + PANEL * BLOCK / 2);
+            at_block(block);
+#pragma GCC unroll 2
+            for (int first = 0; first < VECTORS; first += AT_ONCE) {
+                const int8_t* numbers_of = numbers;  // see multiply_row_tile
+                asm volatile("" : "+r"(numbers_of));
+#pragma GCC unroll 2
+                for (int half = 0; half < 2; ++half) {
+                    i32x16 dots[ROWS][AT_ONCE];
+#pragma GCC unroll 6
+                    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 2
+                        for (int v = 0; v < AT_ONCE; ++v)
+                            dots[r][v] = IS_SIGNED<CODE> ? i32x16{} : (i32x16)splat_bits(uint32_t(scales[r * blocks].starts[half]));
+                    multiply_half(values, weights + first * LINE, numbers_of + half * BLOCK / 2, stride, half, dots);
+#pragma GCC unroll 2
+                    for (int v = 0; v < AT_ONCE; ++v) {
+                        f32x16 scale = load_e4m3(bytes + (first + v) * LANES, half == 1);
+#pragma GCC unroll 6
+                        for (int r = 0; r < ROWS; ++r)
+                            sums[r][first + v] += to_float(dots[r][v]) * scale * splat(scales[r * blocks].scale);
+                    }
+                }
+            }
+        }
+        finish(row, panel * PANEL, sums);
+    }
+
+    // One half of a block of AT_ONCE vectors: the codes in the low or the high halves of the bytes.
+    template <Code CODE, int ROWS>
+    static inline __attribute__((always_inline)) void multiply_half(const Values<CODE>& values, const uint8_t* weights,
+                                                                    const int8_t* numbers, int64_t stride, int half,
+                                                                    i32x16 (&dots)[ROWS][AT_ONCE]) {
+        i32x16 words[ROWS][AT_ONCE] = {};
+#pragma GCC unroll 4
+        for (int group = 0; group < GROUPS / 2; ++group) {
+            u32x16 w[AT_ONCE];
+#pragma GCC unroll 2
+            for (int v = 0; v < AT_ONCE; ++v)
+                w[v] = values((load_pairs(weights + (group * VECTORS + v) * LINE) >> (4 * half)) & 0x0f0f0f0fu);
+            add_group<CODE>(numbers + group * 4, stride, w, IN_WORDS<CODE> ? words : dots);
+        }
+        if (IN_WORDS<CODE>)
+#pragma GCC unroll 6
+            for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 2
+                for (int v = 0; v < AT_ONCE; ++v) dots[r][v] += sum_words(words[r][v]);
+    }
+
     template <int ROWS, class AtBlock>
     void multiply_row_tile(int64_t row, int64_t panel, const Quantized& from, const AtBlock& at_block) const {
-        if (table != nullptr)
+        if (has_half_scales())
+            HAS_WORD_SUMS && has_small_values(table) ? multiply_row_tile_by_halves<SMALL_TABLE, ROWS>(row, panel, from, at_block)
+                                                     : multiply_row_tile_by_halves<TABLE, ROWS>(row, panel, from, at_block);
+        else if (table != nullptr)
             HAS_WORD_SUMS && has_small_values(table) ? multiply_row_tile<SMALL_TABLE, false, 1, ROWS>(row, panel, from, at_block)
                                                      : multiply_row_tile<TABLE, false, 1, ROWS>(row, panel, from, at_block);
         else if (bits == 4)
             has_minima ? multiply_row_tile<NIBBLES, true, 1, ROWS>(row, panel, from, at_block)
                        : multiply_row_tile<NIBBLES, false, 1, ROWS>(row, panel, from, at_block);
-        else if (has_paired_scales)
+        else if (has_paired_scales())
             multiply_row_tile<BYTES, false, 2, ROWS>(row, panel, from, at_block);
         else
             has_minima ? multiply_row_tile<BYTES, true, 1, ROWS>(row, panel, from, at_block)
@@ -307,12 +371,13 @@ EXPORT void pair_blocks(uint8_t* packed, int64_t outputs, int64_t inputs, int bi
 
 // x: [num_tokens][inputs] bfloat16, rows `x_stride` elements apart; bias: [outputs] bfloat16 or null; out: rows
 // `out_stride` elements apart, contiguous if gated, see output.h for `form`; workspace: blocks_workspace_bytes for the same `tiles_from`, which is at least 1;
-// has_paired_scales: only with 8 bits and without minima; table: [16] bytes that differ from `zero` by at most 127, or null;
+// scale_inputs: 32; 64 only with 8 bits and without minima; 16 only with a table, whose factor includes E4M3_FACTOR;
+// table: [16] bytes that differ from `zero` by at most 127, or null;
 // only with 4 bits and without minima; is_super: in superblocks of 4, 5 or 6 bits (super_blocks.h), whose factor is 1 and
 // which have minima if they do not have 6 bits.
 EXPORT void blocks(const void* x, int64_t x_stride, const uint8_t* packed, const void* bias, void* out,
                    void* workspace, int64_t num_tokens, int64_t inputs, int64_t outputs, int bits, int has_minima,
-                   int zero, float factor, int form, int has_paired_scales, int64_t tiles_from,
+                   int zero, float factor, int form, int scale_inputs, int64_t tiles_from,
                    const uint8_t* table, int is_super, int64_t out_stride) {
     using namespace engine;
     BlockCall call = {{static_cast<const bf16*>(bias), out, Form(form), outputs, out_stride},
@@ -324,7 +389,7 @@ EXPORT void blocks(const void* x, int64_t x_stride, const uint8_t* packed, const
                       bits,
                       zero,
                       has_minima != 0,
-                      has_paired_scales != 0,
+                      scale_inputs,
                       factor,
                       table,
                       is_super != 0};
@@ -337,7 +402,7 @@ EXPORT void blocks(const void* x, int64_t x_stride, const uint8_t* packed, const
 
 // out[n] = weight[ids[n]], rounded to bfloat16; ids: [num_rows] in [0, outputs); out: [num_rows][inputs] bfloat16.
 EXPORT void blocks_rows(const uint8_t* packed, const int64_t* ids, void* out_, int64_t num_rows, int64_t inputs, int bits,
-                        int has_minima, int zero, float factor, const uint8_t* table) {
+                        int has_minima, int zero, float factor, const uint8_t* table, int scale_inputs) {
     using namespace engine;
     bf16* out = static_cast<bf16*>(out_);
     int64_t blocks = inputs / BLOCK, bytes = Blocks::block_bytes(bits, has_minima != 0);
@@ -347,14 +412,21 @@ EXPORT void blocks_rows(const uint8_t* packed, const int64_t* ids, void* out_, i
             int64_t column = ids[n] % Blocks::PANEL;
             for (int64_t block = 0; block < blocks; ++block, from += bytes) {
                 const uint8_t* halves = from + Blocks::PANEL * BLOCK * bits / 8;
-                float scale = half_to_float(halves + 2 * column) * factor, minimum = -float(zero) * scale;
+                float scale = half_to_float(halves + 2 * column) * factor, minimum = -float(zero) * scale, upper = scale;
+                if (scale_inputs < BLOCK) {
+                    uint16_t both[LANES] = {};
+                    std::memcpy(both, halves + 2 * column, sizeof *both);
+                    scale = load_e4m3(both, false)[0] * factor, upper = load_e4m3(both, true)[0] * factor;
+                }
                 if (has_minima) minimum = half_to_float(halves + 2 * (Blocks::PANEL + column)) * factor;
                 for (int64_t k = 0; k < BLOCK; ++k) {
                     int64_t group = k / 4 % (GROUPS * bits / 8);
                     uint8_t number = from[group * Blocks::PANEL * 4 + column * 4 + k % 4];
                     if (bits == 4) number = k / 4 == group ? number & 15 : number >> 4;
                     if (table != nullptr) number = table[number];
-                    from_float(float(number) * scale + minimum, out + n * inputs + block * BLOCK + k);
+                    float value = float(number) * scale + minimum;
+                    if (scale_inputs < BLOCK) value = float(int(number) - zero) * (k < scale_inputs ? scale : upper);
+                    from_float(value, out + n * inputs + block * BLOCK + k);
                 }
             }
         }

@@ -2,7 +2,8 @@
 // padded with zeros), and in a panel its blocks one after the other:
 //
 //   integers: [inputs / 4][output of the panel][4] bytes; 4 bits: groups k and k + 4 share bytes, k in the low half
-//   scales: [32] half precision
+//   scales: [32] half precision; or [32][2] bytes, e4m3: of the first and of the last 16 inputs, which 4-bit integers
+//           have in the low and in the high halves of bytes
 //   minima: [32] half precision, if there are any
 //
 // 4-bit integers may be codes of values in a table (block_table.h); there are no minima then.
@@ -34,7 +35,7 @@ struct BlockCall : Output {
     int64_t num_tokens, inputs;
     int bits, zero;
     bool has_minima;
-    bool has_paired_scales;  // blocks 2k and 2k + 1 share a scale; there are no minima then
+    int scale_inputs;  // that share a scale: 32; 64, with 8 bits and without minima; or 16, with a table
     float factor;
     const uint8_t* table;  // [16]; null: the integers are the values
     bool is_super;         // in superblocks; factor is 1 then, and there is no table
@@ -46,6 +47,8 @@ struct BlockCall : Output {
     // Of 256 inputs in super_blocks.h: as many as in the file.
     static constexpr int64_t superblock_bytes(int bits) { return PANEL * (32 * bits + (bits == 6 ? 16 + 2 : 12 + 4)); }
 
+    bool has_paired_scales() const { return scale_inputs == 2 * BLOCK; }
+    bool has_half_scales() const { return scale_inputs == BLOCK / 2; }
     int64_t panels() const { return (outputs + PANEL - 1) / PANEL; }
     int64_t panel_bytes() const {
         if (is_super) return inputs / SUPERBLOCK * superblock_bytes(bits);

@@ -212,10 +212,8 @@ ALWAYS_INLINE int32_t sum(i32x16 v) {
 #endif
 }
 
-// 16 finite half-precision values.
-ALWAYS_INLINE f32x16 load_halves(const uint16_t* p) {
-    u16x16 v;
-    get(v, p);
+// Finite half-precision values.
+ALWAYS_INLINE f32x16 halves_to_float(u16x16 v) {
 #if defined(__AVX512F__)
     return (f32x16)_mm512_cvtph_ps((__m256i)v);
 #elif defined(__aarch64__)
@@ -228,6 +226,23 @@ ALWAYS_INLINE f32x16 load_halves(const uint16_t* p) {
     f32x16 magnitude = (f32x16)((bits & 0x7fffu) << 13) * 0x1p112f;  // corrects the exponent bias
     return (f32x16)((u32x16)magnitude | ((bits & 0x8000u) << 16));
 #endif
+}
+
+ALWAYS_INLINE f32x16 load_halves(const uint16_t* p) {
+    u16x16 v;
+    get(v, p);
+    return halves_to_float(v);
+}
+
+constexpr float E4M3_FACTOR = 256.0f;  // the difference of the exponents' biases of half precision and e4m3
+
+// 16 finite values of e4m3, over E4M3_FACTOR: the low bytes of words, or (`high`) the high ones.
+ALWAYS_INLINE f32x16 load_e4m3(const uint16_t* p, bool high) {
+    constexpr uint16_t SIGN = 0x8000, OTHERS = 0x3f80, BYTE = 8, ONE = 1;  // scalars of vectors have their type
+    u16x16 v;
+    get(v, p);
+    if (!high) v = v << BYTE;
+    return halves_to_float((v >> ONE & OTHERS) | (v & SIGN));
 }
 
 ALWAYS_INLINE float half_to_float(const void* p) {

@@ -41,7 +41,7 @@ struct ExpertWeight {
 
     const void* packed;
     Kind kind;
-    int32_t bits, zero, has_minima, has_paired_scales;  // BLOCKS and SUPERBLOCKS only
+    int32_t bits, zero, has_minima, scale_inputs;  // BLOCKS and SUPERBLOCKS only
     float factor;
     const uint8_t* table;  // null: the integers are the values
 
@@ -220,7 +220,7 @@ struct ExpertProducts {
         const ExpertWeight& weight = weights[expert];
         return {output_of(expert), x + groups.starts[expert] * inputs, inputs,
                 static_cast<const uint8_t*>(weight.packed), groups.num_rows_of(expert), inputs,
-                weight.bits, weight.zero, weight.has_minima != 0, weight.has_paired_scales != 0, weight.factor,
+                weight.bits, weight.zero, weight.has_minima != 0, weight.scale_inputs, weight.factor,
                 weight.table, weight.kind == ExpertWeight::SUPERBLOCKS};
     }
 

@@ -104,7 +104,7 @@ _SIGNATURES: Final[Mapping[str, tuple[str, str]]] = {
     "pair_blocks": ("", "pnniii"),
     "blocks_workspace_bytes": ("n", "nnn"),
     "blocks": ("", "pnppppnnniiifiinpin"),
-    "blocks_rows": ("", "pppnniiifp"),
+    "blocks_rows": ("", "pppnniiifpi"),
     "packed_superblocks_bytes": ("n", "nni"),
     "pack_superblocks": ("i", "pnppnnnip"),
     "superblocks_rows": ("", "pppnni"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,11 +15,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.model_runner.distributed.join_group import Place
+from engine.model_runner.kernels import plain
+from engine.model_runner.kernels.blocks.native_blocks import NativeBlockLinear
+from engine.model_runner.kernels.quantized import QuantizedLinears, reasons_against_blocks
 from engine.model_runner.kernels.quantized_weights import BlockWeight, stack_blocks
 from engine.model_runner.load import load_model_runner
 from engine.model_runner.weights.dummy import DummyStore
+from engine.model_runner.weights.format_selection import quant_target
 from engine.model_runner.weights.fp4_format import Fp4Parts
 from engine.model_runner.weights.fp8_format import Fp8Parts
+from engine.model_runner.weights.linear_format import QuantizedFormat
 from engine.model_runner.weights.reader import ModuleWeight, Slice, WeightReader
 from engine.models.fields import Fields
 from engine.models.hf.hf_config import read_hf_spec
@@ -46,8 +52,11 @@ def packed(weight: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     return (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8), FLOATS[codes] * whole
 
 
-def as_nvfp4(weight: Tensor, *, packed_name: str = "weight", inverse: bool = False) -> tuple[Tensors, Tensor]:
-    factor = weight.abs().max() / (6 * 448)
+def as_nvfp4(
+    weight: Tensor, *, packed_name: str = "weight", inverse: bool = False, factor: Tensor | None = None
+) -> tuple[Tensors, Tensor]:
+    if factor is None:
+        factor = weight.abs().max() / (6 * 448)
     codes = (weight.unflatten(1, (-1, 16)).abs().amax(2) / 6 / factor).to(E4M3)
     pairs, meant = packed(weight, codes.float() * factor)
     stored = {packed_name: pairs, "weight_scale": codes}
@@ -56,7 +65,7 @@ def as_nvfp4(weight: Tensor, *, packed_name: str = "weight", inverse: bool = Fal
             "weight_global_scale": 1 / factor.reshape(1),
             "input_global_scale": torch.ones(1),
         }, meant
-    return stored | {"weight_scale_2": factor, "input_scale": torch.tensor(0.5)}, meant
+    return stored | {"weight_scale_2": factor.clone(), "input_scale": torch.tensor(0.5)}, meant
 
 
 def exponents(weight: Tensor, most: float) -> Tensor:
@@ -140,7 +149,10 @@ def assert_means_the_same(driver: Driver, tiny: Any, unpack: Any) -> None:
     """In float32, with chunks of all sizes and with a prefix that another request computed."""
     meant = tiny.logprobs(PROMPT)[torch.arange(len(PROMPT) - 1), PROMPT[1:]]
     np.testing.assert_allclose(prompt_logprobs(driver, unpack), meant, atol=1e-4)
-    expected = tiny.greedy(PROMPT, 10)
+    assert_chunks_and_prefixes_agree(driver, tiny.greedy(PROMPT, 10))
+
+
+def assert_chunks_and_prefixes_agree(driver: Driver, expected: list[int]) -> None:
     for chunk in (1, 3, 4, 7, len(PROMPT)):
         assert driver.generate([PROMPT], num=10, chunk=chunk)[0] == expected
     first = driver.start(PROMPT)
@@ -232,6 +244,67 @@ def test_forms_are_mixed_by_module(make_tiny_model, make_driver, unpack, by):
     assert [form and form.method for form in forms] == [None, "fp8"]
     head = found.part_of("lm_head")
     assert head is not None and head.method == "nvfp4"
+
+
+NATIVE = pytest.mark.skipif(
+    bool(reasons_against_blocks(quant_target(torch.device("cpu"), torch.bfloat16))),
+    reason="no kernel for blocks here",
+)
+
+
+@NATIVE
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("form", ["nvfp4 of modelopt", "nvfp4", "mxfp4"])
+def test_codes_are_multiplied_as_they_are_in_the_file(make_tiny_llama, make_driver, unpack, caplog, form):
+    tiny = make_tiny_llama(**SIZES)
+    description, quantize = FORMS[form]
+    quantize_folder(tiny, description, lambda module: None if module == "lm_head" else quantize)
+
+    with caplog.at_level(logging.INFO):
+        driver = make_driver(read_hf_spec(tiny.folder), tiny.folder, dtype="bfloat16")
+
+    assert "op=linear_blocks provider=native" in caplog.text and "dequantized" not in caplog.text
+    assert f"weights are kept as {form[:5]}, weights_mib=" in caplog.text
+    expected = tiny.logprobs(PROMPT)[torch.arange(len(PROMPT) - 1), PROMPT[1:]]
+    assert np.abs(prompt_logprobs(driver, unpack) - expected.numpy()).mean() < 0.1
+    assert_chunks_and_prefixes_agree(driver, driver.generate([PROMPT], num=10)[0])
+
+
+@NATIVE
+@pytest.mark.parametrize("shares_factor", [True, False])
+def test_experts_are_kept_too(make_tiny_model, make_driver, unpack, caplog, shares_factor):
+    """Gate and up of an expert are one weight if they have one factor, as all exports for GPUs have them."""
+    tiny = make_tiny_model(
+        "qwen3_moe", **SIZES, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+    )
+    factor = torch.tensor(1e-4) if shares_factor else None
+    quantize = partial(as_nvfp4, factor=factor)
+    description = MODELOPT | {"quant_algo": "NVFP4"}
+    quantize_folder(tiny, description, lambda module: None if module == "lm_head" else quantize)
+
+    with caplog.at_level(logging.INFO):
+        driver = make_driver(read_hf_spec(tiny.folder), tiny.folder, dtype="bfloat16")
+
+    assert ("experts are computed one after the other" in caplog.text) != shares_factor
+    assert "dequantized" not in caplog.text
+    expected = tiny.logprobs(PROMPT)[torch.arange(len(PROMPT) - 1), PROMPT[1:]]
+    assert np.abs(prompt_logprobs(driver, unpack) - expected.numpy()).mean() < 0.1
+
+
+@NATIVE
+@pytest.mark.parametrize(("form", "more"), [("nvfp4", 1.0), ("mxfp4", 18 / 17)])
+def test_a_weight_takes_the_bytes_of_the_file(tmp_path, form, more):
+    tensors, meant = FORMS[form][1](torch.randn(96, 256))
+    weights = reader_of(tmp_path, tensors)
+    linears = QuantizedLinears(quant_target(torch.device("cpu"), torch.bfloat16), plain.pack_linear)
+
+    linear = QuantizedFormat(parts_of(form), linears).load([ModuleWeight(weights, "m", (96, 256))])
+
+    stored = tensors["weight_packed"].nbytes + tensors["weight_scale"].nbytes
+    assert isinstance(linear, NativeBlockLinear) and linear.num_bytes == round(more * stored)
+    assert linear.num_bytes == QuantizationSpec(method=form[:5]).bytes_of("m", 96, 256, on_cpu=True)
+    # bfloat16 holds the weights but for the last bits of NVFP4's factor.
+    torch.testing.assert_close(linear.rows(torch.arange(96)).float(), meant, rtol=2**-8, atol=0)
 
 
 def test_two_ranks_say_what_one_says(make_tiny_llama):

@@ -24,7 +24,7 @@ def test_numbers_times_scales_plus_minima_are_the_dequantized_weights(name: str)
     assert 0 < numbers.max() < 2**form.bits
     assert (minima is not None) == form.has_minima
     values = (numbers if form.table is None else np.array(form.table)[numbers]).astype(np.float32)
-    groups = values.reshape(750, -1, 32)
+    groups = values.reshape(750, -1, form.scale_len)
     if minima is None:
         means = (groups - form.zero) * scales[:, :, None]
     else:

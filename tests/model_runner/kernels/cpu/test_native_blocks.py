@@ -74,7 +74,8 @@ def check(
     numbers_of_x = quantized(x, 2 * BLOCK_SIZE if is_paired else BLOCK_SIZE)
     exact = numbers_of_x @ exact_weight.T + (0 if bias is None else bias.double())
     # Parts of a sum may be larger than the sum: numbers and minima are added up on their own.
-    numbers = weight.numbers.double() * weight.scales.abs().repeat_interleave(BLOCK_SIZE, 1).double()
+    scales = weight.scales.abs().double() * (weight.factor or 1)
+    numbers = weight.numbers.double() * scales.repeat_interleave(weight.shape[1] // scales.shape[1], 1)
     parts = numbers_of_x.abs() @ (numbers + exact_weight.abs()).T + (
         0 if bias is None else bias.double().abs()
     )

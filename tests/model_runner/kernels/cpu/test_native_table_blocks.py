@@ -1,8 +1,9 @@
-"""Products with 4-bit codes of a table (IQ4_NL, MXFP4) against float64 and against the reference of the format."""
+"""Products with 4-bit codes of a table (IQ4_NL, MXFP4, NVFP4) against float64 and the reference of the format."""
 
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 
 import gguf
 import numpy as np
@@ -13,10 +14,15 @@ from engine.model_runner.kernels.blocks.native_blocks import NO_TILES, TILES_FRO
 from engine.model_runner.kernels.blocks.tensor_rows import block_weight as read_blocks
 from engine.model_runner.kernels.native import NativeOps
 from engine.model_runner.kernels.native_experts import NativeExperts
-from engine.model_runner.kernels.quantized_weights import BLOCK_SIZE, BlockWeight, stack_blocks
+from engine.model_runner.kernels.quantized_weights import (
+    BLOCK_SIZE,
+    BlockWeight,
+    NotFiniteError,
+    stack_blocks,
+)
 from engine.model_runner.recording.programs.arena import Arena
 from engine.model_runner.recording.programs.native_program import record
-from engine.models.spec.quantization import IQ4, MXFP4, BlockForm
+from engine.models.spec.quantization import IQ4, MXFP4, NVFP4, BlockForm
 from tests.models.gguf.test_ggml_types import by_name, random_blocks
 
 from .test_native_blocks import block_weight, check, guarded, tiles  # noqa: F401
@@ -27,13 +33,27 @@ ENDS = BlockForm(
     4, 127, has_minima=False, table=(0, 254, 0, 254, 1, 253, 127, 128, 0, 254, 0, 254, 0, 254, 0, 254)
 )
 """Values as far from zero as they may be."""
-FORMS = {"IQ4": IQ4, "MXFP4": MXFP4, "ends": ENDS}
+FORMS = {
+    "IQ4": IQ4,
+    "MXFP4": MXFP4,
+    "NVFP4": NVFP4,
+    "ends": ENDS,
+    "ends, halves": ENDS._replace(scale_len=16),
+}
 SHAPES = [(32, 1), (64, 64), (576, 200), (1536, 33), (96, 97)]
 
 
 def table_weight(form: BlockForm, outputs: int, inputs: int, seed: int = 0) -> BlockWeight:
+    """Random; scales of 16 inputs have all values of e4m3, and a factor that is no power of two."""
     weight = block_weight(outputs, inputs, 4, False, seed)
-    return BlockWeight(weight.numbers, weight.scales, None, form.zero, 4, form.table)
+    scales, factor = weight.scales, None
+    if form.scale_len < BLOCK_SIZE:
+        random = torch.Generator().manual_seed(seed)
+        codes = torch.randint(
+            0, 256, (outputs, inputs // form.scale_len), generator=random, dtype=torch.uint8
+        )
+        scales, factor = codes.view(torch.float8_e4m3fn).float().nan_to_num_(1.0), 0.0123
+    return BlockWeight(weight.numbers, scales, None, form.zero, 4, form.table, factor)
 
 
 @pytest.fixture(params=FORMS)
@@ -57,11 +77,11 @@ def test_values_at_the_ends_do_not_overflow(library, form, number, x):
     assert form.table is not None
     at = int(np.argmax(form.table) if number else np.argmin(form.table))
     weight = table_weight(form, 32, 64)
-    weight = BlockWeight(torch.full_like(weight.numbers, at), weight.scales, None, form.zero, 4, form.table)
+    weight = replace(weight, numbers=torch.full_like(weight.numbers, at))
     check(NativeBlockLinear(library, weight), weight, torch.full((3, 64), x, dtype=BF16))
 
 
-@pytest.mark.parametrize("kind", ["IQ4_NL", "IQ4_XS", "MXFP4"])
+@pytest.mark.parametrize("kind", ["IQ4_NL", "IQ4_XS", "MXFP4", "NVFP4"])
 def test_products_are_those_of_the_reference_s_weights(library, kind):
     """x is whole numbers up to 127 in each block, which 8 bits hold, so that only float32 sums are rounded."""
     raw = random_blocks(kind, 40 * 512 // by_name(kind).block_len).reshape(40, -1)
@@ -78,7 +98,7 @@ def test_products_are_those_of_the_reference_s_weights(library, kind):
         bound = x.abs().double() @ expected.abs().T * (2**-11 if kind == "IQ4_XS" else 1e-6)
         assert ((found - x.double() @ expected.T).abs() <= bound).all()
     rows = linear.rows(torch.arange(40)).double()
-    close = {"IQ4_NL": 2**-8, "IQ4_XS": 2**-7.8, "MXFP4": 0}[kind]  # bfloat16 holds the weights of MXFP4
+    close = {"IQ4_NL": 2**-8, "IQ4_XS": 2**-7.8, "MXFP4": 0, "NVFP4": 0}[kind]  # bfloat16 holds their weights
     assert ((rows - expected).abs() <= expected.abs() * close).all()
 
 
@@ -160,3 +180,14 @@ def test_tables_that_the_kernel_cannot_multiply_are_refused(best_library):
         weight = table_weight(BlockForm(4, zero, has_minima=False, table=table), 32, 32)
         with pytest.raises(AssertionError):
             NativeBlockLinear(best_library, weight)
+    for of_halves in (
+        replace(table_weight(NVFP4, 32, 32), table=None),
+        replace(table_weight(NVFP4, 32, 64), scales=torch.ones(32, 2)),
+        replace(table_weight(NVFP4, 32, 32), numbers=torch.zeros(32, 16, dtype=torch.uint8)),
+    ):
+        with pytest.raises(AssertionError):
+            NativeBlockLinear(best_library, of_halves)
+    weight = table_weight(NVFP4, 32, 32)
+    weight.scales[3, 1] = torch.nan
+    with pytest.raises(NotFiniteError):
+        NativeBlockLinear(best_library, weight)
