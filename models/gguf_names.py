@@ -97,7 +97,7 @@ def stored_names(spec: ModelSpec, *, experts: bool = True) -> Iterator[tuple[str
         if spec.streams.layer_inputs is not None or spec.form.layer_scalars:
             for hf, gguf in _PARAMETERS.items():
                 yield f"model.layers.{layer}.{hf}", f"blk.{layer}.{gguf}.weight", None
-        if spec.attention.sinks:
+        if spec.has_sinks(layer):
             yield f"model.layers.{layer}.self_attn.sinks", f"blk.{layer}.attn_sinks.weight", None
         if spec.experts is None:
             continue

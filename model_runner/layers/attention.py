@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...models.weight_files.needed_tensors import projection_sizes
@@ -29,9 +30,9 @@ if TYPE_CHECKING:
 class SelfAttention:
     """o(attention(rotary(q(x)), rotary(k(x)), v(x))), with q, k and v in one matmul, and sinks if the model has them.
 
-    A layer may have no v, as its keys are its values, or only q, as it attends to the keys and values of another one.
-    With an output gate, o gets the product of what is attended to and sigmoid(gate(x)). The attention backend takes the
-    window, the heads and the source of a layer from the `ModelSpec`.
+    Heads of v may be smaller than those of q and k. A layer may have no v, as its keys are its values, or only q, as it
+    attends to the keys and values of another one. With an output gate, o gets the product of what is attended to and
+    sigmoid(gate(x)). The attention backend takes the window, the heads and the source of a layer from the `ModelSpec`.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class SelfAttention:
         self.query_factors = query_factors
         sizes = projection_sizes(spec, layer_id)
         q_size, names = sizes[0], [f"{name}.{part}_proj" for part in "qkv"[: len(sizes)]]
-        outputs = _rank_outputs(context, heads, sizes, fused=fused)
+        outputs = _rank_outputs(context, heads, sizes, spec.value_dim_of(layer_id), fused=fused)
         self.gate: Linear | None = None
         self.mul_sigmoid = context.ops.mul_sigmoid
         if spec.attention.output_gate:
@@ -90,16 +91,20 @@ class SelfAttention:
         if fused:
             num_parts = 1 if outputs is None else len(outputs)
             names, sizes = [f"{name}.qkv_proj"] * num_parts, [sum(sizes)] * num_parts
+        own = equal_span(spec.num_heads, context.group), kv_head_span(heads.num_kv_heads, context.group)
+        self.num_qk = sum(map(len, own)) * self.head_dim
         self.qkv = Linear(context, names, spec.hidden_size, sizes, bias=spec.biases.qkv, outputs=outputs)
+        self.value_dim, self.value_scale = spec.value_dim_of(layer_id), spec.attention.value_scale
+        self.scale = context.ops.scale
         self.sinks: Tensor | None = None
-        if spec.attention.sinks:
+        if spec.has_sinks(layer_id):
             mine = [Slice(0, *equal_span(spec.num_heads, context.group))]
             shape = (spec.num_heads,)
             self.sinks = context.weights.stacked([f"{name}.sinks"], [shape], torch.float32, mine)
         self.o = RowLinear(
             context,
             f"{name}.{spec.form.names.attention_out}",
-            q_size,
+            spec.num_heads * self.value_dim,
             spec.hidden_size,
             bias=spec.biases.attention_out,
         )
@@ -110,6 +115,8 @@ class SelfAttention:
         """[T, hidden] -> [W, hidden]: only the kept rows of the attention output are projected."""
         adapters = batch.adapters
         qkv = self.qkv(x) if adapters is None else self.qkv(x, adapters.tokens)
+        if self.value_dim != self.head_dim:
+            qkv = self._with_whole_values(qkv)
         qkv_THD = qkv.view(x.shape[0], -1, self.head_dim)
         if self.norms_over_ranks is not None:
             qkv_THD = self.norms_over_ranks(qkv_THD)
@@ -128,9 +135,20 @@ class SelfAttention:
         )
         attended = select_rows(batch.attention.forward(self.layer_id, q_THD, self.sinks))
         kept = kept_adapters(batch, select_rows)
+        if self.value_dim != self.head_dim:
+            heads = attended.view(attended.shape[0], -1, self.head_dim)
+            attended = heads[..., : self.value_dim].flatten(1)
+        if self.value_scale != 1.0:
+            attended = self.scale(attended, self.value_scale)
         if self.gate is not None:
             attended = self.mul_sigmoid(self.gate(select_rows(x), kept), attended)
         return self.o(attended, kept)
+
+    def _with_whole_values(self, qkv: Tensor) -> Tensor:
+        """[T, q, k and v] with zeros at the ends of the heads of v, so that these are as large as those of k."""
+        values = qkv[:, self.num_qk :].unflatten(1, (-1, self.value_dim))
+        padded = F.pad(values, (0, self.head_dim - self.value_dim)).flatten(1)
+        return torch.cat((qkv[:, : self.num_qk], padded), dim=1)
 
 
 def _gated_parts(context: ModelContext, name: str) -> tuple[list[str], list[int], list[Span], list[Span]]:
@@ -156,7 +174,7 @@ def _grouped_parts(context: ModelContext) -> list[Span]:
 
 
 def _rank_outputs(
-    context: ModelContext, heads: LayerHeads, sizes: list[int], *, fused: bool
+    context: ModelContext, heads: LayerHeads, sizes: list[int], value_dim: int, *, fused: bool
 ) -> list[Span] | None:
     """This rank's rows of q, k and v; None if it has all of them.
 
@@ -170,4 +188,5 @@ def _rank_outputs(
     q_heads, kv_heads = equal_span(spec.num_heads, group), kv_head_span(heads.num_kv_heads, group)
     starts = [sum(sizes[:n]) if fused else 0 for n in range(len(sizes))]
     parts = [q_heads, *[kv_heads] * (len(sizes) - 1)]
-    return [part.times(heads.head_dim, start) for part, start in zip(parts, starts, strict=True)]
+    dims = [heads.head_dim, heads.head_dim, value_dim][: len(sizes)]
+    return [part.times(dim, start) for part, dim, start in zip(parts, dims, starts, strict=True)]

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 to V3.2, Kimi K2, GLM-4.7-Flash and GLM-5: latent attention, and experts after the first dense layers.
+"""DeepSeek-V2 to V3.2, Kimi K2, GLM-4.7-Flash, GLM-5 and MiniCPM3: latent attention, experts after dense layers.
 
 GGUF has one architecture for all. Its files from before May 2025 name the heads' sizes `key_length` and `value_length`;
 in newer ones these are the sizes of a row of the KV pool, and those of heads end with `_mla`.
@@ -32,6 +32,7 @@ from .hf_readers import rope_facts
 from .hf_rope import read_rope
 
 _MAX_SIZE: Final = 1 << 14
+_LONGROPE: Final = ("default", "yarn", "longrope")
 
 
 def _deepseek_v2(fields: Fields) -> Facts:
@@ -128,7 +129,29 @@ def _interleaved(fields: Fields) -> bool:
     return fields.boolean("rope_interleave", default=True)
 
 
-def _latent_attention(fields: Fields, *, interleaved: bool) -> Facts:
+def _minicpm3(fields: Fields) -> Facts:
+    """Scaled embeddings, blocks and logits; the scores have no factor of the scaling."""
+    num_layers = fields.integer("num_hidden_layers", 1, 1 << 12)
+    size = fields.integer("hidden_size", 1, 1 << 20)
+    value_dim = size // fields.integer("num_attention_heads", 1, 1 << 12)
+    facts = _latent_attention(fields, interleaved=False, kinds=_LONGROPE, value_dim=value_dim)
+    form = structs.replace(
+        facts["form"],
+        embedding_scale=fields.number("scale_emb", 1e-6, 1e6, default=12.0),
+        residual_scale=fields.number("scale_depth", 1e-6, 1e6, default=1.4) / math.sqrt(num_layers),
+        logits_scale=fields.integer("dim_model_base", 1, 1 << 20, default=256) / size,
+    )
+    return facts | {"form": form}
+
+
+def _latent_attention(
+    fields: Fields,
+    *,
+    interleaved: bool,
+    kinds: tuple[str, ...] = ("default", "yarn"),
+    value_dim: int | None = None,
+) -> Facts:
+    """`kinds`: of rope; `value_dim`: the default of `v_head_dim`, None: it is required."""
     num_heads = fields.integer("num_attention_heads", 1, 1 << 12)
     kv_heads = fields.integer("num_key_value_heads", 1, 1 << 12, default=num_heads)
     if kv_heads != num_heads:
@@ -143,9 +166,9 @@ def _latent_attention(fields: Fields, *, interleaved: bool) -> Facts:
         kv_lora_rank=fields.integer("kv_lora_rank", 1, _MAX_SIZE),
         qk_nope_head_dim=fields.integer("qk_nope_head_dim", 1, _MAX_SIZE),
         qk_rope_head_dim=fields.integer("qk_rope_head_dim", 1, _MAX_SIZE),
-        v_head_dim=fields.integer("v_head_dim", 1, _MAX_SIZE),
+        v_head_dim=fields.integer("v_head_dim", 1, _MAX_SIZE, default=value_dim),
     )
-    rope = read_rope(fields, kinds=("default", "yarn"))
+    rope = read_rope(fields, kinds=kinds)
     bias = fields.boolean("attention_bias", default=False)
     return rope_facts(fields, rope) | {
         "latent": latent,
@@ -418,6 +441,14 @@ FAMILIES: Final = (
         architecture="GlmMoeDsaForCausalLM",
         read=_glm_moe_dsa,
         gguf={"glm-dsa": GGUF(_glm_dsa, _INDEXER_NAMES, has_experts=True, has_own_heads=True)},
+    ),
+    Family(
+        "minicpm3",
+        structure="latent",
+        published="MiniCPM3 4B",
+        architecture="MiniCPM3ForCausalLM",
+        read=_minicpm3,
+        tied=True,
     ),
     Family(
         "glm4_moe_lite",

@@ -37,9 +37,10 @@ _REFUSED: Final[dict[str, str]] = {
     "is_encoder_decoder": "a decoder without an encoder is needed",
     "alibi": "position biases (ALiBi) are not supported",
     "index_topk": "sparse attention, which chooses the tokens of latent attention (MLA), is not supported",
-    "kv_lora_rank": "latent attention (MLA) is supported for the listed families of DeepSeek, Kimi and GLM only",
-    "add_swa_attention_sink_bias": "attention sinks are supported for gpt_oss only",
-    "add_full_attention_sink_bias": "attention sinks are supported for gpt_oss only",
+    "kv_lora_rank": "latent attention (MLA) is supported for DeepSeek, Kimi, GLM and MiniCPM3 only",
+    "add_swa_attention_sink_bias": "attention sinks are supported for gpt_oss and mimo_v2_flash only",
+    "add_full_attention_sink_bias": "attention sinks are supported for gpt_oss and mimo_v2_flash only",
+    "hc_mult": "hyper-connections, which mix several residual streams of a token, are not supported",
     "attention_chunk_size": "attention in chunks is not supported",
     "use_bidirectional_attention": "only attention to earlier tokens is supported",
 }

@@ -66,6 +66,9 @@ class AttentionForm(msgspec.Struct, frozen=True, kw_only=True):
         score_cap: scaled scores become cap * tanh(score / cap); None: they are not capped.
         sinks: each query head has a learned score of its own, the sink, without a value: it only joins the denominator
             of the softmax. Sinks are neither scaled nor capped.
+        window_sinks: only layers with a window have sinks.
+        value_dim: size of the heads of v; in the KV pool they end with zeros. None: that of the heads of q and k.
+        value_scale: a factor of the values.
         chunked: windows are chunks: positions are divided into chunks of a window's size, and a token of a windowed
             layer attends to itself and to those before it in its chunk.
         output_gate: what heads have attended to is multiplied by sigmoid(gate(x)) before the output projection; the
@@ -76,6 +79,9 @@ class AttentionForm(msgspec.Struct, frozen=True, kw_only=True):
     query_scale: float | None = None
     score_cap: float | None = None
     sinks: bool = False
+    window_sinks: bool = False
+    value_dim: int | None = None
+    value_scale: float = 1.0
     chunked: bool = False
     output_gate: bool = False
     temperature: TemperatureTuning | None = None

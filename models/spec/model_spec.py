@@ -168,6 +168,15 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """
         return self.windows.size if self.windows is not None and self.windows.layers[layer_id] else None
 
+    def has_sinks(self, layer_id: int) -> bool:
+        """Whether the query heads of this layer have sinks."""
+        form = self.attention
+        return form.sinks and not (form.window_sinks and self.window_of(layer_id) is None)
+
+    def value_dim_of(self, layer_id: int) -> int:
+        """Size of the heads of v in one layer."""
+        return self.attention.value_dim or self.heads_of(layer_id).head_dim
+
     @property
     def head_dims(self) -> tuple[int, ...]:
         """The distinct sizes of heads."""

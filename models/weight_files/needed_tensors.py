@@ -211,7 +211,7 @@ def attention_modules(spec: ModelSpec, layer: int) -> Iterator[Module]:
         yield from _latent_attention(spec, spec.latent, layer)
         return
     size, sizes = spec.hidden_size, projection_sizes(spec, layer)
-    q_size = sizes[0]
+    attended = spec.num_heads * spec.value_dim_of(layer)
     if spec.attention.output_gate:
         sizes[0] *= 2
     if spec.form.fused_qkv:
@@ -219,17 +219,17 @@ def attention_modules(spec: ModelSpec, layer: int) -> Iterator[Module]:
     for name, rows in zip(spec.form.qkv_names, sizes, strict=False):
         yield Module(f"self_attn.{name}", (rows, size), is_linear=True, has_bias=spec.biases.qkv)
     name = f"self_attn.{spec.form.names.attention_out}"
-    yield Module(name, (size, q_size), is_linear=True, has_bias=spec.biases.attention_out)
-    if spec.attention.sinks:
+    yield Module(name, (size, attended), is_linear=True, has_bias=spec.biases.attention_out)
+    if spec.has_sinks(layer):
         yield Module("self_attn", (spec.num_heads,), part="sinks")
 
 
 def projection_sizes(spec: ModelSpec, layer: int) -> list[int]:
     """Rows of the matrices q, k and v of a layer: no v, or only q, where keys and values come from elsewhere."""
     heads = spec.heads_of(layer)
-    kv_size = heads.num_kv_heads * heads.head_dim
+    kv_sizes = [heads.num_kv_heads * size for size in (heads.head_dim, spec.value_dim_of(layer))]
     parts = 2 - spec.keys_are_values(layer) if spec.computes_kv(layer) else 0
-    return [spec.num_heads * heads.head_dim, *[kv_size] * parts]
+    return [spec.num_heads * heads.head_dim, *kv_sizes[:parts]]
 
 
 def _latent_attention(spec: ModelSpec, latent: LatentSpec, layer: int) -> Iterator[Module]:

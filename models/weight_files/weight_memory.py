@@ -251,7 +251,10 @@ def _attention_linears(spec: ModelSpec, layer: int) -> list[_Linear]:
         qkv["q_proj"] *= 2
     return [
         _Linear({f"self_attn.{name}": rows for name, rows in qkv.items()}, spec.hidden_size),
-        _Linear({f"self_attn.{spec.form.names.attention_out}": spec.hidden_size}, sizes[0]),
+        _Linear(
+            {f"self_attn.{spec.form.names.attention_out}": spec.hidden_size},
+            spec.num_heads * spec.value_dim_of(layer),
+        ),
     ]
 
 

@@ -254,6 +254,20 @@ SPARSE: dict[str, Any] = {
     "first_k_dense_replace": 8,
 }
 """Some sixteen index heads: a score of 0 is a tie of tokens, which happens if all products are negative."""
+MIMO: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 24,
+    "v_head_dim": 16,
+    "sliding_window": 19,
+    "layer_types": [FULL, LOCAL, FULL],
+    "mlp_layer_types": ["dense"] * 3,
+    "rope_parameters": {
+        FULL: {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.334},
+        LOCAL: {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.334},
+    },
+}
 LATENT_LITE: dict[str, Any] = {
     name: value for name, value in LATENT.items() if name != "first_k_dense_replace"
 }
@@ -426,6 +440,28 @@ FAMILIES: dict[str, Row] = {
         "chatglm", GLM, attention_bias=True, blocks={"head_dim": 16, "pad_token_id": 0}, made_as="glm"
     ),
     "phi3_v": row("phi3_v", blocks={}, made_as="phi3"),
+    "mimo_v2_flash": row(
+        "mimo_v2_flash",
+        MIMO,
+        bfloat16=True,
+        blocks={
+            **MIMO,
+            "num_hidden_layers": 2,
+            "layer_types": [FULL, LOCAL],
+            "mlp_layer_types": ["dense"] * 2,
+        },
+    ),
+    "mimo_v2_flash experts, as wide values": row(
+        "mimo_v2_flash",
+        MIMO,
+        v_head_dim=24,
+        attention_value_scale=0.6,
+        attention_bias=True,
+        n_routed_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        mlp_layer_types=["dense", "sparse", "sparse"],
+    ),
     "stablelm": row("stablelm", use_qkv_bias=True, blocks={}, gguf=("stablelm", {})),
     "stablelm whole heads": row(
         "stablelm",
@@ -953,6 +989,24 @@ FAMILIES: dict[str, Row] = {
         bfloat16=True,
     ),
     "kimi_k2": row("kimi_k2", LATENT, blocks=DENSE_LATENT_BLOCKS, made_as="deepseek_v3"),
+    "minicpm3": row(
+        "minicpm3",
+        LATENT_LITE,
+        q_lora_rank=20,
+        v_head_dim=None,
+        scale_emb=3.0,
+        dim_model_base=16,
+        tie_word_embeddings=True,
+        bfloat16=True,
+        blocks={**LATENT_BLOCKS, "scale_emb": 3.0, "dim_model_base": 32},
+    ),
+    "minicpm3 longrope": row(
+        "minicpm3",
+        LATENT_LITE,
+        qk_rope_head_dim=8,
+        scale_emb=3.0,
+        rope_parameters={**LONGROPE, "original_max_position_embeddings": 512},
+    ),
     "deepseek_v32": row(
         "deepseek_v32", SPARSE, in_float32=("weights_proj",), blocks={**DENSE_LATENT_BLOCKS, **SPARSE_BLOCKS}
     ),
