@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -36,7 +37,7 @@ from ..scheduler.journal.replay import ReplayedCalls, with_effects
 from ..scheduler.records.decision_log import DecisionRecord, Handover, PassRecord, Settled
 from .fitted import Fitted, MeasuredStep
 from .report import Measurements
-from .sim_request import TOKEN_ID_BYTES, SimRequest
+from .sim_request import TOKEN_ID_BYTES, SimRequest, Workload
 
 _HOST_COPY_BANDWIDTH: Final = 10e9  # bytes per second; for swaps if the log has none
 
@@ -49,6 +50,7 @@ class RecordedRun(NamedTuple):
     Attributes:
         header: the run's settings.
         requests: those that received tokens or a vector, by arrival; the first one arrives at 0.
+        next_turns: rid -> that of the next turn of its session, and the seconds from the last token to it.
         adapters: every adapter that was loaded.
         calls: flushes and pins of the prefix cache, with their times.
         outcome: the recorded latencies.
@@ -63,6 +65,7 @@ class RecordedRun(NamedTuple):
 
     header: Header
     requests: list[SimRequest]
+    next_turns: dict[str, tuple[str, float]]
     adapters: list[LoadAdapter]
     calls: list[tuple[float, Call]]
     outcome: Measurements
@@ -81,6 +84,17 @@ class RecordedRun(NamedTuple):
             ConfigError: the run has too few steps.
         """
         return Fitted.to(self.steps, overhead_s=self.overhead_s, swapped_token_s=self.swapped_token_s)
+
+    def workload(self) -> Workload:
+        """The requests in a closed loop: a turn of a session comes its pause after the simulated answer before it."""
+        by_rid: dict[str, SimRequest] = {}
+        for request in reversed(self.requests):  # a turn is later than the one that it follows
+            later = self.next_turns.get(request.rid)
+            if later is not None:
+                turn = partial(_turn, by_rid.pop(later[0]), later[1])
+                request = request._replace(next_turn=turn)
+            by_rid[request.rid] = request
+        return iter(sorted(by_rid.values(), key=lambda request: request.arrival_s))
 
 
 def read_recorded_run(
@@ -308,6 +322,7 @@ class _Reader:
         return RecordedRun(
             header=self._run.header,
             requests=[self._request(life, origin_s) for life in lives],
+            next_turns=_next_turns(lives),
             adapters=[*self._adapters.values()],
             calls=[(max(0.0, now_s - origin_s), call) for now_s, call in self._cache_calls],
             outcome=self._outcome(lives, origin_s),
@@ -369,6 +384,33 @@ class _Reader:
         if self._swapped_tokens:
             return self._swap_s / self._swapped_tokens
         return self._run.header.capacity.kv_token_bytes / _HOST_COPY_BANDWIDTH
+
+
+def _next_turns(lives: Sequence[_Life]) -> dict[str, tuple[str, float]]:
+    """See `RecordedRun`. A turn follows the one whose prompt it continues, else the last one of its session.
+
+    Args:
+        lives: by arrival.
+    """
+    found: dict[str, tuple[str, float]] = {}
+    without: dict[str, list[_Life]] = {}  # by session: turns that none follows yet
+    for life in filter(lambda life: life.message.session, lives):
+        prompt = life.message.input_ids
+        turns = without.setdefault(life.message.session, [])
+        ended = [turn for turn in turns if turn.last_s <= life.arrival_s]
+        if ended:
+            before = max(ended, key=lambda turn: (prompt.startswith(turn.message.input_ids), turn.last_s))
+            found[before.message.rid] = life.message.rid, life.arrival_s - before.last_s
+            turns.remove(before)
+        turns.append(life)
+    return found
+
+
+def _turn(request: SimRequest, pause_s: float, answered_s: float) -> SimRequest:
+    """A recorded turn after a simulated answer."""
+    arrival_s = answered_s + pause_s
+    ready_s = None if request.ready_s is None else request.ready_s + arrival_s - request.arrival_s
+    return request._replace(arrival_s=arrival_s, ready_s=ready_s)
 
 
 def _as_asked(message: GenerateRequest, input_ids: bytes) -> GenerateRequest:

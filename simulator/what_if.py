@@ -266,7 +266,7 @@ def _simulate(
     measurements = Measurements()
     cluster = Cluster(ClusterSettings(), settings, cost, measurements)
     cluster.run(
-        iter(run.requests),
+        run.workload(),
         run.calls,
         lambda done: on_progress(f"simulating: {name}", done, len(run.requests)),
     )

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -24,6 +25,7 @@ from engine.scheduler.journal.log_file import LogFileError
 from engine.scheduler.journal.recorder import Recorder, make_recorder
 from engine.scheduler.journal.replay import new_scheduler
 from engine.scheduler.scheduler import Scheduler
+from engine.simulator.agent_workload import Agents
 from engine.simulator.cluster import Cluster, ClusterSettings
 from engine.simulator.generated_workloads import Arrival, Chat, Lengths, Rag, given_lengths
 from engine.simulator.recorded_run import read_recorded_run
@@ -369,3 +371,38 @@ def test_a_log_without_traffic_says_so(path, make_replica):
         what_if(path, {"schedule_policy": "lpm"})
     with pytest.raises(LogFileError, match="No such file"):
         what_if(path.with_name("nowhere"), {"schedule_policy": "lpm"})
+
+
+def in_session(request: SimRequest) -> SimRequest:
+    """A turn of an agent, with the session of all of the agent's turns; so are those that follow."""
+    agent, later = request.rid.partition("-")[0], request.next_turn
+    message = msgspec.structs.replace(message_of(request, 1000.0), session=agent)
+
+    def next_turn(answered_s: float) -> SimRequest | None:
+        turn = later and later(answered_s)
+        return turn and in_session(turn)
+
+    return request._replace(template=message, next_turn=next_turn)
+
+
+def agents() -> Workload:
+    """Agents whose prompts are more than 2,048 tokens."""
+    workload = Agents(num_agents=8, scale=1 / 64, tool_s=0.5).requests(Arrival(num_requests=160, seed=2))
+    return map(in_session, workload)
+
+
+def test_sessions_under_another_eviction_go_on_after_their_own_answers(path, tmp_path, make_replica):
+    """A turn waits for the simulated answer before it, so fewer hits make all later turns late, as on a server."""
+    settings = make_replica(num_pages=128)
+    other = settings._replace(cache=replace(settings.cache, eviction_policy="lfu"))
+    before, after = serve(path, agents(), settings), serve(tmp_path / "other.log", agents(), other)
+    run = read_recorded_run(path)
+    assert len(run.next_turns) == 152 and len(list(run.workload())) == 8
+
+    result = what_if(path, {"eviction_policy": "lfu"})
+
+    assert result.changed.num_requests == 160
+    assert result.baseline.cache_hit_share == pytest.approx(before.cache_hit_share, abs=0.02)
+    assert abs(after.cache_hit_share - before.cache_hit_share) > 0.05
+    assert result.changed.cache_hit_share == pytest.approx(after.cache_hit_share, abs=0.03)
+    assert result.changed.duration_s == pytest.approx(after.duration_s, rel=0.05)
