@@ -80,6 +80,8 @@ SERVE_FLAGS = """
 --kv-events
 --kv-events-config
 --kv-events-replay
+--kv-fetch
+--kv-persist-salted
 --kv-store
 --kv-store-key
 --kv-write
@@ -151,6 +153,7 @@ SERVE_FLAGS = """
 --no-in-batch-prefix-caching
 --no-isolate-tenants
 --no-json-closed-objects
+--no-kv-persist-salted
 --no-language-model-only
 --no-log-requests
 --no-matryoshka

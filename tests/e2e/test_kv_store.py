@@ -198,13 +198,16 @@ def start(start_serve: StartServe, model: Path) -> Callable[..., EngineServe]:
 
 
 @pytest.mark.real_process
-@pytest.mark.parametrize("sealed", [False, True])
+@pytest.mark.parametrize("settings", [(), ("--kv-store-key", "KEY"), ("--tp", "2")])
 def test_a_prompt_is_found_by_another_server(
-    start: Callable[..., EngineServe], start_redis: Callable[..., RedisServer], tmp_path: Path, sealed: bool
+    start: Callable[..., EngineServe],
+    start_redis: Callable[..., RedisServer],
+    tmp_path: Path,
+    settings: tuple[str, ...],
 ) -> None:
     key = tmp_path / "key"
     key.write_bytes(os.urandom(32))
-    settings = ("--kv-store-key", str(key)) if sealed else ()
+    settings = tuple(str(key) if each == "KEY" else each for each in settings)
     server = start_redis("--requirepass", "s3cret")
     first = start(server.url(":s3cret@"), *settings)
     cold = ask(first, PROMPT)
