@@ -197,15 +197,14 @@ def _check_tier(cache: CacheConfig) -> _Tier | None:
         )
     if cache.kv_store is None:
         return None
-    from .kv_stores.redis_store import RedisStore, Seal, check_store, connect, read_key
+    from .kv_stores.remote_store import RemoteStore, Seal, open_client, read_key
 
     address = parse_kv_store(cache.kv_store)
     seal = None if cache.kv_store_key is None else Seal(read_key(Path(cache.kv_store_key).expanduser()))
-    client = connect(address)
-    check_store(address, client)
+    client = open_client(address)
     memo = cache_dir() / "kv_store" / "weights.json"
     memo.parent.mkdir(parents=True, exist_ok=True)
-    return _Tier(lambda identity, _facts: RedisStore(address, identity, client, seal), memo)
+    return _Tier(lambda identity, _facts: RemoteStore(address, identity, client, seal), memo)
 
 
 def _open_tier(child: Child, tier: _Tier, runner: ModelRunner, settled_step: Callable[[], int]) -> PageMover:

@@ -50,7 +50,9 @@ def check_disk(root: Path, limit_bytes: int, kv_token_bytes: int) -> Check:
 
 def check_kv_store(cache: CacheConfig, kv_token_bytes: int) -> Check:
     """Check the server and the key file, and measure both directions for a second each; leaves nothing there."""
-    from ...scheduler.kv_stores.redis_store import Seal, check_store, connect, read_key
+    from ...scheduler.kv_stores.page_store import StoreError
+    from ...scheduler.kv_stores.remote_store import Seal, open_client, read_key
+    from ...scheduler.kv_stores.store_client import WritesRefusedError
 
     assert cache.kv_store is not None
     address = parse_kv_store(cache.kv_store)
@@ -58,15 +60,20 @@ def check_kv_store(cache: CacheConfig, kv_token_bytes: int) -> Check:
     try:
         if cache.kv_store_key is not None:
             Seal(read_key(Path(cache.kv_store_key).expanduser()))
-        client = connect(address)
-        check_store(address, client)
+        client = open_client(address)
     except ConfigError as error:
         return refused("kv_store", str(error))
+
+    def put(offset: int) -> int:
+        client.put([f"{name}:{offset}"], [piece])
+        return _PIECE_BYTES
+
     try:
-        _, write_rate = _rate(lambda _offset: len(piece) * bool(client.set(name, piece, ex=60)))
-        _, read_rate = _rate(lambda _offset: len(client.get(name) or b""))
-        client.unlink(name)
-    except Exception as error:  # of the package, which is loaded in a function
+        written, write_rate = _rate(put)
+        _, read_rate = _rate(lambda _offset: len(client.get([f"{name}:0"], _PIECE_BYTES)[0] or b""))
+        for offset in range(0, written, _PIECE_BYTES):
+            client.remove(f"{name}:{offset}")
+    except (StoreError, WritesRefusedError) as error:
         return refused("kv_store", f"{address}: {error}; name another server with --kv-store")
     return _speeds("kv_store", str(address), write_rate, read_rate, kv_token_bytes)
 

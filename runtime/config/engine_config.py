@@ -203,8 +203,8 @@ class CacheConfig:
     ] = 8.0
     kv_store: Annotated[
         str | None,
-        "Redis or Valkey server that keeps the KV of prompts, also for other servers: "
-        "redis://[user:password@]host:port/db.",
+        "Server that keeps the KV of prompts, also for other engines: redis://[user:password@]host:port/db with Redis "
+        "or Valkey, mooncake://master:port.",
     ] = None
     kv_store_key: Annotated[
         str | None,

@@ -9,24 +9,25 @@ from urllib.parse import unquote, urlsplit
 
 from ..errors import ConfigError
 
-_FORM: Final = "redis://[user:password@]host:port/db, or rediss:// with TLS"
-_PORT: Final = 6379
+_FORM: Final = "redis://[user:password@]host:port/db, rediss:// with TLS, or mooncake://master:port"
+_PORTS: Final = {"redis": 6379, "rediss": 6379, "mooncake": 50051}
 _MOST_DIGITS: Final = 9
 
 
 class KVStoreAddress(NamedTuple):
-    """A database of a Redis or Valkey server; `user` and `password` are "" if there are none."""
+    """A database of a Redis or Valkey server, or the master of a Mooncake store; "": no user, or no password."""
+
+    scheme: str
 
     host: str
     port: int
     db: int
     user: str
     password: str
-    tls: bool
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"redis{'s' * self.tls}://{host}:{self.port}/{self.db}"
+        return f"{self.scheme}://{host}:{self.port}" + ("" if self.scheme == "mooncake" else f"/{self.db}")
 
     @property
     def is_local(self) -> bool:
@@ -48,12 +49,12 @@ def parse_kv_store(url: str) -> KVStoreAddress:
         parts = urlsplit(url)
         db = parts.path.removeprefix("/") or "0"
         address = KVStoreAddress(
+            scheme=parts.scheme,
             host=parts.hostname or "",
-            port=_PORT if parts.port is None else parts.port,
+            port=_PORTS.get(parts.scheme, 1) if parts.port is None else parts.port,
             db=int(db) if db.isascii() and db.isdigit() and len(db) <= _MOST_DIGITS else -1,
             user=unquote(parts.username or ""),
             password=unquote(parts.password or ""),
-            tls=parts.scheme == "rediss",
         )
     except ValueError as error:  # its text may have a part of the password
         raise ConfigError(
@@ -61,10 +62,14 @@ def parse_kv_store(url: str) -> KVStoreAddress:
             "password that have a meaning in a URL as %40 for @"
         ) from error
     for is_wrong, words in (
-        (parts.scheme not in ("redis", "rediss"), "such stores are not known"),
+        (parts.scheme not in _PORTS, "such stores are not known"),
         (not address.host, "it has no host"),
         (not address.port, "port 0 is no port of a server"),
         (address.db < 0, f"its database is {db!r} and not a number"),
+        (
+            parts.scheme == "mooncake" and bool(parts.username or parts.password or address.db),
+            "a master of Mooncake has no users and no databases",
+        ),
         (bool(parts.query or parts.fragment), "it has options, and there are none"),
     ):
         if is_wrong:

@@ -1,4 +1,4 @@
-"""`--kv-store` with a real Redis or Valkey server on loopback: what other servers find, and a store that dies."""
+"""`--kv-store` with a real server on loopback (Redis or Valkey, Mooncake): what others find, and one that dies."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -22,21 +23,20 @@ from engine.cli.doctor.disk import check_kv_store
 from engine.runtime.config.engine_config import CacheConfig
 from engine.runtime.config.kv_store_address import parse_kv_store
 from engine.runtime.errors import ConfigError
-from engine.scheduler.kv_stores import redis_store
+from engine.scheduler.kv_stores import redis_client
 from engine.scheduler.kv_stores.page_store import StoreError
-from engine.scheduler.kv_stores.redis_store import RedisStore, Seal, check_store, connect
+from engine.scheduler.kv_stores.redis_client import RedisClient
+from engine.scheduler.kv_stores.remote_store import RemoteStore, Seal, open_client
 from engine.scheduler.kv_stores.segment_file import RecordBuffer
 
 from .conftest import StartServe
+from .routers.engine_pair import LIBRARIES, why_not_backend
+from .routers.routing import free_ports
 from .serving import EngineServe
 from .test_kv_disk import PROMPT, WITHIN_S, ask, kill, stop
 
 SERVER = shutil.which("redis-server") or shutil.which("valkey-server")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(SERVER is None, reason="neither redis-server nor valkey-server is installed"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 STORED = 'kv_tier_bytes_total{tier="store",direction="store"}'
 PATIENCE_S = 60.0
 
@@ -46,9 +46,7 @@ class RedisServer:
 
     def __init__(self, *arguments: str) -> None:
         assert SERVER is not None
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_ports(1)[0]
         self.folder = tempfile.TemporaryDirectory(prefix="redis-")
         self.process = subprocess.Popen(
             [
@@ -76,6 +74,8 @@ class RedisServer:
 
 @pytest.fixture
 def start_redis() -> Iterator[Callable[..., RedisServer]]:
+    if SERVER is None:
+        pytest.skip("neither redis-server nor valkey-server is installed")
     servers: list[RedisServer] = []
 
     def start(*arguments: str) -> RedisServer:
@@ -87,14 +87,16 @@ def start_redis() -> Iterator[Callable[..., RedisServer]]:
         server.end()
 
 
-def open_store(url: str, seal: Seal | None = None) -> RedisStore:
-    address = parse_kv_store(url)
-    return RedisStore(address, b"i" * 32, connect(address), seal)
+def connect(url: str) -> RedisClient:
+    return RedisClient(parse_kv_store(url))
 
 
-def check(url: str) -> None:
-    address = parse_kv_store(url)
-    check_store(address, connect(address))
+def open_store(url: str, seal: Seal | None = None) -> RemoteStore:
+    return RemoteStore(parse_kv_store(url), b"i" * 32, connect(url), seal)
+
+
+def num_records(url: str) -> int:
+    return int(connect(url)._client.dbsize())
 
 
 def key_of(number: int) -> bytes:
@@ -121,7 +123,7 @@ def test_records_on_a_real_server(start_redis: Callable[..., RedisServer], seal:
     assert store.read([*keys, key_of(1000)], read) == 300
     assert np.array_equal(read.payloads[:300], written.payloads)
     store.forget()
-    assert store.find(keys) == 0 and connect(parse_kv_store(url)).dbsize() == 0
+    assert store.find(keys) == 0 and num_records(url) == 0
 
 
 def test_a_full_server_is_still_read(start_redis: Callable[..., RedisServer], caplog: Any) -> None:
@@ -151,20 +153,20 @@ def test_a_server_that_refuses_is_named_at_the_start(
 ) -> None:
     reader = ("--user", "reader", "on", ">only", "~*", "+@read", "+@connection")
     server = start_redis("--requirepass", "right", *reader)
-    check(server.url(":right@"))
+    connect(server.url(":right@"))
     with pytest.raises(ConfigError, match=words) as raised:
-        check(server.url(user, db))
+        connect(server.url(user, db))
     assert "wrong" not in str(raised.value) and ":right" not in str(raised.value)
     server.end()
     with pytest.raises(ConfigError, match="cannot be used: .*; start redis-server or valkey-server there"):
-        check(server.url(":right@"))
+        connect(server.url(":right@"))
 
 
 @pytest.mark.parametrize("call", ["find", "has", "read", "write"])
 def test_a_stopped_server_costs_the_time_limit_once(
     start_redis: Callable[..., RedisServer], monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    monkeypatch.setattr(redis_store, "ANSWER_LIMIT_S", 0.2)
+    monkeypatch.setattr(redis_client, "ANSWER_LIMIT_S", 0.2)
     server = start_redis()
     store, buffer = open_store(server.url()), filled(8, 1_000_000)
     keys = [key_of(number) for number in range(8)]
@@ -191,7 +193,7 @@ def start(start_serve: StartServe, model: Path) -> Callable[..., EngineServe]:
             str(model), "--kv-store", url, "--kv-write", "through", "--log-level", "info", *arguments
         )
         engine.wait_until_ready(WITHIN_S)
-        engine.wait_for_log("kv_stores.redis_store kv_store=")
+        engine.wait_for_log("kv_stores.remote_store kv_store=")
         return engine
 
     return start_with_store
@@ -263,7 +265,102 @@ def test_the_doctor_measures_the_server(start_redis: Callable[..., RedisServer])
     check = check_kv_store(cache, 1000)
     assert check.verdict is CheckStatus.OK, check
     assert check.details["write_bytes_per_s"] > 0 and check.details["load_s"] > 0
-    assert connect(parse_kv_store(server.url(":right@"))).dbsize() == 0
+    assert num_records(server.url(":right@")) == 0
     server.end()
     check = check_kv_store(cache, 1000)
     assert check.verdict is CheckStatus.FAIL and "start redis-server" in check.fix
+
+
+# ---------------------------------------------------------------- Mooncake
+
+MASTER = LIBRARIES / "mooncake" / "mooncake" / "mooncake_master"
+SEGMENT = """
+import sys
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+assert not store.setup("127.0.0.1", "P2PHANDSHAKE", 64 << 20, 16 << 20, "tcp", "", sys.argv[1])
+print("ready", flush=True)
+sys.stdin.read()
+"""
+"""A process that gives memory to a Mooncake store, as `mooncake_client` does."""
+
+
+@pytest.fixture
+def mooncake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
+    """A master of Mooncake whose store has 64 MiB; its `args` have the address."""
+    if reason := why_not_backend("mooncake") or ("" if MASTER.exists() else f"there is no {MASTER}"):
+        pytest.skip(reason)
+    monkeypatch.syspath_prepend(str(LIBRARIES / "mooncake"))
+    paths = [os.environ.get("PYTHONPATH", ""), str(LIBRARIES / "mooncake")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    port, admin_port = free_ports(2)
+    arguments = [f"--rpc_port={port}", "--rpc_address=127.0.0.1", f"--metrics_port={admin_port}"]
+    with (tmp_path / "master").open("wb") as log:
+        master = subprocess.Popen([str(MASTER), *arguments], stdout=log, stderr=log)
+    segment = subprocess.Popen(
+        [sys.executable, "-c", SEGMENT, f"127.0.0.1:{port}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert segment.stdout is not None and segment.stdin is not None
+    assert segment.stdout.readline() == b"ready\n", (tmp_path / "master").read_text(errors="replace")[-2000:]
+    yield master
+    for process in (segment, master):
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        process.wait()
+    segment.stdout.close()
+    segment.stdin.close()
+
+
+def mooncake_url(master: subprocess.Popen[bytes]) -> str:
+    assert isinstance(master.args, list)
+    return "mooncake://127.0.0.1:" + str(master.args[1]).partition("=")[2]
+
+
+@pytest.mark.parametrize("seal", [None, Seal(b"s" * 32)], ids=["clear", "sealed"])
+def test_records_in_a_mooncake_store(mooncake: subprocess.Popen[bytes], seal: Seal | None) -> None:
+    address = parse_kv_store(mooncake_url(mooncake))
+    client, keys = open_client(address), [key_of(number) for number in range(50)]
+    store, other = (RemoteStore(address, letter * 32, client, seal) for letter in (b"i", b"j"))
+    written, read = filled(50, 20_000), RecordBuffer(51, 20_000)
+    assert (store.write(keys, written), other.write(keys[:1], written)) == (50, 1)
+
+    assert store.find([*keys, key_of(1000)]) == 50
+    assert store.has([key_of(1000), keys[5]]) == [False, True]
+    assert store.read([*keys, key_of(1000)], read) == 50
+    assert np.array_equal(read.payloads[:50], written.payloads)
+    assert store.read(keys[:1], RecordBuffer(1, 10_000)) == 0, "of another size"
+    assert store.has(keys[:1]) == [False]
+    large = filled(1, 8_000_000)
+    assert store.write([key_of(2000)], large) == 1
+    assert store.read([key_of(2000)], read := RecordBuffer(1, 8_000_000)) == 1
+    assert np.array_equal(read.payloads, large.payloads)
+    store.forget()
+    assert store.find(keys) == 0 and other.find(keys) == 1
+    store.close()
+
+
+@pytest.mark.real_process
+def test_a_prompt_is_found_in_a_mooncake_store(
+    start: Callable[..., EngineServe], mooncake: subprocess.Popen[bytes]
+) -> None:
+    first = start(mooncake_url(mooncake))
+    cold = ask(first, PROMPT)
+    first.metrics_when(lambda metrics: metrics[STORED] >= 1984 * 256)
+    kill(first)
+    second = start(mooncake_url(mooncake))
+    warm = ask(second, PROMPT)
+    assert (warm["text"], warm["output_ids"]) == (cold["text"], cold["output_ids"])
+    assert warm["meta_info"]["cached_tokens_by_tier"] == {"store": 1984}
+
+    os.kill(mooncake.pid, signal.SIGSTOP)
+    assert ask(second, [3, *PROMPT])["meta_info"]["cached_tokens"] == 0
+    mooncake.kill()
+    assert ask(second, [4, *PROMPT])["meta_info"]["cached_tokens"] == 0
+    stop(second)
+
+
+def test_a_mooncake_master_that_is_not_there_is_named_at_the_start(mooncake: subprocess.Popen[bytes]) -> None:
+    with pytest.raises(
+        ConfigError, match="mooncake://127.0.0.1:1, where nothing answers: .*; start mooncake_master"
+    ):
+        open_client(parse_kv_store("mooncake://127.0.0.1:1"))

@@ -14,14 +14,15 @@ from engine.runtime.errors import ConfigError
 @pytest.mark.parametrize(
     ("url", "address", "shown"),
     [
-        ("redis://localhost", ("localhost", 6379, 0, "", "", False), "redis://localhost:6379/0"),
-        ("redis://127.0.0.1:7000/", ("127.0.0.1", 7000, 0, "", "", False), "redis://127.0.0.1:7000/0"),
-        ("redis://:p%40ss@[::1]:1/15", ("::1", 1, 15, "", "p@ss", False), "redis://[::1]:1/15"),
+        ("redis://localhost", ("redis", "localhost", 6379, 0, "", ""), "redis://localhost:6379/0"),
+        ("redis://127.0.0.1:7000/", ("redis", "127.0.0.1", 7000, 0, "", ""), "redis://127.0.0.1:7000/0"),
+        ("redis://:p%40ss@[::1]:1/15", ("redis", "::1", 1, 15, "", "p@ss"), "redis://[::1]:1/15"),
         (
             "rediss://me:a:b@kv.example/2",
-            ("kv.example", 6379, 2, "me", "a:b", True),
+            ("rediss", "kv.example", 6379, 2, "me", "a:b"),
             "rediss://kv.example:6379/2",
         ),
+        ("mooncake://m", ("mooncake", "m", 50051, 0, "", ""), "mooncake://m:50051"),
     ],
 )
 def test_urls(url: str, address: Any, shown: str) -> None:
@@ -51,6 +52,8 @@ def test_urls(url: str, address: Any, shown: str) -> None:
         ("redis://h/1/2", "its database is '1/2' and not a number"),
         ("redis://h/12345678901", "its database is '12345678901' and not a number"),
         ("redis://h/0?ssl=1", "it has options"),
+        ("mooncake://u:secret@h", "a master of Mooncake has no users and no databases"),
+        ("mooncake://h/1", "a master of Mooncake has no users and no databases"),
         ("redis://h/0#x", "it has options"),
     ],
 )

@@ -299,6 +299,29 @@ def test_why_names_the_disk(warm: DiskHarness) -> None:
     assert [row[2] for row in explanation.rows][1:4] == ["looked up", "loading", "loaded"]
 
 
+def test_why_reports_and_steps_name_the_store(warm: DiskHarness) -> None:
+    store = restarted(warm, cache={"kv_disk": None, "kv_store": "redis://localhost"})
+    rid = store.submit(prompt=PROMPT)
+    store.run_until_idle()
+    explanation = explain(store.scheduler.decisions, rid)
+    assert "loaded 40 of 41 prompt tokens from store in 0.0" in explanation.sentence
+    assert store.scheduler.report(0.0).tiers.keys() == {"store"}
+
+
+def test_a_look_up_that_fails_is_counted_and_the_prompt_computed(warm: DiskHarness) -> None:
+    warm.disk.answers_itself = False
+    rid = warm.submit(prompt=PROMPT)
+    warm.step()
+    job = warm.disk.open.pop().job
+    warm.tell(Found(job, 0, error="the store has failed: refused"))
+    warm.disk.answers_itself = True
+    warm.run_until_idle()
+    assert warm.answers[rid].rows[-1].usage.cached_tokens == 0
+    assert warm.events(rid) == ["looked up", "not loaded"]
+    figures = warm.scheduler.report(0.0).tiers["disk"]
+    assert (figures.lookup_errors, figures.load_errors, figures.timeouts) == (1, 0, 0)
+
+
 @pytest.mark.parametrize("policy", ["lru", "lfu", "slru"])
 def test_copies_count_as_no_use(policy: Any) -> None:
     """The order of eviction is that of an engine without a disk."""

@@ -1,4 +1,4 @@
-"""The store on a Redis server: what it gives, what it refuses, and when it asks nothing; with a server in the process.
+"""The store on a server: what it gives, what it refuses, and when it asks nothing; with a server in the process.
 
 `tests/e2e/test_kv_store.py` has the tests with a real one.
 """
@@ -23,7 +23,8 @@ from redis.exceptions import AuthenticationError, ResponseError
 from engine.runtime.config.kv_store_address import parse_kv_store
 from engine.runtime.errors import ConfigError
 from engine.scheduler.kv_stores.page_store import StoreError
-from engine.scheduler.kv_stores.redis_store import OFF_S, RedisStore, Seal, check_store, connect, read_key
+from engine.scheduler.kv_stores.redis_client import RedisClient
+from engine.scheduler.kv_stores.remote_store import OFF_S, RemoteStore, Seal, open_client, read_key
 from engine.scheduler.kv_stores.segment_file import RecordBuffer
 
 ADDRESS = parse_kv_store("redis://user:secret@127.0.0.1:7000/3")
@@ -42,11 +43,11 @@ class FakeServer:
     """
 
     def __init__(self) -> None:
-        self.values: dict[bytes, bytes] = {}
+        self.values: dict[str, bytes] = {}
         self.failure: Exception | None = None
         self.refusal: Exception | None = None
         self.asked: list[str] = []
-        self.touched: list[bytes] = []
+        self.touched: list[str] = []
         self.is_closed = False
 
     def _ask(self, command: str) -> None:
@@ -54,7 +55,7 @@ class FakeServer:
         if self.failure is not None:
             raise self.failure
 
-    def mget(self, names: list[bytes]) -> list[bytes | None]:
+    def mget(self, names: list[str]) -> list[bytes | None]:
         self._ask("mget")
         return [self.values.get(name) for name in names]
 
@@ -71,9 +72,9 @@ class FakeServer:
         for name in names:
             self.values.pop(name, None)
 
-    def scan_iter(self, match: bytes, count: int) -> Iterator[bytes]:
+    def scan_iter(self, match: str, count: int) -> Iterator[str]:
         self._ask("scan")
-        return iter([name for name in self.values if fnmatch.fnmatchcase(str(name), str(match))])
+        return iter([name for name in self.values if fnmatch.fnmatchcase(name, match)])
 
     def pipeline(self, *, transaction: bool) -> FakePipeline:
         assert not transaction
@@ -88,20 +89,20 @@ class FakePipeline:
         self.server = server
         self.commands: list[Callable[[], Any]] = []
 
-    def touch(self, name: bytes) -> None:
+    def touch(self, name: str) -> None:
         self.commands.append(lambda: self._touch(name))
 
-    def _touch(self, name: bytes) -> int:
+    def _touch(self, name: str) -> int:
         self.server.touched.append(name)
         return int(name in self.server.values)
 
-    def exists(self, name: bytes) -> None:
+    def exists(self, name: str) -> None:
         self.commands.append(lambda: int(name in self.server.values))
 
-    def set(self, name: bytes, value: bytes) -> None:
+    def set(self, name: str, value: bytes) -> None:
         self.commands.append(lambda: self._set(name, value))
 
-    def _set(self, name: bytes, value: bytes) -> Any:
+    def _set(self, name: str, value: bytes) -> Any:
         if self.server.refusal is None:
             self.server.values[name] = value
         return self.server.refusal
@@ -134,8 +135,8 @@ def server() -> FakeServer:
 
 def open_store(
     server: FakeServer, seal: Seal | None = None, identity: bytes = IDENTITY, clock: Clock | None = None
-) -> RedisStore:
-    return RedisStore(ADDRESS, identity, server, seal, now_s=clock or Clock())
+) -> RemoteStore:
+    return RemoteStore(ADDRESS, identity, RedisClient(ADDRESS, server), seal, now_s=clock or Clock())
 
 
 def key_of(number: int) -> bytes:
@@ -146,14 +147,14 @@ def payload_of(number: int) -> bytes:
     return np.random.default_rng(number).bytes(PAYLOAD)
 
 
-def put(store: RedisStore, *numbers: int) -> int:
+def put(store: RemoteStore, *numbers: int) -> int:
     buffer = RecordBuffer(max(1, len(numbers)), PAYLOAD)
     for row, number in enumerate(numbers):
         buffer.payloads[row] = np.frombuffer(payload_of(number), np.uint8)
     return store.write([key_of(number) for number in numbers], buffer)
 
 
-def got(store: RedisStore, *numbers: int, payload: int = PAYLOAD) -> int:
+def got(store: RemoteStore, *numbers: int, payload: int = PAYLOAD) -> int:
     """How many of the numbers are read, all of them right."""
     buffer = RecordBuffer(max(1, len(numbers)), payload)
     count = store.read([key_of(number) for number in numbers], buffer)
@@ -190,12 +191,12 @@ def test_a_sealed_store_shows_neither_values_nor_keys(server):
     put(open_store(server, Seal(SECRET)), 1)
 
     ((name, value),) = server.values.items()
-    assert key_of(1) not in name
+    assert key_of(1).hex() not in name
     assert payload_of(1)[:16] not in value and payload_of(1)[-16:] not in value
     clear = FakeServer()
     put(open_store(clear), 1)
     ((name, value),) = clear.values.items()
-    assert name.endswith(key_of(1)) and value.endswith(payload_of(1))
+    assert name.endswith(key_of(1).hex()) and value.endswith(payload_of(1))
 
 
 @pytest.mark.parametrize("damage", ["first", "middle", "last", "short", "long", "empty", "other"])
@@ -324,12 +325,12 @@ def test_what_is_forgotten_is_never_found_again(server, seal):
 def test_a_store_that_cannot_be_used_is_an_error_at_the_start(server, error, words):
     server.failure = error
     with pytest.raises(ConfigError, match=words) as raised:
-        check_store(ADDRESS, server)
+        RedisClient(ADDRESS, server)
     assert "redis://127.0.0.1:7000/3" in str(raised.value) and "secret" not in str(raised.value)
 
 
 def test_a_store_that_can_be_used_keeps_nothing_of_the_check(server):
-    check_store(ADDRESS, server)
+    RedisClient(ADDRESS, server)
     assert not server.values
 
 
@@ -338,7 +339,7 @@ def test_packages_that_are_missing_are_named(monkeypatch):
     with pytest.raises(
         ConfigError, match=r"redis://127.0.0.1:7000/3, which needs the package redis; .*\.\[redis\]"
     ):
-        connect(ADDRESS)
+        open_client(ADDRESS)
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers.aead", None)
     with pytest.raises(ConfigError, match=r"kv_store_key needs the package cryptography; .*\.\[redis\]"):
         Seal(SECRET)

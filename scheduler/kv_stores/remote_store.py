@@ -1,9 +1,9 @@
-"""`RedisStore`: records on a Redis or Valkey server, which several engines on several machines may share.
+"""`RemoteStore`: records on a server that several engines on several machines may share, through a `StoreClient`.
 
     engine:kv:IDENTITY:KEY    a record without the zeros at its end; with a key file sealed, and KEY hidden
 
-The server evicts records as its own `maxmemory-policy` says; looking a prompt up counts as a use of it. A server that
-does not answer in time, or refuses a command, is not asked for 30 s: one warning, and until then calls fail at once.
+The server evicts records as it is set up; looking a prompt up counts as a use of it. A server that does not answer in
+time, or fails, is not asked for 30 s: one warning, and until then calls fail at once. One that takes nothing is read.
 
 With the file of `--kv-store-key` a value is encrypted and authenticated with AES-256-GCM, its name included, and KEY is
 a keyed hash. The server and the network see the number, the sizes and the uses of records; they may lose records, or
@@ -16,10 +16,10 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from ...runtime.config.kv_store_address import KVStoreAddress
 from ...runtime.errors import ConfigError
 from .page_store import StoreError
 from .segment_file import RecordBuffer
+from .store_client import INSTALL, StoreClient, WritesRefusedError
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -34,73 +35,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OFF_S: Final = 30.0
-CONNECT_LIMIT_S: Final = 1.0
-ANSWER_LIMIT_S: Final = 2.0
-"""The server must send or take something in this time, else the call ends. A piece of a load is 4 MiB."""
 KEY_FILE_BYTES: Final = 32
 _NONCE_BYTES: Final = 12
-_SCAN_COUNT: Final = 1000
-_INSTALL: Final = "install them with pip install 'engine[redis]', in the repository pip install '.[redis]'"
+_TAG_BYTES: Final = 16
 
 
-def connect(address: KVStoreAddress) -> Any:
-    """A client, which connects at its first command.
-
-    Raises:
-        ConfigError: the package is not installed.
-    """
-    try:
-        import redis
-        from redis.backoff import NoBackoff
-        from redis.retry import Retry
-    except ImportError as error:
-        raise ConfigError(f"kv_store is {address}, which needs the package redis; {_INSTALL}") from error
-    return redis.Redis(
-        host=address.host,
-        port=address.port,
-        db=address.db,
-        username=address.user or None,
-        password=address.password or None,
-        ssl=address.tls,
-        socket_connect_timeout=CONNECT_LIMIT_S,
-        socket_timeout=ANSWER_LIMIT_S,
-        retry=Retry(NoBackoff(), 0),  # a retry would double the limits
-        protocol=2,
-    )
-
-
-def check_store(address: KVStoreAddress, client: Any) -> None:
-    """Try the store at the start: connect, write, read.
+def open_client(address: KVStoreAddress) -> StoreClient:
+    """Connect to the server, and try it: write, read, delete.
 
     Raises:
-        ConfigError: it does not work.
+        ConfigError: the package is missing, or the server does not do it.
     """
-    from redis.exceptions import AuthenticationError, RedisError, ResponseError
+    if address.scheme == "mooncake":
+        from .mooncake_client import MooncakeClient
 
-    name = f"engine:kv:probe:{os.urandom(8).hex()}"
-    try:
-        client.set(name, b"1", ex=1)
-        if client.get(name) != b"1":
-            raise ConfigError(f"kv_store is {address}, which loses what is written; name another server")
-        client.unlink(name)
-    except AuthenticationError as error:
-        raise ConfigError(
-            f"kv_store is {address}, which refuses the user or the password: {error}; write them as "
-            "redis://USER:PASSWORD@host:port/db, or redis://:PASSWORD@... without a user"
-        ) from error
-    except (RedisError, OSError) as error:
-        words = _words(error)
-        if "DB index" in words or "Invalid Database" in words:
-            fix = "end the URL with a smaller database, such as /0"
-        elif isinstance(error, ResponseError):
-            fix = "let this user read, write and delete keys, or name a server that may be written"
-        else:
-            fix = "start redis-server or valkey-server there, or leave --kv-store out"
-        raise ConfigError(f"kv_store is {address}, which cannot be used: {words}; {fix}") from error
+        return MooncakeClient(address)
+    from .redis_client import RedisClient
 
-
-def _words(error: Exception) -> str:
-    return str(error) or type(error).__name__
+    return RedisClient(address)
 
 
 def read_key(path: Path) -> bytes:
@@ -135,7 +87,7 @@ class Seal:
         try:
             from cryptography.hazmat.primitives.ciphers.aead import AESGCM
         except ImportError as error:
-            raise ConfigError(f"kv_store_key needs the package cryptography; {_INSTALL}") from error
+            raise ConfigError(f"kv_store_key needs the package cryptography; {INSTALL}") from error
         self._aead: AESGCM = AESGCM(blake2b(secret, digest_size=32, person=b"kv values").digest())
         self._names = blake2b(secret, digest_size=32, person=b"kv names").digest()
 
@@ -157,14 +109,14 @@ class Seal:
         return b""
 
 
-class RedisStore:
+class RemoteStore:
     """See the module. A `PageStore`."""
 
     def __init__(
         self,
         address: KVStoreAddress,
         identity: bytes,
-        client: Any,
+        client: StoreClient,
         seal: Seal | None = None,
         *,
         now_s: Callable[[], float] = time.monotonic,
@@ -172,19 +124,15 @@ class RedisStore:
         """Take the parts.
 
         Args:
-            client: of `connect`.
+            client: of `open_client`.
             seal: None: records are not sealed.
         """
-        from redis.exceptions import RedisError, ResponseError
-
         self.used_bytes = -1  # only the server knows
         self._address = address
         self._client = client
         self._seal = seal
         self._now_s = now_s
-        self._failures = (RedisError, OSError)
-        self._refusal = ResponseError
-        self._prefix = b"engine:kv:" + identity.hex().encode() + b":"
+        self._prefix = f"engine:kv:{identity.hex()}:"
         self._off_until_s: float | None = None
         self._no_writes_until_s: float | None = None
         self._why = ""
@@ -193,20 +141,23 @@ class RedisStore:
         logger.info("kv_store=%s sealed=%s identity=%s", address, seal is not None, identity.hex()[:16])
 
     def find(self, keys: Sequence[bytes]) -> int:
-        found = self._each("touch", keys)  # unlike EXISTS it is a use for the server's eviction
+        with self._asking():
+            found = self._client.touch([self._name(key) for key in keys]) if keys else []
         return found.index(False) if False in found else len(found)
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
-        return self._each("exists", keys)
+        with self._asking():
+            return self._client.exists([self._name(key) for key in keys]) if keys else []
 
     def read(self, keys: Sequence[bytes], buffer: RecordBuffer) -> int:
         names = [self._name(key) for key in keys]
+        num_bytes = buffer.records.shape[1] + (0 if self._seal is None else _NONCE_BYTES + _TAG_BYTES)
         with self._asking():
-            values = self._client.mget(names) if names else []
+            values = self._client.get(names, num_bytes) if names else []
         for row, (key, name, value) in enumerate(zip(keys, names, values, strict=True)):
             if value is None:
                 return row
-            record = value if self._seal is None else self._seal.open(name, value)
+            record = value if self._seal is None else self._seal.open(name.encode(), value)
             if len(record) == buffer.records.shape[1]:
                 buffer.records[row] = np.frombuffer(record, np.uint8)
             if len(record) != buffer.records.shape[1] or not buffer.holds(row, key):
@@ -217,22 +168,19 @@ class RedisStore:
     def write(self, keys: Sequence[bytes], buffer: RecordBuffer) -> int:
         if self._no_writes_until_s is not None and self._now_s() < self._no_writes_until_s:
             return 0
-        with self._asking():
-            pipeline = self._client.pipeline(transaction=False)
-            for row, key in enumerate(keys):
-                buffer.seal(row, key)
-                name, record = self._name(key), buffer.records[row].data
-                value = record.tobytes() if self._seal is None else self._seal.close(name, record)
-                pipeline.set(name, value)
-            try:
-                _answers(pipeline)
-            except self._refusal as error:  # it is full, or may only be read
-                if self._no_writes_until_s is None:
-                    logger.warning(
-                        "%s: stores nothing, and tries every %d s: %s", self._address, OFF_S, error
-                    )
-                self._no_writes_until_s = self._now_s() + OFF_S
-                return 0
+        names, values = [self._name(key) for key in keys], []
+        for row, (key, name) in enumerate(zip(keys, names, strict=True)):
+            buffer.seal(row, key)
+            record = buffer.records[row].data
+            values.append(record.tobytes() if self._seal is None else self._seal.close(name.encode(), record))
+        try:
+            with self._asking():
+                self._client.put(names, values)
+        except WritesRefusedError as error:  # it is full, or may only be read
+            if self._no_writes_until_s is None:
+                logger.warning("%s: stores nothing, and tries every %d s: %s", self._address, OFF_S, error)
+            self._no_writes_until_s = self._now_s() + OFF_S
+            return 0
         self._no_writes_until_s = None
         return len(keys)
 
@@ -243,31 +191,21 @@ class RedisStore:
             pass
 
     def close(self) -> None:
-        with contextlib.suppress(*self._failures):
-            self._client.close()
+        self._client.close()
 
-    def _name(self, key: bytes) -> bytes:
-        return self._prefix + (key if self._seal is None else self._seal.name(key))
+    def _name(self, key: bytes) -> str:
+        return self._prefix + (key if self._seal is None else self._seal.name(key)).hex()
 
-    def _each(self, command: str, keys: Sequence[bytes]) -> list[bool]:
-        """Ask about each key in one round trip."""
-        with self._asking():
-            pipeline = self._client.pipeline(transaction=False)
-            for key in keys:
-                getattr(pipeline, command)(self._name(key))
-            answers = _answers(pipeline)
-        return [bool(answer) for answer in answers]
-
-    def _lose(self, name: bytes) -> None:
+    def _lose(self, name: str) -> None:
         """Delete a damaged record, so that it is stored again."""
         if not self._has_warned:
             self._has_warned = True
             logger.warning("%s: a record is damaged; its tokens are computed again", self._address)
         with self._asking():
-            self._client.unlink(name)
+            self._client.remove(name)
 
     @contextlib.contextmanager
-    def _asking(self) -> Iterator[None]:
+    def _asking(self) -> Generator[None, None, None]:
         """Ask the server, unless it has failed less than 30 s ago.
 
         Raises:
@@ -277,27 +215,15 @@ class RedisStore:
             raise StoreError(self._why)
         try:
             if self._must_forget:
-                for name in self._client.scan_iter(match=self._prefix + b"*", count=_SCAN_COUNT):
-                    self._client.unlink(name)
+                self._client.remove_all(self._prefix)
                 self._must_forget = False
             yield
-        except self._failures as error:
+        except StoreError as error:
             if self._off_until_s is None:
-                logger.warning(
-                    "%s: not used, and tried again every %d s: %s", self._address, OFF_S, _words(error)
-                )
+                logger.warning("%s: not used, and tried again every %d s: %s", self._address, OFF_S, error)
             self._off_until_s = self._now_s() + OFF_S
-            self._why = f"the store has failed: {_words(error)}"
+            self._why = f"the store has failed: {error}"
             raise StoreError(self._why) from error
         if self._off_until_s is not None:
             self._off_until_s = None
             logger.info("%s: used again", self._address)
-
-
-def _answers(pipeline: Any) -> list[Any]:
-    """The answers of all commands; raises the first error that is one, without the command, whose value is long."""
-    answers: list[Any] = pipeline.execute(raise_on_error=False)
-    for answer in answers:
-        if isinstance(answer, Exception):
-            raise answer
-    return answers
