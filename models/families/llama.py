@@ -7,6 +7,7 @@ from typing import Final
 from ..fields import Fields
 from ..spec.experts_spec import MIXTRAL_NAMES
 from ..spec.layer_form import Biases
+from ..spec.model_spec import FilesSpec
 from .family import GGUF, Facts, Family
 from .gguf_readers import mixture_of
 from .hf_readers import rope_facts, window_everywhere
@@ -15,9 +16,19 @@ from .hf_rope import read_rope
 
 def _llama(fields: Fields) -> Facts:
     bias = fields.boolean("attention_bias", default=False)
-    return rope_facts(fields, read_rope(fields)) | {
+    facts = rope_facts(fields, read_rope(fields)) | {
         "biases": Biases(qkv=bias, attention_out=bias, mlp=fields.boolean("mlp_bias", default=False)),
     }
+    num_layers = fields.integer("num_hidden_layers", 1, 1 << 12)
+    of_images = set(fields.integers("cross_attention_layers", 0, num_layers - 1))  # of Llama 3.2 Vision
+    if len(of_images) == num_layers:
+        raise fields.error(
+            "cross_attention_layers", sorted(of_images), "expected a layer that attends to text"
+        )
+    if of_images:
+        files = FilesSpec(image_layers=tuple(sorted(of_images)))
+        facts |= {"num_layers": num_layers - len(of_images), "files": files}
+    return facts
 
 
 def _mistral(fields: Fields) -> Facts:

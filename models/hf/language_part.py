@@ -50,7 +50,7 @@ def find_language_part(path: Path, config: Mapping[str, object]) -> LanguagePart
         ConfigError: the folder has a tower, and its language model cannot be found in it.
     """
     fields = Fields(path, config)
-    model_type, inner = config.get("model_type"), config.get(_TEXT)
+    model_type = config.get("model_type")
     kind = MULTIMODAL.get(model_type) if isinstance(model_type, str) else None
     if kind is None:
         name = next((name for name in (_TEXT, *_TOWERS) if isinstance(config.get(name), Mapping)), None)
@@ -63,7 +63,7 @@ def find_language_part(path: Path, config: Mapping[str, object]) -> LanguagePart
         )
     assert isinstance(model_type, str)
     _check_architecture(fields, model_type, kind)
-    place = _TEXT
+    place, inner = kind.place, config.get(kind.place)
     if kind.part:
         config, inner = _part_config(fields, config, kind)
         place = f"{kind.part}_config.{_TEXT}"

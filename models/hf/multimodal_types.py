@@ -34,6 +34,7 @@ class Multimodal(NamedTuple):
         tied: the default of `tie_word_embeddings`.
         defaults: of `text_config`, with precedence over those of its `model_type`.
         also: another name of the class, by code that files bring along.
+        place: the field with the language model's fields.
         part: the model is a part of a larger one: its fields are in `<part>_config`, its tensors begin with `<part>.`.
     """
 
@@ -46,6 +47,7 @@ class Multimodal(NamedTuple):
     tied: bool = False
     defaults: Mapping[str, object] = {}
     also: str = ""
+    place: str = "text_config"
     part: str = ""
 
     def usual_name(self, name: str) -> str | None:
@@ -95,6 +97,18 @@ MULTIMODAL: Final[dict[str, Multimodal]] = {
         (*_VISION, "mm_projector."),
         is_flat=True,
         also="LlavaLlamaForCausalLM",
+    ),
+    "mllama": Multimodal(
+        "MllamaForConditionalGeneration",
+        "mllama_text_model",
+        ("vision_model.", "multi_modal_projector."),
+        is_fixed=True,
+    ),
+    "multi_modality": Multimodal(
+        "MultiModalityCausalLM",
+        "llama",
+        ("vision_model.", "aligner.", "gen_"),
+        place="language_config",
     ),
     "llava_next": Multimodal("LlavaNextForConditionalGeneration", "llama", (*_VISION, "image_newline")),
     "llava_onevision": Multimodal(
@@ -246,6 +260,7 @@ TEXT_TYPES: Final[dict[str, TextType]] = {
             "rms_norm_eps": 1e-6,
         },
     ),
+    "mllama_text_model": TextType("llama", {"rms_norm_eps": 1e-5, "num_key_value_heads": 8}),
     "mistral": TextType(
         "mistral",
         {

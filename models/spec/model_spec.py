@@ -54,11 +54,14 @@ class FilesSpec(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         language_of: `model_type` of the multimodal folder around this language model, see `language_part`.
         num_mtp_layers: layers stored after the last one, to predict further tokens; they are not read.
+        image_layers: layers of the files that attend to images, which are not read: the others are numbered without
+            them. The embedding then has further rows, for images.
         num_parameters: numbers in the files, where only they show what the model has.
     """
 
     language_of: str = ""
     num_mtp_layers: int = 0
+    image_layers: tuple[int, ...] = ()
     num_parameters: int | None = None
 
 

@@ -21,7 +21,7 @@ from ...runtime.errors import ConfigError
 from ..families.registry import FAMILIES
 from ..hf.multimodal_types import MULTIMODAL
 from ..model_files import damage
-from .stored_forms import HeaderEntry, unstacked, usual_block_name
+from .stored_forms import HeaderEntry, cut_embedding, unstacked, usual_block_name, without_image_layers
 
 if TYPE_CHECKING:
     from ..spec.model_spec import ModelSpec
@@ -177,6 +177,8 @@ def read_headers(folder: Path, spec: ModelSpec | None = None) -> list[Safetensor
                 )
             holder[name] = file.path.name
     names = _usual_names_in(folder, holder, spec)
+    if spec is not None and spec.files.image_layers:
+        names = without_image_layers(spec, names)
     if spec is not None and spec.form.mlp_layers:
         names = {stored: usual_block_name(spec, name) for stored, name in names.items()}
     return [_renamed(file, names, spec) for file in files]
@@ -195,6 +197,8 @@ def _usual_names_in(folder: Path, names: Iterable[str], spec: ModelSpec | None) 
 
 def _renamed(file: SafetensorsFile, names: dict[str, str], spec: ModelSpec | None) -> SafetensorsFile:
     entries = {names[name]: entry for name, entry in file.entries.items() if name in names}
+    if spec is not None and spec.files.image_layers:
+        entries = cut_embedding(spec, entries)
     return file._replace(
         entries=entries if spec is None else unstacked(entries, spec),
         ignored=tuple(entry for name, entry in file.entries.items() if name not in names),

@@ -177,3 +177,30 @@ def usual_block_name(spec: ModelSpec, name: str) -> str:
     if spec.state is not None and spec.state.layers[layer]:
         kind = spec.state.module
     return f"{match[1]}{kind}.{match[3]}"
+
+
+_LAYER: Final = re.compile(r"(model\.layers\.)(\d+)(\..+)")
+_EMBEDDING: Final = "model.embed_tokens.weight"
+
+
+def without_image_layers(spec: ModelSpec, names: Mapping[str, str]) -> dict[str, str]:
+    """Stored names and usual names, without those of `FilesSpec.image_layers`."""
+    skipped, found = spec.files.image_layers, {}
+    for stored, name in names.items():
+        match = _LAYER.fullmatch(name)
+        if match is None:
+            found[stored] = name
+        elif int(match[2]) not in skipped:
+            layer = int(match[2]) - sum(other < int(match[2]) for other in skipped)
+            found[stored] = f"{match[1]}{layer}{match[3]}"
+    return found
+
+
+def cut_embedding(spec: ModelSpec, entries: Mapping[str, HeaderEntry]) -> dict[str, HeaderEntry]:
+    """The entries with an embedding that has no rows beyond the vocabulary."""
+    entry = entries.get(_EMBEDDING)
+    if entry is None or len(entry.shape) != 2 or entry.shape[0] <= spec.vocab_size:
+        return dict(entries)
+    rows, size = entry.shape
+    cut = entry._replace(shape=(spec.vocab_size, size), num_bytes=entry.num_bytes // rows * spec.vocab_size)
+    return {**entries, _EMBEDDING: cut}
