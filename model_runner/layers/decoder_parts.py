@@ -76,7 +76,7 @@ class DecoderParts:
             self.context,
             f"{spec.layer_name(layer_id)}.{self._form.names.mlp}",
             spec.hidden_size,
-            spec.intermediate_size,
+            spec.inner_size_of(layer_id),
             bias=spec.biases.mlp,
             fused=self._form.fused_gate_up,
             activation=activation,
@@ -99,13 +99,13 @@ class DecoderParts:
 
     def pre_norm_layer(self, layer_id: int, mixer: Attention | None = None) -> Layer:
         """A layer of Llama's structure; `mixer`: what it has in the place of attention."""
-        return Layer(
-            self.context.ops.add,
-            attention_norm=self.layer_norm(layer_id, 0),
-            attention=self.attention(layer_id) if mixer is None else mixer,
-            mlp_norm=self.layer_norm(layer_id, 1),
-            mlp=self.mlp(layer_id),
-        )
+        layer = Layer(self.context.ops.add)
+        if layer_id not in self._form.without_attention:
+            layer.attention_norm = self.layer_norm(layer_id, 0)
+            layer.attention = self.attention(layer_id) if mixer is None else mixer
+        if layer_id not in self._form.without_mlp:
+            layer.mlp_norm, layer.mlp = self.layer_norm(layer_id, 1), self.mlp(layer_id)
+        return layer
 
     def hybrid_decoder(
         self, module: str, state_layer: Callable[[ModelContext, str, int], Attention]

@@ -36,11 +36,14 @@ _MLP_WIDENING: Final = (
 _REFUSED: Final[dict[str, str]] = {
     "is_encoder_decoder": "a decoder without an encoder is needed",
     "alibi": "position biases (ALiBi) are not supported",
+    "hc_mult": "hyper-connections, which mix several residual streams of a token, are not supported",
+    "compress_ratios": "attention to compressed tokens is not supported",
+    "sparse_attention_config": "sparse attention, which chooses blocks of tokens, is not supported",
+    "blocksparse_block_size": "sparse attention, which chooses blocks of tokens, is not supported",
     "index_topk": "sparse attention, which chooses the tokens of latent attention (MLA), is not supported",
     "kv_lora_rank": "latent attention (MLA) is supported for DeepSeek, Kimi, GLM and MiniCPM3 only",
     "add_swa_attention_sink_bias": "attention sinks are supported for gpt_oss and mimo_v2_flash only",
     "add_full_attention_sink_bias": "attention sinks are supported for gpt_oss and mimo_v2_flash only",
-    "hc_mult": "hyper-connections, which mix several residual streams of a token, are not supported",
     "attention_chunk_size": "attention in chunks is not supported",
     "use_bidirectional_attention": "only attention to earlier tokens is supported",
 }

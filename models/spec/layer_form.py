@@ -164,6 +164,7 @@ class LayerForm(msgspec.Struct, frozen=True, kw_only=True):
         layer_scalars: each layer has a learned factor of its whole result.
         mlp_layers: of a decoder whose layers are single blocks, one for each layer: whether that block is an MLP, see
             `ModelSpec.has_mlp`; empty: each layer has two blocks.
+        without_attention, without_mlp: layers without one of their two blocks, and without the norm before it.
     """
 
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
@@ -189,6 +190,8 @@ class LayerForm(msgspec.Struct, frozen=True, kw_only=True):
     full_keys_are_values: bool = False
     layer_scalars: bool = False
     mlp_layers: tuple[bool, ...] = ()
+    without_attention: tuple[int, ...] = ()
+    without_mlp: tuple[int, ...] = ()
 
     @property
     def fused_qkv(self) -> bool:

@@ -157,11 +157,15 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.has_mixer(layer_id) and (self.state is None or not self.state.layers[layer_id])
 
     def has_mixer(self, layer_id: int) -> bool:
-        """Whether this layer attends to keys and values, or keeps a state: all do, unless layers are single blocks."""
+        """Whether this layer attends to keys and values, or keeps a state: most do, unless layers are single blocks."""
+        if layer_id in self.form.without_attention:
+            return False
         return not self.form.mlp_layers or not self.form.mlp_layers[layer_id]
 
     def has_mlp(self, layer_id: int) -> bool:
-        """Whether this layer has an MLP: all have one, unless layers are single blocks."""
+        """Whether this layer has an MLP: most have one, unless layers are single blocks."""
+        if layer_id in self.form.without_mlp:
+            return False
         return not self.form.mlp_layers or self.form.mlp_layers[layer_id]
 
     def window_of(self, layer_id: int) -> int | None:

@@ -77,7 +77,7 @@ def needed_modules(spec: ModelSpec, *, one_expert: bool = False) -> Iterator[Mod
             blocks.append(_state_layer(spec))
         if spec.has_mlp(layer):
             blocks.append(_mlp(spec, layer, one_expert))
-        for module in (*_norms(spec), *chain(*blocks), *stream_modules(spec)):
+        for module in (*_norms(spec, layer), *chain(*blocks), *stream_modules(spec)):
             yield module._replace(name=(prefix + module.name).removesuffix("."))
     yield from pooling_modules(spec)
 
@@ -108,9 +108,11 @@ def pooling_modules(spec: ModelSpec) -> Iterator[Module]:
             yield Module(dense.norm.removesuffix(".weight"), (dense.out_features,))
 
 
-def _norms(spec: ModelSpec) -> Iterator[Module]:
-    for name in spec.form.norms:
-        yield Module(name, (spec.hidden_size,), has_bias=spec.form.norm_bias)
+def _norms(spec: ModelSpec, layer: int) -> Iterator[Module]:
+    without = {0: spec.form.without_attention, 1: spec.form.without_mlp}
+    for number, name in enumerate(spec.form.norms):
+        if layer not in without.get(number, ()):
+            yield Module(name, (spec.hidden_size,), has_bias=spec.form.norm_bias)
 
 
 def modules_beside_layers(spec: ModelSpec) -> Iterator[Module]:

@@ -462,6 +462,13 @@ FAMILIES: dict[str, Row] = {
         moe_intermediate_size=24,
         mlp_layer_types=["dense", "sparse", "sparse"],
     ),
+    "nemotron-nas": row(
+        "nemotron-nas",
+        intermediate_size=256,
+        block_configs=[{"attention": {"n_heads_in_group": 3}, "ffn": {"ffn_mult": 2.5}}] * 2,
+        blocks={},
+        made_as="llama",
+    ),
     "stablelm": row("stablelm", use_qkv_bias=True, blocks={}, gguf=("stablelm", {})),
     "stablelm whole heads": row(
         "stablelm",
