@@ -5,6 +5,7 @@ With several ranks it sends each step to the other ranks; see `model_runner/dist
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import time
@@ -203,7 +204,8 @@ def _check_tier(cache: CacheConfig) -> _Tier | None:
     seal = None if cache.kv_store_key is None else Seal(read_key(Path(cache.kv_store_key).expanduser()))
     client = open_client(address)
     memo = cache_dir() / "kv_store" / "weights.json"
-    memo.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(OSError):  # then the weights are read at each start
+        memo.parent.mkdir(parents=True, exist_ok=True)
     return _Tier(lambda identity, _facts: RemoteStore(address, identity, client, seal), memo)
 
 

@@ -183,6 +183,18 @@ def test_a_stopped_server_costs_the_time_limit_once(
     assert time.thread_time() - started_s < 1.0
 
 
+@pytest.mark.parametrize("call", ["find", "has", "read", "write"])
+def test_a_connection_that_was_closed_while_idle_is_no_failure(
+    start_redis: Callable[..., RedisServer], call: str
+) -> None:
+    url = start_redis().url()
+    store, buffer, keys = open_store(url), filled(2, 1000), [key_of(0), key_of(1)]
+    store.write(keys, buffer)
+    connect(url)._client.client_kill_filter(_type="normal", skipme=True)
+    answer = getattr(store, call)(*((keys,) if call in ("find", "has") else (keys, buffer)))
+    assert answer in (2, [True, True])
+
+
 # ---------------------------------------------------------------- engines
 
 
