@@ -47,6 +47,7 @@ from .speculation.speculation import make_speculation
 from .step_size.step_limits import StepCaps, StepLimits
 from .step_size.step_target import StepTarget
 from .tiers.page_tier import PageTier
+from .tiers.prompt_stores import STORED_FIRST_SHARE
 from .transfer.decode_role import DecodeRole
 from .transfer.prefill_role import PrefillRole
 from .transfer.role import TransferRole
@@ -76,7 +77,7 @@ class SchedulerParts:
         max_pinned_pages = int(cache.pin_fraction * capacity.num_pages)
         state_slots = _make_state_slots(capacity)
         self.block_events = BlockEvents(block_size_for(page_size)) if records_blocks else BlockRecorder()
-        prefix_cache = _make_prefix_cache(cache, page_size, max_pinned_pages, state_slots, self.block_events)
+        prefix_cache = _make_prefix_cache(cache, capacity, max_pinned_pages, state_slots, self.block_events)
         supply = PageSupply(allocator, prefix_cache)
         incoming = IncomingPages(supply, prefix_cache)
         lookahead = config.num_lookahead_tokens
@@ -257,19 +258,21 @@ def _make_state_slots(capacity: Capacity) -> StateSlots | None:
 
 def _make_prefix_cache(
     cache: CacheConfig,
-    page_size: int,
+    capacity: Capacity,
     max_pinned_pages: int,
     state_slots: StateSlots | None,
     blocks: BlockRecorder,
 ) -> PrefixCache:
     if not cache.radix_cache:
         return PrefixCache()
+    stores_ahead = cache.kv_tier and cache.kv_write == "evicted"
     radix = RadixCache(
-        page_size,
+        capacity.page_size,
         eviction=EVICTION_RANKS[cache.eviction_policy],
         max_pinned_pages=max_pinned_pages,
         free_checkpoint=None if state_slots is None else state_slots.free,
         blocks=blocks,
+        stored_window_pages=capacity.num_pages // STORED_FIRST_SHARE if stores_ahead else 0,
     )
     if state_slots is not None:
         state_slots.connect(radix.drop_oldest_checkpoint)

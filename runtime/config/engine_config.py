@@ -52,7 +52,7 @@ PreemptionModeName = Literal["cost", "recompute", "swap"]
 EstimatorName = Literal["ratio", "beta", "full", "none"]
 LengthEstimate = Literal["max-tokens", "tenant-average"]
 EvictionPolicyName = Literal["lru", "lfu", "fifo", "slru", "priority"]
-KVWriteName = Literal["selective", "through"]
+KVWriteName = Literal["selective", "through", "evicted"]
 _MAX_FETCH_MS: Final = 600_000
 PresetName = Literal["chat", "rag", "agents", "batch", "latency"]
 
@@ -213,7 +213,7 @@ class CacheConfig:
     kv_write: Annotated[
         KVWriteName,
         "With --kv-disk or --kv-store: store what a second request uses, and the rest while no request runs "
-        "(selective), or each prompt at its end (through).",
+        "(selective); each prompt at its end (through); or what is about to be evicted (evicted).",
     ] = "selective"
     kv_fetch: Annotated[
         str,

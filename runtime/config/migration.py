@@ -54,7 +54,8 @@ ANSWERS: Final[Mapping[str, str]] = {
     "hicache_ratio": _HOST_TIER,
     "kv_offloading_size": _HOST_TIER,
     "kv_offloading_backend": _HOST_TIER,
-    "hicache_write_policy": "use --kv-write selective (write_through_selective) or --kv-write through (write_through)",
+    "hicache_write_policy": "use --kv-write selective (write_through_selective), through (write_through) or evicted "
+    "(write_back)",
     "hicache_storage_backend": "use --kv-disk DIR for file, --kv-store mooncake://master:port for mooncake, and "
     "--kv-store redis://host:port/db for others that several servers share",
     "hicache_storage_prefetch_policy": "use --kv-fetch best_effort, wait (wait_complete) or timeout",

@@ -81,14 +81,23 @@ class Lease:
         node: the node at which it ends; only the cache uses it.
         priority: of the request.
         is_use: whether it counts as a use of its pages, for the order of eviction; not if they are only copied.
+        in_memory: the pages of the request must not go to a tier.
     """
 
-    __slots__ = ("extra_key", "is_use", "node", "num_pages", "priority")
+    __slots__ = ("extra_key", "in_memory", "is_use", "node", "num_pages", "priority")
 
     def __init__(
-        self, extra_key: str, num_pages: int, node: Any, priority: int = 0, *, is_use: bool = True
+        self,
+        extra_key: str,
+        num_pages: int,
+        node: Any,
+        priority: int = 0,
+        *,
+        is_use: bool = True,
+        in_memory: bool = False,
     ) -> None:
         self.is_use = is_use
+        self.in_memory = in_memory
         self.extra_key = extra_key
         self.num_pages = num_pages
         self.node = node
@@ -168,9 +177,17 @@ class PrefixCache:
         """Number of evictable pages that become locked if the match is locked."""
         return 0
 
-    def lock(self, extra_key: str, match: PrefixMatch, priority: int = 0, *, is_use: bool = True) -> Lease:
-        """Lease a match that is still valid, for a request of this priority; `is_use`: see `Lease`."""
-        return Lease(extra_key, 0, None, priority, is_use=is_use)
+    def lock(
+        self,
+        extra_key: str,
+        match: PrefixMatch,
+        priority: int = 0,
+        *,
+        is_use: bool = True,
+        in_memory: bool = False,
+    ) -> Lease:
+        """Lease a match that is still valid, for a request of this priority; `is_use`, `in_memory`: see `Lease`."""
+        return Lease(extra_key, 0, None, priority, is_use=is_use, in_memory=in_memory)
 
     def pages_of(self, lease: Lease) -> IntArray:
         """[lease.num_pages] the leased pages, in order."""
@@ -224,6 +241,20 @@ class PrefixCache:
         The prefixes of waiting requests are dropped when no others are left, and pinned pages after those.
         """
         return EMPTY
+
+    def take_unstored(self, num_pages: int, min_pages: int) -> list[tuple[str, bytes]]:
+        """The prefixes that are evicted next, so many pages in all, to be given to a tier: namespaces, and int32 bytes.
+
+        Left out are those with fewer than `min_pages`, of closed sessions, and those that must not be stored. Each is
+        returned once, and counts as stored from now on.
+        """
+        return []
+
+    def note_stored(self, lease: Lease) -> None:
+        """A tier has the pages of a lease."""
+
+    def forget_stored(self) -> None:
+        """The tier has nothing any more."""
 
     @property
     def counts_wants(self) -> bool:

@@ -23,6 +23,8 @@ from .wants import Wants
 CLOCK_BITS: Final = 64
 PROTECTED_USES: Final = 2
 _MIN_COMPACTION: Final = 64
+MAX_LEAVES: Final = 64
+"""The most leaves that an eviction passes over, because no tier has them, and that `next_leaves` finds in a heap."""
 
 
 Rank = Callable[[RadixNode], int]
@@ -128,14 +130,48 @@ class EvictionQueue:
         for heap in self._heaps.values():
             heap.discard(node)
 
-    def pop(self) -> RadixNode | None:
-        """Return the leaf to evict first, without its entry; None if there is none."""
+    def pop(self, window_pages: int = 0) -> RadixNode | None:
+        """Return the leaf to evict first, without its entry; None if there is none.
+
+        Among the leaves of a class that are next, with `window_pages` in all, one that a tier has goes before others.
+        """
         return (
-            self._pop(self._heaps[EvictionClass.DEAD])
-            or self._pop(self._heaps[EvictionClass.ORDINARY])
-            or self._wants.last_leaf()
+            self._pop_stored(self._heaps[EvictionClass.DEAD], window_pages)
+            or self._pop_stored(self._heaps[EvictionClass.ORDINARY], window_pages)
+            or next(self._wants.leaves(), None)
             or self._pop(self._heaps[EvictionClass.PROMISED])
         )
+
+    def _pop_stored(self, heap: _LazyHeap, window_pages: int) -> RadixNode | None:
+        passed: list[RadixNode] = []
+        chosen = self._pop(heap)
+        while chosen is not None and not chosen.is_stored and window_pages > 0:
+            passed.append(chosen)
+            window_pages -= len(chosen.pages)
+            chosen = self._pop(heap) if window_pages > 0 and len(passed) < MAX_LEAVES else None
+        if chosen is None and passed:
+            chosen = passed.pop(0)
+        for node in passed:
+            self.note(node)
+        return chosen
+
+    def next_leaves(self, num_pages: int) -> list[RadixNode]:
+        """The leaves that are evicted next, with so many pages in all; without the promised ones."""
+        leaves: list[RadixNode] = []
+        for heap in (self._heaps[EvictionClass.DEAD], self._heaps[EvictionClass.ORDINARY]):
+            taken: list[RadixNode] = []
+            while num_pages > 0 and len(taken) < MAX_LEAVES and (node := self._pop(heap)) is not None:
+                taken.append(node)
+                num_pages -= len(node.pages)
+            for node in taken:
+                self.note(node)
+            leaves += taken
+        for node in self._wants.leaves() if num_pages > 0 else ():
+            leaves.append(node)
+            num_pages -= len(node.pages)
+            if num_pages <= 0:
+                break
+        return leaves
 
     def _pop(self, heap: _LazyHeap) -> RadixNode | None:
         rank_of, entries = self._rank, heap.entries

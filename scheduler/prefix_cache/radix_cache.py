@@ -33,7 +33,7 @@ from .block_events import BlockRecorder
 from .eviction import EvictionQueue, Rank, lru
 from .miss_explainer import FLUSHED, Eviction, EvictionHistory, MissExplainer
 from .pins import PinKey, Pins
-from .radix_node import Checkpoints, RadixNode, nodes_of, pages_in, path_to_root, verify_nodes
+from .radix_node import Checkpoints, RadixNode, nodes_of, pages_in, path_to_root, prefix_of, verify_nodes
 from .sessions import Sessions
 from .wants import Want, Wants
 
@@ -54,6 +54,7 @@ class RadixCache(PrefixCache):
         max_evictions_remembered: int = MAX_TOMBSTONES,
         free_checkpoint: Callable[[int], None] | None = None,
         blocks: BlockRecorder | None = None,
+        stored_window_pages: int = 0,
     ) -> None:
         """Make an empty cache.
 
@@ -64,6 +65,7 @@ class RadixCache(PrefixCache):
             max_evictions_remembered: the most evictions that `explain` knows about.
             free_checkpoint: takes back the slot of a checkpoint; None: the model has no state layers.
             blocks: records what enters and leaves the tree; None: nothing does.
+            stored_window_pages: of so many pages that are evicted next, those that a tier has go first.
         """
         self.page_size: Final = page_size
         self._page_bytes = page_size * TOKEN_ID_BYTES
@@ -82,6 +84,7 @@ class RadixCache(PrefixCache):
         self._eviction_history = EvictionHistory(max_evictions_remembered)
         self._explainer = MissExplainer(self._roots, self._eviction_history, page_size)
         self._blocks = blocks if blocks is not None else BlockRecorder()
+        self._stored_window_pages = stored_window_pages
 
     @property
     def shares(self) -> bool:
@@ -155,13 +158,21 @@ class RadixCache(PrefixCache):
             node = node.parent
         return count
 
-    def lock(self, extra_key: str, match: PrefixMatch, priority: int = 0, *, is_use: bool = True) -> Lease:
+    def lock(
+        self,
+        extra_key: str,
+        match: PrefixMatch,
+        priority: int = 0,
+        *,
+        is_use: bool = True,
+        in_memory: bool = False,
+    ) -> Lease:
         node = self._end_of(match)
         if node is None:
             node = self._root(extra_key)
         if match.checkpoint and is_use and self._checkpoints is not None:
             self._checkpoints.used(node)
-        lease = Lease(extra_key, match.num_pages, node, priority, is_use=is_use)
+        lease = Lease(extra_key, match.num_pages, node, priority, is_use=is_use, in_memory=in_memory)
         self._lock_path(lease, None)
         return lease
 
@@ -190,6 +201,7 @@ class RadixCache(PrefixCache):
                     priority=lease.priority,
                 )
                 child.used_s = self._now_s
+                child.in_memory = lease.in_memory
                 node.children[first_page] = child
                 self._eviction_history.inserted(node, first_page)
                 self._blocks.inserted(child)
@@ -294,7 +306,7 @@ class RadixCache(PrefixCache):
         """Take pages from the lowest-ranked leaves; `evicted_at` goes into the eviction history."""
         freed: list[AnyIntArray] = []
         missing = num_pages
-        while missing > 0 and (node := self._queue.pop()) is not None:
+        while missing > 0 and (node := self._queue.pop(self._stored_window_pages)) is not None:
             # Cutting a leaf copies the pages that stay, so a long leaf is first split in halves until it is short. Then
             # each page is copied a few times in all. Cutting one page at a time from a leaf of a million pages would
             # copy each page up to a million times.
@@ -330,6 +342,7 @@ class RadixCache(PrefixCache):
             self._checkpoints.removed(node)
         node.pages = node.pages[:num_pages].copy()
         node.key = node.key[:cut]
+        node.num_stored = min(node.num_stored, num_pages)
         self._blocks.truncated(node)
         self._queue.note(node)
 
@@ -363,6 +376,30 @@ class RadixCache(PrefixCache):
         node.parent = None
         if not parent.children:
             self._note_if_evictable(parent)
+
+    # ------------------------------------------------------------ tiers
+
+    def take_unstored(self, num_pages: int, min_pages: int) -> list[tuple[str, bytes]]:
+        taken = []
+        for leaf in self._queue.next_leaves(num_pages):
+            if leaf.is_stored or leaf.in_memory or leaf.is_dead:
+                continue
+            if sum(len(node.pages) for node in path_to_root(leaf)) >= min_pages:
+                taken.append(prefix_of(leaf))
+                self._note_stored(leaf)
+        return taken
+
+    def note_stored(self, lease: Lease) -> None:
+        self._note_stored(lease.node)
+
+    @staticmethod
+    def _note_stored(end: RadixNode) -> None:
+        for node in path_to_root(end):
+            node.num_stored = len(node.pages)
+
+    def forget_stored(self) -> None:
+        for node in nodes_of(self._roots):
+            node.num_stored = 0
 
     # ------------------------------------------------------------ waiting requests
 
@@ -473,10 +510,7 @@ class RadixCache(PrefixCache):
     def promise(self, session: Session, until_s: float) -> tuple[int, int]:
         kept = asked = 0
         for end in tuple(session.ends):
-            path = list(path_to_root(end))
-            namespace = path.pop().namespace
-            assert namespace is not None
-            token_ids = b"".join(node.key for node in reversed(path))
+            namespace, token_ids = prefix_of(end)
             asked += len(token_ids) // self._page_bytes
             kept += self.pin(namespace, token_ids, until_s, session.tenant)
         return kept, asked
@@ -519,6 +553,9 @@ class RadixCache(PrefixCache):
         upper.used_s = node.used_s
         upper.num_uses = node.num_uses
         upper.is_dead = node.is_dead
+        upper.in_memory = node.in_memory
+        upper.num_stored = min(node.num_stored, num_pages)
+        node.num_stored -= upper.num_stored
         node.parent.children[node.key[: self._page_bytes]] = upper
         node.key = node.key[cut:]
         node.pages = node.pages[num_pages:].copy()
@@ -539,6 +576,7 @@ class RadixCache(PrefixCache):
             each.lock_ref += 1
             each.num_uses += lease.is_use
             each.priority = max(each.priority, lease.priority)
+            each.in_memory = each.in_memory and (lease.in_memory or not lease.is_use)
             if each.is_dead and lease.is_use:
                 each.is_dead = False
                 self._queue.class_changed(each)

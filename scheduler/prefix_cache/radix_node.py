@@ -37,6 +37,8 @@ class RadixNode:
         end_id: id of the position after the run, given when pages after it are evicted; 0 until then.
         checkpoint: the slot of the state after the run, see `Checkpoints`; 0: it was not kept.
         truncated_key: the eviction history's entry for the page that was last cut off its end; 0 for none.
+        num_stored: first pages of the run that a tier has or was given; also if that failed, so it is not tried again.
+        in_memory: only requests have used it whose prompts must not be stored.
     """
 
     __slots__ = (
@@ -44,11 +46,13 @@ class RadixNode:
         "children",
         "created",
         "end_id",
+        "in_memory",
         "is_dead",
         "key",
         "last_access",
         "lock_ref",
         "namespace",
+        "num_stored",
         "num_uses",
         "num_wants",
         "pages",
@@ -88,6 +92,13 @@ class RadixNode:
         self.end_id = 0
         self.truncated_key = 0
         self.checkpoint = 0
+        self.num_stored = 0
+        self.in_memory = False
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether a tier has the whole run."""
+        return self.num_stored == len(self.pages)
 
     @property
     def is_evictable_leaf(self) -> bool:
@@ -101,6 +112,14 @@ def path_to_root(node: RadixNode) -> Iterator[RadixNode]:
     while each is not None:
         yield each
         each = each.parent
+
+
+def prefix_of(node: RadixNode) -> tuple[str, bytes]:
+    """Namespace, and tokens (int32 bytes) of the prefix that ends with a node."""
+    path = list(path_to_root(node))
+    namespace = path.pop().namespace
+    assert namespace is not None
+    return namespace, b"".join(each.key for each in reversed(path))
 
 
 class Checkpoints:

@@ -73,8 +73,8 @@ class Wants:
                 parent.num_wants += 1
         node.num_wants = 0
 
-    def last_leaf(self) -> RadixNode | None:
-        """The evictable leaf that is evicted first; None: all are pinned, or there is none."""
+    def leaves(self) -> Iterator[RadixNode]:
+        """The evictable leaves that are not pinned, the one that is evicted first at the beginning."""
         seen = Counter[RadixNode]()
         by_missing = sorted(
             self._by_seq.items(), key=lambda item: (item[1].num_missing, item[0]), reverse=True
@@ -82,8 +82,7 @@ class Wants:
         for _, (node, _) in by_missing:
             seen[node] += 1
             if seen[node] == node.num_wants and node.is_evictable_leaf and not node.pin_ref:
-                return node
-        return None
+                yield node
 
     def verify(self, nodes: Iterator[RadixNode]) -> Iterator[str]:
         """Yield errors: wrong counters, and wants of nodes that are not in the tree."""

@@ -133,6 +133,7 @@ class Req:
         cached_tokens: prompt tokens that the prefix cache had at the first admission.
         loaded_tokens: tokens that were loaded from a disk for it.
         num_retractions: how often it was retracted or preempted.
+        looked_up_after: the number of retractions when it was last looked up in a tier.
         num_overtaken: passes in which it waited and a later arrival was admitted; see `MAX_OVERTAKEN`.
         num_delivered: tokens of the output that the client had before the request was submitted again.
         answered: whether an output row was sent already.
@@ -167,6 +168,7 @@ class Req:
         "keep_special_ids",
         "lease",
         "loaded_tokens",
+        "looked_up_after",
         "lora_id",
         "match",
         "match_generation",
@@ -242,7 +244,7 @@ class Req:
         self.cached_tokens = self.loaded_tokens = 0
         self.received_s = now_s
         self.queue_s = 0.0
-        self.num_retractions = 0
+        self.num_retractions = self.looked_up_after = 0
         self.num_delivered = 0
         self.num_overtaken = 0
         self.num_drafts = 0
@@ -264,7 +266,7 @@ class Req:
         self.cached_tokens = delivered.usage.cached_tokens
         self.loaded_tokens = delivered.usage.loaded_tokens
         self.queue_s = delivered.usage.queue_s
-        self.num_retractions = delivered.usage.num_retractions
+        self.num_retractions = self.looked_up_after = delivered.usage.num_retractions
         if self.grammar_figures is not None and delivered.usage.grammar is not None:
             self.grammar_figures = GrammarFigures.going_on(delivered.usage.grammar)
         if self.status is ReqStatus.WAITING:

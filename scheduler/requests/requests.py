@@ -247,7 +247,8 @@ class Requests:
     def kv_ready(self, req: Req, now_s: float) -> None:
         """Queue a request after its prompt has come, or will not come, at its position by arrival."""
         del self.receiving[req.rid]
-        req.enter(ReqStatus.RETRACTED if req.output_len else ReqStatus.WAITING, now_s)
+        ran = req.output_len or req.num_retractions
+        req.enter(ReqStatus.RETRACTED if ran else ReqStatus.WAITING, now_s)
         self.waiting.requeue(req)
 
     def start(self, req: Req, now_s: float) -> None:

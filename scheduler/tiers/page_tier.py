@@ -25,6 +25,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Final
 
 from ...runtime.config.engine_config import CacheConfig
@@ -47,7 +48,7 @@ from ..arrays import EMPTY, TOKEN_ID_BYTES, IntArray
 from ..batch import ScheduleBatch
 from ..memory.kv_memory import KVMemory
 from ..memory.pages import IncomingPages
-from ..prefix_cache.base import Lease, PrefixCache, PrefixMatch, split_namespace
+from ..prefix_cache.base import Lease, PrefixCache, PrefixMatch
 from ..requests.req import Req, ReqStatus
 from ..requests.requests import Requests
 from ..transfer.role import NO_CHANGES, Changes, News, Step, TransferRole
@@ -133,7 +134,6 @@ class PageTier(TransferRole):
         """
         self._name = settings.kv_tier
         self._fetch_kind, self._fetch_limit_s = settings.kv_fetch_rule()
-        self._persists_salted = settings.kv_persist_salted
         self._num_rows = num_rows
         self._requests = requests
         self._cache = cache
@@ -161,8 +161,8 @@ class PageTier(TransferRole):
             self._counts,
             self._jobs,
             self._commands,
+            settings,
             min_pages=self._min_pages,
-            writes_through=settings.kv_write == "through",
         )
 
     @property
@@ -170,11 +170,13 @@ class PageTier(TransferRole):
         return len(self._fetches) + len(self._draining) + len(self._stores)
 
     def arrived(self, req: Req, now_s: float) -> Sequence[Step]:
-        if self._is_late or req.status not in _QUEUED or req.needs_all_tokens or not self._may_persist(req):
+        if self._is_late or req.status not in _QUEUED or req.needs_all_tokens:
             return ()
         num_pages = (req.fill_len - 1) // self._kv.page_size
-        if num_pages - self._kv.match(req).num_pages < self._min_pages:
+        is_short = num_pages - self._kv.match(req).num_pages < self._min_pages
+        if is_short or not self._stores.may_persist(req.extra_key):
             return ()
+        req.looked_up_after = req.num_retractions
         self._requests.await_kv(req, now_s)
         fetch = _Fetch(req, next(self._jobs), now_s + min(LOOK_UP_LIMIT_S, self._fetch_limit_s or math.inf))
         self._fetches[fetch.job], self._job_of[req.rid] = fetch, fetch.job
@@ -185,10 +187,11 @@ class PageTier(TransferRole):
     def plan(self, now_s: float) -> Changes:
         if not self._requests:
             self._stores.store_one_more()
+        self._stores.store_ahead()
+        steps = self._look_up_retracted(now_s)
         if not self._fetches:
             return NO_CHANGES
         self._loaded = [each for each in self._loaded if each[0].status in _QUEUED]
-        steps: list[Step] = []
         for fetch in [*self._fetches.values()]:
             if fetch.expires_s <= now_s:
                 self._is_late = self._is_late or fetch.found is None or fetch.lease is not None
@@ -214,7 +217,11 @@ class PageTier(TransferRole):
             self._prefill_s_per_token = sample if last is None else last + _RATE_WEIGHT * (sample - last)
         for idx in range(batch.num_extends):
             req = batch.reqs[idx]
-            if batch.end[idx] >= req.prompt_len and self._may_persist(req) and not req.in_memory:
+            if (
+                batch.end[idx] >= req.prompt_len
+                and not req.in_memory
+                and self._stores.may_persist(req.extra_key)
+            ):
                 self._stores.note_prompt(req)
         self._stores.store_waiting()
 
@@ -293,6 +300,21 @@ class PageTier(TransferRole):
         )
         return {self._name: figures}
 
+    def _look_up_retracted(self, now_s: float) -> list[Step]:
+        """Look up retracted requests, which are the first of the queue, when they could go on: once each time."""
+        steps: list[Step] = []
+        if self._requests.num_with_row >= self._num_rows:
+            return steps
+        for req in [*islice(self._requests.waiting, MAX_LOADS)]:
+            if req.status is ReqStatus.RETRACTED and req.looked_up_after < req.num_retractions:
+                match = self._kv.match(req)
+                needed = pages_for(req.fill_len + 1, self._kv.page_size) - match.num_pages
+                if self._reservations.leave_room(
+                    needed + self._kv.unlocked_pages(match), self._kv.available_pages
+                ):
+                    steps += self.arrived(req, now_s)
+        return steps
+
     # ------------------------------------------------------------ loads
 
     def _loading(self) -> Iterator[tuple[_Fetch, Lease]]:
@@ -363,10 +385,6 @@ class PageTier(TransferRole):
             return ""
         return f"loading it was estimated at {load_s:.3f} s, computing it at {compute_s:.3f} s"
 
-    def _may_persist(self, req: Req) -> bool:
-        """Whether the prompt may be looked up and stored: one with a cache salt is private."""
-        return self._persists_salted or not split_namespace(req.extra_key)[0]
-
     def _may_start(self, req: Req) -> bool:
         """Whether a request that is being loaded could start now, if it waited for nothing else."""
         return (
@@ -424,6 +442,7 @@ class PageTier(TransferRole):
             begin = lease.num_pages * self._page_bytes
             token_ids = req.fill_ids[begin : begin + count * self._page_bytes]
             self._incoming.adopt(lease, token_ids, fetch.pages[:count])
+            self._cache.note_stored(lease)
         self._incoming.give_back(fetch.pages[count:])
         self._end_checkpoint(fetch, lease if count else None)
         self._cache.release(lease)
@@ -434,7 +453,7 @@ class PageTier(TransferRole):
         if not count:
             return self._go_on(req, "not loaded", message.error or f"the {self._name} has lost it", now_s)
         tokens = count * self._kv.page_size
-        if not req.num_delivered:
+        if not req.num_delivered and not req.num_retractions:
             req.loaded_tokens = tokens
         self._loaded.append((req, count))
         words = f"{tokens:,} of {req.prompt_len:,} prompt tokens from {self._name} in {now_s - fetch.began_s:.3f} s"

@@ -1,7 +1,11 @@
-"""`PromptStores`: which prompts are stored on the disk, and when.
+"""`PromptStores`: which prompts are stored in a tier, and when, as `--kv-write` says.
 
-What a second request uses is stored at once, the rest while no request runs, and when the engine stops: so prompts that
-come once cost a busy engine nothing. A lease keeps pages until `Stored`, and their state stays in its slot.
+- selective: what a second request uses at once, the rest while no request runs: so prompts that come once cost a busy
+  engine nothing.
+- through: each prompt at its end.
+- evicted: prompts and answers when they are about to be evicted.
+
+All of them store the rest when the engine stops. A lease keeps pages until `Stored`, and their state stays in its slot.
 """
 
 from __future__ import annotations
@@ -12,11 +16,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+from ...runtime.config.engine_config import CacheConfig
 from ...runtime.transport.kv_tiers import Stored, StorePages, TierCommand
 from ..arrays import TOKEN_ID_BYTES
 from ..memory.kv_memory import KVMemory
 from ..memory.pages import IncomingPages
-from ..prefix_cache.base import Lease, PrefixCache
+from ..prefix_cache.base import Lease, PrefixCache, split_namespace
 from ..requests.req import Req
 
 logger = logging.getLogger(__name__)
@@ -24,6 +29,10 @@ logger = logging.getLogger(__name__)
 STORE_SHARE: Final = 16
 """Pages that are locked while they are stored are at most 1/16 of the pool, unless it is a single prompt."""
 MAX_STORES_WAITING: Final = 64
+AHEAD_SHARE: Final = 4
+"""With `evicted`, 1/4 of the pool is free or stored: a prompt of this size is admitted, and nothing is lost."""
+STORED_FIRST_SHARE: Final = 20
+"""With `evicted`, of the 1/20 of the pool that is evicted next, the stored pages go first."""
 KEPT_PROMPTS: Final = 128
 """The last prompts; those of them that are not stored yet are stored when there is time."""
 
@@ -66,16 +75,15 @@ class PromptStores:
         counts: TierCounts,
         jobs: Iterator[int],
         commands: list[TierCommand],
+        settings: CacheConfig,
         *,
         min_pages: int,
-        writes_through: bool,
     ) -> None:
         """Take the parts.
 
         Args:
             counts, jobs, commands: of the tier: totals, the numbers of further jobs, and where commands go.
             min_pages: a shorter prompt is not stored.
-            writes_through: each prompt is stored at its end.
         """
         self._cache = cache
         self._kv = kv
@@ -84,7 +92,10 @@ class PromptStores:
         self._jobs = jobs
         self._commands = commands
         self._min_pages = min_pages
-        self._writes_through = writes_through
+        self._mode = settings.kv_write
+        self._persists_salted = settings.kv_persist_salted
+        self._ahead_pages = max(1, kv.num_pages // AHEAD_SHARE)
+        self._looked_ahead = (-1, -1)  # the cache's generation and the free pages then
         self._has_states = kv.state_slots.num_checkpoints > 0
         self._page_bytes = kv.page_size * TOKEN_ID_BYTES
         self._stores: dict[int, tuple[Lease, int]] = {}  # by job; with the checkpoint at its end, or 0
@@ -119,6 +130,7 @@ class PromptStores:
         """Store nothing of what was computed until now."""
         self._to_store.clear()
         self._prompts.clear()
+        self._cache.forget_stored()
 
     def close(self) -> None:
         """Order all that is not stored yet: the engine stops."""
@@ -132,8 +144,12 @@ class PromptStores:
         # the state is kept only now.
         num_pages = (req.prompt_len - self._has_states) // self._kv.page_size
         used_pages = min(num_pages, max(req.cached_tokens, req.tree_len) // self._kv.page_size)
-        if num_pages - used_pages >= self._min_pages or self._writes_through:
-            self._remember(req, num_pages, is_stored=self._writes_through)
+        if self._mode == "evicted":
+            self._remember(req, num_pages, is_stored=False)
+            return
+        writes_through = self._mode == "through"
+        if num_pages - used_pages >= self._min_pages or writes_through:
+            self._remember(req, num_pages, is_stored=writes_through)
         if not req.loaded_tokens or req.tree_len > req.cached_tokens:  # else the disk has it
             self._remember(req, used_pages, is_stored=True)
 
@@ -159,12 +175,28 @@ class PromptStores:
 
     def store_one_more(self) -> None:
         """No request runs: store the newest prompt that is not stored, one at a time."""
-        while not (self._stores or self._to_store):
+        while self._mode != "evicted" and not (self._stores or self._to_store):
             newest = next((each for each in reversed(self._prompts) if not self._prompts[each]), None)
             if newest is None:
                 return
             self._prompts[newest] = True
             self._store(newest)
+
+    def store_ahead(self) -> None:
+        """With `evicted`, when few pages are free: store what is evicted next, answers included."""
+        if self._mode != "evicted" or self._stores:
+            return
+        looked_ahead = self._cache.generation, self._kv.page_counts().free
+        missing = self._ahead_pages - looked_ahead[1]
+        if missing > 0 and looked_ahead != self._looked_ahead:
+            self._looked_ahead = looked_ahead
+            prefixes = self._cache.take_unstored(missing, self._min_pages)
+            self._to_store += [_Prompt(*each) for each in prefixes if self.may_persist(each[0])]
+            self.store_waiting()
+
+    def may_persist(self, namespace: str) -> bool:
+        """Whether prompts of a namespace may be looked up and stored: those with a cache salt are private."""
+        return self._persists_salted or not split_namespace(namespace)[0]
 
     def _store(self, prompt: _Prompt) -> None:
         """Order the store of the part of a prompt that the prefix cache has; unless that is too short."""

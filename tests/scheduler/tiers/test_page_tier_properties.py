@@ -48,7 +48,7 @@ class DiskMachine(SchedulerMachine):
         min_tokens=st.sampled_from([1, 4, 16]),
         estimate_s=st.sampled_from([0.0, 0.001, 20.0]),
         answers_itself=st.booleans(),
-        kv_write=st.sampled_from(["selective", "through"]),
+        kv_write=st.sampled_from(["selective", "through", "evicted"]),
         kv_fetch=st.sampled_from(["timeout", "timeout", "timeout:700", "best_effort", "wait"]),
         news=st.randoms(use_true_random=False),
     )
