@@ -11,7 +11,7 @@ from msgspec import structs
 
 from ..fields import Fields
 from ..spec.layer_form import FUSED_QKV, GLM4, Biases, LayerForm
-from .family import Facts, Family
+from .family import GGUF, Facts, Family
 from .hf_readers import partial_rope_facts, rope_facts
 from .hf_rope import MAX_POSITIONS, read_rope
 
@@ -80,6 +80,11 @@ def _chatglm(fields: Fields) -> Facts:
     }
 
 
+def _no_facts(fields: Fields, arch: str) -> Facts:
+    """Files of llama.cpp have separate q, k and v, and Llama's names."""
+    return {}
+
+
 _GPT_NAMES: Final = {
     r"^transformer\.(wte)\.": "model.embed_tokens.",
     r"^transformer\.ln_f\.": "model.norm.",
@@ -105,6 +110,7 @@ FAMILIES: Final = (
         published="XVERSE 7B, 13B, 65B",
         architecture="XverseForCausalLM",
         read=_xverse,
+        gguf={"xverse": GGUF(_no_facts, neighbors=True)},
         tensors={r".*\.rotary_emb\.inv_freq$": ""},
     ),
     Family(
@@ -134,6 +140,7 @@ FAMILIES: Final = (
         published="EXAONE 3.0, 3.5, Deep",
         architecture="ExaoneForCausalLM",
         read=_xverse,
+        gguf={"exaone": GGUF(_no_facts)},
         norm_eps="layer_norm_epsilon",
         renamed={"num_layers": "num_hidden_layers", "activation_function": "hidden_act"},
         tensors={
@@ -151,6 +158,7 @@ FAMILIES: Final = (
         published="InternLM 2, 2.5",
         architecture="InternLM2ForCausalLM",
         read=_internlm2,
+        gguf={"internlm2": GGUF(_no_facts, neighbors=True)},
         tensors={
             r"\.tok_embeddings\.": ".embed_tokens.",
             r"^output\.": "lm_head.",

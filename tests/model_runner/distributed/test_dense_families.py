@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.launch.resolve.rank_spec import check_tp
-from tests.model_runner.structures.families import GRANITE
+from tests.model_runner.structures.families import FAMILIES, GRANITE, NEMOTRON_EXPERTS, SPARSE
 
 from .test_tensor_parallel import GREEDY, SEEDED, generate
 from .thread_group import ThreadGroup, on_ranks
@@ -26,6 +26,19 @@ VARIANTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "starcoder2 biases": ("starcoder2", 2, {"tie_word_embeddings": True}),
     "cohere2": ("cohere2", 2, {"sliding_window": 9, "logit_scale": 0.5, "attention_bias": True}),
     "granite factors, tied": ("granite", 2, {**GRANITE, "tie_word_embeddings": True, "vocab_size": 97}),
+    "deepseek_v32 all ranks choose the same tokens": ("deepseek_v32", 2, {**SPARSE, "index_topk": 8}),
+    "nemotron_h experts of latents": (
+        "nemotron_h",
+        2,
+        {**NEMOTRON_EXPERTS, "n_group": 1, "moe_latent_size": 20},
+    ),
+    "gemma4 experts beside the MLP": (
+        "gemma4_text",
+        2,
+        FAMILIES["gemma4 experts beside the MLP"].options,
+    ),
+    "mimo_v2_flash": ("mimo_v2_flash", 2, FAMILIES["mimo_v2_flash experts, as wide values"].options),
+    "mimo_v2_flash small heads of v": ("mimo_v2_flash", 4, FAMILIES["mimo_v2_flash"].options),
     "gemma2 caps, a vocabulary that does not divide": (
         "gemma2",
         2,

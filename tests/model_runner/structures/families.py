@@ -418,7 +418,13 @@ MAMBA_FLOAT32 = ("A_log", "dt_bias", ".D", "mamba.norm.weight", "mixer.norm.weig
 
 FAMILIES: dict[str, Row] = {
     "baichuan": row("baichuan", num_key_value_heads=6, blocks={"num_key_value_heads": 4}, made_as="llama"),
-    "xverse": row("xverse", num_key_value_heads=6, blocks={"num_key_value_heads": 4}, made_as="llama"),
+    "xverse": row(
+        "xverse",
+        num_key_value_heads=6,
+        blocks={"num_key_value_heads": 4},
+        made_as="llama",
+        gguf=("xverse", {}),
+    ),
     "qwen": row("qwen", num_key_value_heads=6, blocks={"num_key_value_heads": 4}, made_as="qwen2"),
     "exaone": row(
         "exaone",
@@ -426,8 +432,9 @@ FAMILIES: dict[str, Row] = {
         rope_parameters={**LLAMA3_ROPE, "original_max_position_embeddings": 64},
         blocks={},
         made_as="llama",
+        gguf=("exaone", {"head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}}),
     ),
-    "internlm2": row("internlm2", blocks={}, made_as="llama"),
+    "internlm2": row("internlm2", blocks={}, made_as="llama", gguf=("internlm2", {})),
     "internlm2 wide heads": row(
         "internlm2",
         num_attention_heads=6,

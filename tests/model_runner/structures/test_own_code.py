@@ -12,6 +12,9 @@ from engine.models.hf.hf_config import read_hf_spec
 from engine.models.weight_files.check_weights import check_folder_weights
 from engine.runtime.errors import ConfigError
 
+from ..conftest import TinyModel
+from ..distributed.test_tensor_parallel import GREEDY, generate
+from ..distributed.thread_group import on_ranks
 from .own_code import write_as_published
 from .text_checks import tokens_of
 
@@ -87,3 +90,15 @@ def test_beyond_the_length_of_training_qwen_1_is_not_served(make_tiny_model):
     write(tiny, "qwen", "QWenLMHeadModel")
 
     assert read_hf_spec(tiny.folder).max_position_embeddings == 256
+
+
+def test_ranks_have_the_rows_of_their_heads_of_internlm_2(make_tiny_model):
+    tiny = make_tiny_model("llama")
+    write(tiny, "internlm2", "InternLM2ForCausalLM")
+    tiny = TinyModel(tiny.reference, tiny.folder, read_hf_spec(tiny.folder))
+    expected, _ = generate(tiny, GREEDY)
+
+    def tokens(group):
+        return generate(tiny, GREEDY, group)[0]
+
+    assert on_ranks(2, tokens) == [expected] * 2

@@ -21,7 +21,7 @@ from tests.model_runner.structures.families import FAMILIES
 PROMPT = [int(token) for token in np.random.default_rng(0).integers(0, 96, 80)]
 
 
-NEIGHBORS = ("smollm3", "mistral3", "granite")
+NEIGHBORS = ("smollm3", "mistral3", "granite", "xverse", "internlm2")
 """Their rows of q and k are stored with rotary pairs side by side."""
 
 
