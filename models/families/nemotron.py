@@ -47,10 +47,6 @@ def _nemotron_h(fields: Fields) -> Facts:
         if fields.get(name) not in (None, only):
             rule = f"only {'null' if only is None else str(only).lower()} is supported"
             raise fields.error(name, fields.get(name), rule)
-    quantization = fields.get("quantization_config")
-    if quantization is not None:
-        rule = "which is not read for this architecture; give the folder in bfloat16, or a GGUF file"
-        raise fields.error("quantization_config", quantization, rule)
     kinds = _kinds(fields)
     num_heads = fields.integer("num_attention_heads", 1, 1 << 12, default=32)
     return {

@@ -32,11 +32,14 @@ from engine.models.hf.hf_quantization import read_quantization
 from engine.models.source import ModelSource
 from engine.models.spec.quantization import QuantizationSpec
 from engine.models.weight_files.check_weights import check_folder_weights
+from engine.models.weight_files.needed_tensors import needed_modules
+from engine.models.weight_files.stored_forms import usual_block_name
 from engine.runtime.config.engine_config import ModelConfig
 from engine.runtime.errors import ConfigError
 from engine.runtime.feasibility import Capacity
 from tests.model_runner.conftest import Driver, engine_config
 from tests.model_runner.distributed.thread_group import ThreadGroup, on_ranks
+from tests.model_runner.structures.families import BLOCK_ROWS
 
 from .test_quantized import PROMPT, SIZES, Tensors, as_fp8, format_of, prompt_logprobs, reader_of
 
@@ -244,6 +247,37 @@ def test_forms_are_mixed_by_module(make_tiny_model, make_driver, unpack, by):
     assert [form and form.method for form in forms] == [None, "fp8"]
     head = found.part_of("lm_head")
     assert head is not None and head.method == "nvfp4"
+
+
+@pytest.mark.fast_cases(3)
+@pytest.mark.parametrize("row", BLOCK_ROWS.values(), ids=BLOCK_ROWS.keys())
+def test_each_family_finds_its_modules(make_tiny_model, make_driver, unpack, row):
+    """All linear layers in NVFP4 or FP8 in turn, listed by the names of the files: as the same weights in float32."""
+    tiny = make_tiny_model(row.made_as, **row.in_blocks)
+    linear = {module.name for module in needed_modules(tiny.spec) if module.is_linear}
+    path, plain, stored = tiny.folder / "model.safetensors", Tensors(), Tensors()
+    layers: dict[str, dict[str, str]] = {}
+    for name, tensor in load_file(path).items():
+        module = name.removesuffix(".weight")
+        usual = usual_block_name(tiny.spec, module) if tiny.spec.form.mlp_layers else module
+        if usual not in linear or QuantizationSpec(method="nvfp4").is_plain(usual):
+            plain[name] = stored[name] = tensor
+            continue
+        in_4_bits = len(layers) % 2 == 0 or ".experts." in name
+        layers[module] = {"quant_algo": "W4A16_NVFP4" if in_4_bits else "FP8"}
+        tensors, plain[name] = as_nvfp4(tensor) if in_4_bits else as_fp8(tensor, "tensor")
+        stored |= {f"{module}.{suffix}": value for suffix, value in tensors.items()}
+    save_file(plain, path)
+    expected = prompt_logprobs(make_driver(tiny.spec, tiny.folder), unpack)
+    save_file(stored, path)
+    description = MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    config = json.loads((tiny.folder / "config.json").read_text())
+    (tiny.folder / "config.json").write_text(json.dumps(config | {"quantization_config": description}))
+    spec = read_hf_spec(tiny.folder)
+
+    check_folder_weights(tiny.folder, spec)
+    assert len(layers) > 4
+    np.testing.assert_allclose(prompt_logprobs(make_driver(spec, tiny.folder), unpack), expected, atol=1e-5)
 
 
 NATIVE = pytest.mark.skipif(
