@@ -15,7 +15,7 @@ that nothing will be written to them any more. So the tier can delay a request f
 
 In a model with state layers the state after the last page travels with the pages: the prefix cache gets both or none.
 
-`PromptStores` decides what is stored, and when.
+`Fetches` has the memory of the loads. `PromptStores` decides what is stored, and when.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any, Final
 
@@ -44,7 +43,7 @@ from ...runtime.transport.kv_tiers import (
     TierFigures,
 )
 from ..admission.budget import Reservations
-from ..arrays import EMPTY, TOKEN_ID_BYTES, IntArray
+from ..arrays import TOKEN_ID_BYTES
 from ..batch import ScheduleBatch
 from ..memory.kv_memory import KVMemory
 from ..memory.pages import IncomingPages
@@ -52,16 +51,11 @@ from ..prefix_cache.base import Lease, PrefixCache, PrefixMatch
 from ..requests.req import Req, ReqStatus
 from ..requests.requests import Requests
 from ..transfer.role import NO_CHANGES, Changes, News, Step, TransferRole
+from .fetches import MAX_LOADS, Fetch, Fetches
 from .prompt_stores import PromptStores, TierCounts
 
 MIN_TOKENS: Final = 256
 """A prompt with fewer missing tokens is computed; one with fewer tokens is not stored."""
-MAX_LOADS: Final = 4
-"""Prompts that are loaded at the same time, those that are loaded and have not started included."""
-LOAD_SHARE: Final = 8
-"""Their pages are at most 1/8 of the pool, unless it is a single prompt."""
-STATE_SHARE: Final = 4
-"""Their states take at most 1/4 of the slots for checkpoints, or one."""
 WORTH_SHARE: Final = 0.7
 """A prompt is loaded if that takes less than this share of the time of computing it."""
 _RATE_WEIGHT: Final = 0.3
@@ -80,34 +74,7 @@ _BY_ARRIVAL: Final = operator.attrgetter("req.seq")
 _QUEUED: Final = (ReqStatus.WAITING, ReqStatus.RETRACTED)
 
 
-@dataclass(slots=True)
-class _Fetch:
-    """A RECEIVING request.
-
-    Attributes:
-        req: the request.
-        job: of its `LookUp`, and of its `LoadPages`.
-        expires_s: when it goes on without the tier.
-        found: the answer to the look-up, with at least a page; None: there is none yet.
-        lease: while it is loaded, the part of the prompt that the prefix cache had; else None.
-        pages: [n] the pages for the part that is loaded.
-        checkpoint: the slot for the state after them; 0: the model has no state layers.
-        began_s: when the load was ordered.
-        is_cut: it was canceled, and what is loaded until then is used.
-    """
-
-    req: Req
-    job: int
-    expires_s: float
-    found: Found | None = None
-    lease: Lease | None = None
-    pages: IntArray = field(default_factory=lambda: EMPTY)
-    checkpoint: int = 0
-    began_s: float = 0.0
-    is_cut: bool = False
-
-
-def _by_priority(fetch: _Fetch) -> tuple[int, int]:
+def _by_priority(fetch: Fetch) -> tuple[int, int]:
     return -fetch.req.priority, fetch.req.seq
 
 
@@ -140,16 +107,11 @@ class PageTier(TransferRole):
         self._kv = kv
         self._incoming = incoming
         self._reservations = reservations
-        self._order: Callable[[_Fetch], Any] = _by_priority if by_priority else _BY_ARRIVAL
+        self._order: Callable[[Fetch], Any] = _by_priority if by_priority else _BY_ARRIVAL
         self._min_pages = pages_for(MIN_TOKENS, kv.page_size)
         self._page_bytes = kv.page_size * TOKEN_ID_BYTES
-        self._slots = kv.state_slots
-        self._has_states = kv.state_slots.num_checkpoints > 0
         self._jobs = itertools.count(1)
-        self._fetches: dict[int, _Fetch] = {}  # by job
-        self._job_of: dict[str, int] = {}  # rid -> job, for `_fetches`
-        self._draining: dict[int, _Fetch] = {}  # by job; their pages and slots may still be written to
-        self._loaded: list[tuple[Req, int]] = []  # requests that were loaded and wait, with their pages
+        self._fetches = Fetches(cache, kv, incoming)
         self._is_late = False  # an answer is overdue: nothing is asked until the next one
         self._prefill_s_per_token: float | None = None  # of steps that compute prompts alone
         self._commands: list[TierCommand] = []
@@ -167,7 +129,7 @@ class PageTier(TransferRole):
 
     @property
     def num_open(self) -> int:
-        return len(self._fetches) + len(self._draining) + len(self._stores)
+        return len(self._fetches) + len(self._fetches.draining) + len(self._stores)
 
     def arrived(self, req: Req, now_s: float) -> Sequence[Step]:
         if self._is_late or req.status not in _QUEUED or req.needs_all_tokens:
@@ -178,8 +140,8 @@ class PageTier(TransferRole):
             return ()
         req.looked_up_after = req.num_retractions
         self._requests.await_kv(req, now_s)
-        fetch = _Fetch(req, next(self._jobs), now_s + min(LOOK_UP_LIMIT_S, self._fetch_limit_s or math.inf))
-        self._fetches[fetch.job], self._job_of[req.rid] = fetch, fetch.job
+        fetch = Fetch(req, next(self._jobs), now_s + min(LOOK_UP_LIMIT_S, self._fetch_limit_s or math.inf))
+        self._fetches.begin(fetch)
         self._counts.lookups += 1
         self._commands.append(LookUp(fetch.job, req.extra_key, req.fill_ids[: num_pages * self._page_bytes]))
         return (Step(req.rid, "looked up"),)
@@ -191,8 +153,8 @@ class PageTier(TransferRole):
         steps = self._look_up_retracted(now_s)
         if not self._fetches:
             return NO_CHANGES
-        self._loaded = [each for each in self._loaded if each[0].status in _QUEUED]
-        for fetch in [*self._fetches.values()]:
+        self._fetches.loaded = [each for each in self._fetches.loaded if each[0].status in _QUEUED]
+        for fetch in self._fetches.all():
             if fetch.expires_s <= now_s:
                 self._is_late = self._is_late or fetch.found is None or fetch.lease is not None
                 self._leave(fetch)
@@ -216,19 +178,14 @@ class PageTier(TransferRole):
             sample, last = forward_s / num_tokens, self._prefill_s_per_token
             self._prefill_s_per_token = sample if last is None else last + _RATE_WEIGHT * (sample - last)
         for idx in range(batch.num_extends):
-            req = batch.reqs[idx]
-            if (
-                batch.end[idx] >= req.prompt_len
-                and not req.in_memory
-                and self._stores.may_persist(req.extra_key)
-            ):
-                self._stores.note_prompt(req)
+            if batch.end[idx] >= batch.reqs[idx].prompt_len:
+                self._stores.note_prompt(batch.reqs[idx])
         self._stores.store_waiting()
 
     def answered(self, rows: Sequence[TokenOutput], now_s: float) -> Sequence[Step]:
         for row in rows if self._fetches else ():
-            if row.finish is not None and (job := self._job_of.get(row.rid)) is not None:
-                self._leave(self._fetches[job])
+            if row.finish is not None and (fetch := self._fetches.of(row.rid)) is not None:
+                self._leave(fetch)
         return ()
 
     def handle(self, message: News, now_s: float) -> Changes:
@@ -244,10 +201,8 @@ class PageTier(TransferRole):
                     return NO_CHANGES  # the next pass loads it
                 self._leave(fetch)
                 return Changes([self._go_on(fetch.req, "not loaded", why, now_s)])
-            case Loaded(job=job) if job in self._draining:
-                drained = self._draining.pop(job)
-                self._incoming.give_back(drained.pages)
-                self._end_checkpoint(drained)
+            case Loaded(job=job) if job in self._fetches.draining:
+                self._fetches.drained(job)
             case Loaded(job=job) if (fetch := self._fetches.get(job)) and fetch.lease is not None:
                 return Changes([self._take(fetch, fetch.lease, message, now_s)])
             case Stored():
@@ -261,7 +216,7 @@ class PageTier(TransferRole):
         self._stores.forget()
         self._commands.append(Forget())
         steps = []
-        for fetch in [*self._fetches.values()]:
+        for fetch in self._fetches.all():
             self._leave(fetch)
             steps.append(self._go_on(fetch.req, "not loaded", "the cache was flushed", now_s))
         return Changes(steps)
@@ -275,10 +230,10 @@ class PageTier(TransferRole):
         return commands
 
     def wake_s(self) -> float | None:
-        return min((fetch.expires_s for fetch in self._fetches.values()), default=None)
+        return min((fetch.expires_s for fetch in self._fetches.all()), default=None)
 
     def leases(self) -> list[Lease]:
-        return [*self._stores.leases(), *(lease for _, lease in self._loading())]
+        return [*self._stores.leases(), *(lease for _, lease in self._fetches.loading())]
 
     def tier_figures(self) -> dict[str, TierFigures]:
         counts = self._counts
@@ -317,14 +272,9 @@ class PageTier(TransferRole):
 
     # ------------------------------------------------------------ loads
 
-    def _loading(self) -> Iterator[tuple[_Fetch, Lease]]:
-        for fetch in self._fetches.values():
-            if fetch.lease is not None:
-                yield fetch, fetch.lease
-
     def _load_waiting(self, now_s: float, steps: list[Step]) -> None:
         """Order the loads of requests that were found, up to the first one that must wait."""
-        waiting = [fetch for fetch in self._fetches.values() if fetch.found and fetch.lease is None]
+        waiting = [fetch for fetch in self._fetches.all() if fetch.found and fetch.lease is None]
         for fetch in sorted(waiting, key=self._order):
             req, found = fetch.req, fetch.found
             assert found is not None
@@ -336,9 +286,9 @@ class PageTier(TransferRole):
                     "the prefix cache has it by now" if missing <= 0 else f"the {self._name} does not answer"
                 )
                 steps.append(self._go_on(req, "not loaded", why, now_s))
-            elif self._is_being_loaded(req, match.num_pages):
+            elif self._fetches.is_being_loaded(req, match.num_pages):
                 continue  # by another request: this one finds the pages in the prefix cache
-            elif not self._may_load(missing):
+            elif not self._fetches.may_load(missing):
                 return
             elif self._reservations.leave_room(
                 missing + self._kv.unlocked_pages(match), self._kv.available_pages
@@ -346,25 +296,11 @@ class PageTier(TransferRole):
                 steps.append(
                     Step(req.rid, "loading", f"{missing} of {found.num_pages} pages on {self._name}")
                 )
-            elif self._requests.num_with_row or self._is_loading:
+            elif self._requests.num_with_row or self._fetches.is_loading:
                 return  # they end, and give memory back
             else:
                 self._leave(fetch)
                 steps.append(self._go_on(req, "not loaded", "there is no memory for it", now_s))
-
-    @property
-    def _is_loading(self) -> bool:
-        return bool(self._loaded or self._draining or next(self._loading(), None))
-
-    def _is_being_loaded(self, req: Req, num_pages: int) -> bool:
-        """Whether the page after the first `num_pages` of a prompt is being loaded for another request."""
-        end = (num_pages + 1) * self._page_bytes
-        return any(
-            fetch.req.extra_key == req.extra_key
-            and lease.num_pages <= num_pages < lease.num_pages + len(fetch.pages)
-            and fetch.req.fill_ids.startswith(req.fill_ids[:end])
-            for fetch, lease in self._loading()
-        )
 
     def _reason_against(self, req: Req, found: Found) -> str:
         """Reason not to load what was found; "" if it is worth the time. An unknown time is tried."""
@@ -395,30 +331,18 @@ class PageTier(TransferRole):
             )
         )
 
-    def _may_load(self, num_pages: int) -> bool:
-        counts = [len(fetch.pages) for fetch, _ in self._loading()]
-        counts += [len(drained.pages) for drained in self._draining.values()]
-        counts += [count for _, count in self._loaded]
-        fits = sum(counts) + num_pages <= self._kv.num_pages // LOAD_SHARE
-        most = min(MAX_LOADS, self._slots.num_checkpoints // STATE_SHARE) if self._has_states else MAX_LOADS
-        return not counts or (fits and len(counts) < most)
-
-    def _load(self, fetch: _Fetch, match: PrefixMatch, num_pages: int, now_s: float) -> bool:
+    def _load(self, fetch: Fetch, match: PrefixMatch, num_pages: int, now_s: float) -> bool:
         """Order a load; False: there is no slot for the state."""
         req, found = fetch.req, fetch.found
         assert found is not None
-        lease = self._cache.lock(req.extra_key, match, req.priority, is_use=False)
-        if self._has_states:  # after the lock: it may drop a checkpoint, which ends matches
-            fetch.checkpoint = self._slots.take()
-            if not fetch.checkpoint:
-                self._cache.release(lease)
-                return False
         # The tier may load one prompt after the other.
-        estimates = [found, *(other.found for other, _ in self._loading() if other.found)]
+        estimates = [found, *(other.found for other, _ in self._fetches.loading() if other.found)]
+        lease = self._fetches.take_memory(fetch, match, num_pages)
+        if lease is None:
+            return False
         estimate_s = sum(each.seconds_estimate for each in estimates)
         known = all(each.seconds_estimate > 0.0 for each in estimates)
         limit_s = max(LOAD_LIMIT_FACTOR * estimate_s, MIN_LOAD_LIMIT_S) if known else UNKNOWN_LOAD_LIMIT_S
-        fetch.lease, fetch.pages = lease, self._incoming.take(num_pages)
         if self._fetch_kind == "wait":
             limit_s = WAIT_LIMIT_S
         fetch.began_s = now_s
@@ -432,20 +356,12 @@ class PageTier(TransferRole):
         )
         return True
 
-    def _take(self, fetch: _Fetch, lease: Lease, message: Loaded, now_s: float) -> Step:
+    def _take(self, fetch: Fetch, lease: Lease, message: Loaded, now_s: float) -> Step:
         """Give what is loaded to the prefix cache; the request waits as any other from now on."""
         req, count = fetch.req, min(message.num_pages, len(fetch.pages))
         if fetch.checkpoint and count < len(fetch.pages):
             count = 0  # there is no state at their end
-        self._close(fetch)
-        if count:
-            begin = lease.num_pages * self._page_bytes
-            token_ids = req.fill_ids[begin : begin + count * self._page_bytes]
-            self._incoming.adopt(lease, token_ids, fetch.pages[:count])
-            self._cache.note_stored(lease)
-        self._incoming.give_back(fetch.pages[count:])
-        self._end_checkpoint(fetch, lease if count else None)
-        self._cache.release(lease)
+        self._fetches.adopt(fetch, lease, count)
         self._counts.note_error("load", message.error)
         self._counts.loaded_tokens += count * self._kv.page_size
         self._counts.loaded_bytes += message.num_bytes
@@ -455,7 +371,7 @@ class PageTier(TransferRole):
         tokens = count * self._kv.page_size
         if not req.num_delivered and not req.num_retractions:
             req.loaded_tokens = tokens
-        self._loaded.append((req, count))
+        self._fetches.loaded.append((req, count))
         words = f"{tokens:,} of {req.prompt_len:,} prompt tokens from {self._name} in {now_s - fetch.began_s:.3f} s"
         if fetch.found is not None and fetch.found.num_pages:
             words += f" ({_bytes_of(fetch.found, count) / 1e6:,.1f} MB)"
@@ -463,24 +379,10 @@ class PageTier(TransferRole):
             words += f"; computing them was estimated at {tokens * self._prefill_s_per_token:.3f} s"
         return self._go_on(req, "loaded", words, now_s)
 
-    def _leave(self, fetch: _Fetch) -> None:
+    def _leave(self, fetch: Fetch) -> None:
         """Drop a fetch; if it is being loaded, its pages stay taken until the I/O thread has answered."""
-        self._close(fetch)
-        if fetch.lease is not None:
-            self._cache.release(fetch.lease)
-            self._draining[fetch.job] = fetch
+        if self._fetches.leave(fetch):
             self._commands.append(CancelLoad(fetch.job))
-
-    def _end_checkpoint(self, fetch: _Fetch, lease: Lease | None = None) -> None:
-        """Nothing is written to the slot of a load any more; with a lease, it has the state after the lease's end."""
-        if not fetch.checkpoint:
-            return
-        self._slots.loading.remove(fetch.checkpoint)
-        if lease is None or not self._cache.keep_state(lease, lease.num_pages, fetch.checkpoint):
-            self._slots.free(fetch.checkpoint)
-
-    def _close(self, fetch: _Fetch) -> None:
-        del self._fetches[fetch.job], self._job_of[fetch.req.rid]
 
     def _go_on(self, req: Req, event: str, detail: str, now_s: float, failure: str = "") -> Step:
         if failure:

@@ -140,6 +140,8 @@ class PromptStores:
 
     def note_prompt(self, req: Req) -> None:
         """A prompt is computed: queue the part that another request has used before, and remember the whole."""
+        if req.in_memory or not self.may_persist(req.extra_key):
+            return
         # A prompt is reused without its last token, and a state at its end is of no use for that. Where prompts part,
         # the state is kept only now.
         num_pages = (req.prompt_len - self._has_states) // self._kv.page_size
