@@ -15,7 +15,8 @@ from ..launch.resolve.memory_budget import capacity_of
 from ..launch.resolve.nvidia_gpus import DEVICE_ORDER
 from ..launch.resolve.prepare import Prepared
 from ..runtime.errors import ConfigError
-from ..runtime.messages import Call, LoadAdapter
+from ..runtime.messages import Call, LoadAdapter, SchedulerInput
+from ..runtime.transport.kv_tiers import TierNews
 from .engine import EngineParts, EngineThread
 
 if TYPE_CHECKING:
@@ -40,11 +41,6 @@ def start_engine(prepared: Prepared, tokenizer: Tokenizer, *, on_step: Callable[
             f"disaggregation_mode is {config.scheduler.disaggregation_mode}, but an engine inside this process talks "
             "to no other engine; start `engine serve`"
         )
-    if tier := config.cache.kv_tier:
-        raise ConfigError(
-            f"kv_{tier} is {config.cache.kv_tier_place!r}, but an engine inside this process keeps no KV on {tier}; "
-            "leave it out, or start `engine serve`"
-        )
     if config.parallel.dp > 1:
         raise ConfigError(
             f"dp is {config.parallel.dp}, but an engine inside this process is one replica; start `engine serve "
@@ -62,7 +58,11 @@ def start_engine(prepared: Prepared, tokenizer: Tokenizer, *, on_step: Callable[
 
         check_log_file(config.log.decision_log)  # loading the weights takes seconds
 
-    def build() -> EngineParts:
+    from ..scheduler.kv_stores.open_tier import check_tier, open_tier
+
+    tier = check_tier(config.cache)  # before the weights are loaded
+
+    def build(send: Callable[[SchedulerInput], None]) -> EngineParts:
         from ..model_runner.kernels.cpu.build import compile_ahead
 
         compile_ahead(config.model.device, on_step)
@@ -80,6 +80,7 @@ def start_engine(prepared: Prepared, tokenizer: Tokenizer, *, on_step: Callable[
         runner = load_model_runner(config, prepared.source, spec, capacity_of(config, spec))
         capacity, eos_token_ids = runner.capacity, frozenset(spec.eos_token_ids)
         grammars = make_grammars(lambda: tokenizer, capacity.vocab_size, spec.eos_token_ids)
+        mover = None
         scheduler = Scheduler(config.scheduler, config.cache, capacity, eos_token_ids, matchers=grammars)
         gc.collect()  # loading leaves garbage in cycles; collect it before the first request
         recorder = make_recorder(
@@ -97,9 +98,42 @@ def start_engine(prepared: Prepared, tokenizer: Tokenizer, *, on_step: Callable[
             grammars=grammars,
             adapters=None if runner.adapters is None else runner.adapters.store,
         )
+        if tier is not None:
+            mover = open_tier(
+                tier,
+                config,
+                prepared.source,
+                spec,
+                runner,
+                lambda: _News(send),
+                None,
+                lambda: scheduler.settled_step,
+            )
+            mover.wait_until_open()  # a script asks at once, and only once
         for adapter in prepared.adapters:
             pipeline.handle(Call(0, LoadAdapter(adapter.store_id, adapter.spec)))
         pipeline.finish_reads()
-        return EngineParts(scheduler, pipeline, Detokenizer(tokenizer), capacity, recorder)
+        return EngineParts(
+            scheduler,
+            pipeline,
+            Detokenizer(tokenizer),
+            capacity,
+            recorder,
+            mover,
+            config.server.drain_timeout,
+        )
 
     return EngineThread(build)
+
+
+class _News:
+    """The way of a tier's answers into the engine thread's inbox."""
+
+    def __init__(self, send: Callable[[SchedulerInput], None]) -> None:
+        self._send = send
+
+    def send(self, message: TierNews) -> None:
+        self._send(message)
+
+    def close(self) -> None:
+        """Nothing is open."""

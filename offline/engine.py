@@ -38,6 +38,7 @@ from ..runtime.messages import (
 )
 
 if TYPE_CHECKING:
+    from ..scheduler.event_loop import KVThread
     from ..scheduler.journal.recorder import Recorder
     from ..scheduler.pipeline import Pipeline
     from ..scheduler.scheduler import Scheduler
@@ -53,13 +54,19 @@ RowQueue = queue.SimpleQueue[TextOutput | EngineDeadError]
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """The components of an engine; pipeline and recorder belong to the scheduler."""
+    """The components of an engine; pipeline and recorder belong to the scheduler.
+
+    Attributes:
+        tier: with `--kv-disk` or `--kv-store`; closed within `drain_timeout_s`.
+    """
 
     scheduler: Scheduler
     pipeline: Pipeline
     detokenizer: Detokenizer
     capacity: Capacity
     recorder: Recorder
+    tier: KVThread | None = None
+    drain_timeout_s: float = 0.0
 
 
 class EngineThread:
@@ -69,7 +76,7 @@ class EngineThread:
         capacity: of its scheduler.
     """
 
-    def __init__(self, build: Callable[[], EngineParts]) -> None:
+    def __init__(self, build: Callable[[Callable[[SchedulerInput], None]], EngineParts]) -> None:
         """Start the thread and wait until `build`, which runs on it, is done.
 
         Raises:
@@ -213,15 +220,18 @@ class _Loop:
 
     # ------------------------------------------------------------ on the engine's thread
 
-    def run(self, build: Callable[[], EngineParts]) -> None:
+    def run(self, build: Callable[[Callable[[SchedulerInput], None]], EngineParts]) -> None:
         """The thread's main function; whatever happens, every waiting caller gets an answer."""
         death = EngineDeadError("the engine has been closed; make a new LLM")
         try:
-            parts = build()
+            parts = build(self.send)
             with contextlib.closing(parts.recorder):
                 self._built.put(parts.capacity)
                 while not self._closing:
                     self._step(parts)
+                if parts.tier is not None:
+                    parts.tier.send(parts.scheduler.close())
+                    parts.tier.close(parts.drain_timeout_s)
         except BaseException as error:  # also SystemExit: only this passes it to the callers
             self._built.put(error)  # read only by a constructor that still waits
             death = EngineDeadError(f"the engine stopped because of an error: {_one_line(error)}")
@@ -234,6 +244,8 @@ class _Loop:
         for message in self._take_messages(0.0):
             parts.pipeline.handle(message)
         advanced = parts.pipeline.advance(self._has_messages)
+        if parts.tier is not None:
+            parts.tier.send(parts.scheduler.take_transfer_commands())
         self._deliver(parts)
         if not advanced:
             parts.pipeline.idle()

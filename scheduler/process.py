@@ -5,14 +5,13 @@ With several ranks it sends each step to the other ranks; see `model_runner/dist
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -24,12 +23,10 @@ from ..model_runner.distributed.join_group import join_group
 from ..model_runner.distributed.ranked_runner import OtherRanks, RankedAdapters, RankedRunner
 from ..model_runner.distributed.staged_runner import StagedRunner
 from ..model_runner.load import load_model_runner
-from ..models.spec.sizes import GIB
 from ..models.tokenizer.tokenizer import load_tokenizer
-from ..runtime.config.engine_config import CacheConfig, EngineConfig
+from ..runtime.config.engine_config import EngineConfig
 from ..runtime.config.kv_event_settings import parse_kv_events, settings_of_replicas
-from ..runtime.config.kv_store_address import parse_kv_store
-from ..runtime.installation import __version__, cache_dir
+from ..runtime.installation import __version__
 from ..runtime.messages import Call, LoadAdapter, SchedulerInput
 from ..runtime.step_plan import Runner
 from ..runtime.transport.ipc import Inbox, Outbox
@@ -40,11 +37,7 @@ from .grammar.grammar_builder import make_grammars
 from .journal.flight_recorder import FlightRecorder
 from .journal.recorder import make_recorder, open_log
 from .kv_events.publisher import KVEventPublisher
-from .kv_stores.identity import kv_facts, weights_content
-from .kv_stores.page_mover import PageMover, PageRows
-from .kv_stores.page_store import PageStore
-from .kv_stores.ranked_rows import RankedRows
-from .kv_stores.segment_store import SegmentStore, check_folder
+from .kv_stores.open_tier import check_tier, open_tier
 from .preemption.chaos import with_chaos
 from .prefix_cache.block_events import block_size_for
 from .records.stats import StepLog
@@ -54,7 +47,6 @@ from .transfer.link.ranks import Ranks
 
 if TYPE_CHECKING:
     from ..model_runner.memory.kv_pool import KVPool
-    from ..model_runner.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +67,7 @@ def main(child: Child) -> None:
     started_s = time.monotonic()
     # Before the weights: a file or folder that cannot be written fails at once, and not after minutes of loading.
     log = open_log(config)
-    tier = _check_tier(config.cache)
+    tier = check_tier(config.cache)
     kv_events = _open_kv_events(config, settings.replica)
     place = join_group(child)
     group = place.group
@@ -109,7 +101,16 @@ def main(child: Child) -> None:
     transfer: KVThread | None = (
         _make_transfer(child, own_runner.kv_pool)
         if tier is None
-        else _open_tier(child, tier, own_runner, lambda: scheduler.settled_step)
+        else open_tier(
+            tier,
+            config,
+            settings.source,
+            spec,
+            own_runner,
+            lambda: Outbox(settings.endpoints.scheduler),
+            _ranks(child),
+            lambda: scheduler.settled_step,
+        )
     )
     # The objects that exist now stay, so the collector must not visit them in the middle of a step.
     gc.collect()
@@ -177,75 +178,14 @@ def _make_transfer(child: Child, pool: KVPool) -> KVThread | None:
     return make_link(config, memory, layout, settings.endpoints, life=settings.life, vocab_size=vocab_size)
 
 
-class _Tier(NamedTuple):
-    """How the tier of the prefix cache is opened, and the file that remembers the digests of weights."""
-
-    open: Callable[[bytes, Mapping[str, Any]], PageStore]
-    memo: Path
-
-
-def _check_tier(cache: CacheConfig) -> _Tier | None:
-    """Try the folder of `--kv-disk` or the server of `--kv-store`.
-
-    Raises:
-        ConfigError: it cannot be used.
-    """
-    if cache.kv_disk is not None:
-        root, limit_bytes = Path(cache.kv_disk).expanduser(), int(cache.kv_disk_size * GIB)
-        check_folder(root, limit_bytes)
-        return _Tier(
-            lambda identity, facts: SegmentStore(root, identity, facts, limit_bytes), root / "weights.json"
-        )
-    if cache.kv_store is None:
+def _ranks(child: Child) -> Ranks | None:
+    """The link to the pages of the other ranks; raises `RankLostError` if one has not come in time."""
+    config = child.settings.config
+    if config.parallel.num_ranks == 1:
         return None
-    from .kv_stores.remote_store import RemoteStore, Seal, open_client, read_key
-
-    address = parse_kv_store(cache.kv_store)
-    seal = None if cache.kv_store_key is None else Seal(read_key(Path(cache.kv_store_key).expanduser()))
-    client = open_client(address)
-    memo = cache_dir() / "kv_store" / "weights.json"
-    with contextlib.suppress(OSError):  # then the weights are read at each start
-        memo.parent.mkdir(parents=True, exist_ok=True)
-    return _Tier(lambda identity, _facts: RemoteStore(address, identity, client, seal), memo)
-
-
-def _open_tier(child: Child, tier: _Tier, runner: ModelRunner, settled_step: Callable[[], int]) -> PageMover:
-    """Open the tier of all ranks; raises `RankLostError` if one has not come in time."""
-    from ..model_runner.memory.page_memory import PageMemory
-
-    settings = child.settings
-    config = settings.config
-    own, capacity = PageMemory(runner.kv_pool.views), runner.capacity
-    own_states = None if runner.state_pool is None else PageMemory(runner.state_pool.checkpoint_views)
-    memory: PageRows = own
-    states: PageRows | None = own_states
-    tensors = [*own.tensors, *(() if own_states is None else own_states.tensors)]
-    if config.parallel.num_ranks > 1:
-        ranks = Ranks(settings.endpoints.kv_transfer, config.parallel.num_ranks, settings.life)
-        ranks.wait(config.server.startup_timeout)
-        tensors += [each for worker in ranks.workers for each in (*worker.tensors, *worker.states)]
-        memory = RankedRows(own, ranks, settled_step)
-        if own_states is not None:
-            states = RankedRows(own_states, ranks, settled_step, states=True)
-    facts = kv_facts(
-        config,
-        settings.spec,
-        tensors,
-        max_model_len=capacity.max_model_len,
-        build=build_facts(runner),
-    )
-    source, load_format, seed = Path(settings.source.path), config.model.load_format, config.model.seed
-    return PageMover(
-        config.cache.kv_tier_place,
-        tier.open,
-        facts,
-        lambda: weights_content(source, load_format, seed, tier.memo),
-        memory,
-        page_size=capacity.page_size,
-        scheduler=settings.endpoints.scheduler,
-        states=states,
-        persist_salted=config.cache.kv_persist_salted,
-    )
+    ranks = Ranks(child.settings.endpoints.kv_transfer, config.parallel.num_ranks, child.settings.life)
+    ranks.wait(config.server.startup_timeout)
+    return ranks
 
 
 def _idle_work(kv_pool: KVPool) -> Callable[[int], bool]:

@@ -24,7 +24,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ...runtime.kv_backends.base import TransferError
-from ...runtime.transport.ipc import Outbox
 from ...runtime.transport.kv_tiers import (
     CancelLoad,
     Forget,
@@ -74,6 +73,18 @@ class PageRows(Protocol):
         ...
 
 
+class NewsOutbox(Protocol):
+    """The way to the scheduler: an `Outbox`, or a queue in the same process."""
+
+    def send(self, message: TierNews, /) -> None:
+        """Send news."""
+        ...
+
+    def close(self) -> None:
+        """No more follow."""
+        ...
+
+
 class _Weights(NamedTuple):
     """The weights are read; None: they cannot be."""
 
@@ -92,7 +103,7 @@ class PageMover:
         memory: PageRows,
         *,
         page_size: int,
-        scheduler: str,
+        open_outbox: Callable[[], NewsOutbox],
         states: PageRows | None = None,
         persist_salted: bool = False,
     ) -> None:
@@ -104,7 +115,7 @@ class PageMover:
             facts: `kv_facts`.
             weights: computes `weights_content`; called once, in a thread of its own.
             memory: of all ranks. Until a load or a store ends, nothing else uses or writes to its pages.
-            scheduler: endpoint of the scheduler's inbox.
+            open_outbox: leads to the scheduler; called in the thread.
             states: of a model with state layers, the slots for checkpoints.
             persist_salted: store pages of salted namespaces, too.
         """
@@ -114,7 +125,7 @@ class PageMover:
         self._weights = weights
         self._memory = memory
         self._page_size = page_size
-        self._endpoint = scheduler
+        self._open_outbox = open_outbox
         self._persist_salted = persist_salted
         rows = max(1, _PIECE_BYTES // record_bytes(memory.page_bytes))
         self._buffer = RecordBuffer(rows, memory.page_bytes)
@@ -124,6 +135,7 @@ class PageMover:
         self._identity = b""
         self._store: PageStore | None = None
         self._is_off = False
+        self._is_open = threading.Event()  # or off
         self._loads: deque[_Job] = deque()
         self._stores: deque[_Job] = deque()
         self._cancelled: set[int] = set()
@@ -139,6 +151,10 @@ class PageMover:
         """Hand commands to the thread; never blocks."""
         for command in commands:
             self._commands.put(command)
+
+    def wait_until_open(self) -> None:
+        """Wait for the digest of the weights; before that nothing is found."""
+        self._is_open.wait()
 
     def close(self, timeout_s: float = 0.5) -> None:
         """End the thread, after the jobs that it can do in this time."""
@@ -158,7 +174,7 @@ class PageMover:
         self._commands.put(_Weights(content))
 
     def _run(self) -> None:
-        self._outbox = Outbox(self._endpoint)
+        self._outbox = self._open_outbox()
         while not self._closes or (self._jobs() and time.monotonic() < self._ends_s):
             try:
                 if not self._jobs():
@@ -212,10 +228,12 @@ class PageMover:
         self._store = self._open_store(self._identity, {**self._facts, "weights": weights})
         if self._num_forgets:
             self._store.forget()
+        self._is_open.set()
 
     def _turn_off(self) -> None:
         """Answer all jobs, and from now on each with nothing."""
         self._is_off = True
+        self._is_open.set()
         if self._store is not None:
             self._store.close()
             self._store = None

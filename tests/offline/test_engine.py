@@ -100,7 +100,7 @@ class MultiStepRunner(ScriptedRunner):
 
 
 def make_engine(before_step=lambda step_id: None, table=None, *, runner=None, overlap=False, **settings):
-    def build():
+    def build(send):
         config = SchedulerConfig(chunked_prefill_size=16, max_running_requests=4, **settings)
         scheduler = Scheduler(config, CacheConfig(page_size=4), CAPACITY, frozenset())
         detokenizer = Detokenizer(table or Letters())
@@ -178,7 +178,7 @@ def test_a_batch_begins_in_one_step():
 
 
 def test_errors_of_the_start_come_out_as_they_are():
-    def build():
+    def build(send):
         raise ConfigError("no such weights")
 
     with pytest.raises(ConfigError, match="^no such weights$"):

@@ -17,6 +17,7 @@ from engine import LLM, ConfigError, EngineDeadError, RequestError, SamplingPara
 from engine.offline.batch import Batch, CheckedRequest
 from engine.offline.outputs import OutputBuilder
 from engine.runtime.config.presets import PRESETS
+from engine.scheduler.tiers import page_tier
 from engine.tokenizer_manager.scheduling_options import Scheduling
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
@@ -536,3 +537,29 @@ def test_ranks_are_for_the_server_and_the_refusal_says_how(tiny_model):
         ConfigError, match=r"tp is 2, .* start `engine serve \S+tiny-llama --tp 2` and use its HTTP API"
     ):
         LLM(str(tiny_model), tp=2, device="cpu")
+
+
+def test_prompts_outlive_an_engine_on_a_disk(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(page_tier, "MIN_TOKENS", 16)
+    settings: dict[str, Any] = {
+        "dtype": "float32",
+        "num_threads": 1,
+        "page_size": 4,
+        "max_total_tokens": 512,
+        "kv_disk": str(tmp_path / "kv"),
+    }
+    prompt = [5 + number % 20 for number in range(61)]
+    answers = []
+    for _ in range(2):
+        with LLM(str(tiny_model), **settings) as llm:
+            answers.append(llm.generate(prompt, GREEDY))
+    computed, loaded = answers
+    assert loaded.token_ids == computed.token_ids
+    assert (computed.usage.loaded_tokens, loaded.usage.loaded_tokens) == (0, 60)
+    assert loaded.usage.cached_tokens == 60
+    with LLM(str(tiny_model), **settings) as llm:
+        llm.flush_cache()
+        assert llm.generate(prompt, GREEDY).usage.cached_tokens == 0
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="kv_disk is .*, which is or is in a file"):
+        LLM(str(tiny_model), **settings | {"kv_disk": str(tmp_path / "file")})

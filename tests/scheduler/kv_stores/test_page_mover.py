@@ -21,7 +21,7 @@ from engine.model_runner.states.state_runs import StateLayout
 from engine.models.spec.state_spec import Mamba2Spec, StateSpec
 from engine.runtime.errors import ConfigError
 from engine.runtime.kv_backends.base import TransferError
-from engine.runtime.transport.ipc import Inbox
+from engine.runtime.transport.ipc import Inbox, Outbox
 from engine.runtime.transport.kv_tiers import (
     CancelLoad,
     Forget,
@@ -88,7 +88,7 @@ class Engine:
             weights,
             more.pop("memory", self.memory),
             page_size=PAGE_SIZE,
-            scheduler=endpoint,
+            open_outbox=lambda: Outbox(endpoint),
             **more,
         )
         self._job = 0
