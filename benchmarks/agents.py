@@ -1,13 +1,15 @@
 """Eviction and the queue's order, for coding agents that are more than the pool holds, in simulation.
 
     python benchmarks/agents.py [--seeds 2] [--num-requests 600]
-    python benchmarks/agents.py --url http://127.0.0.1:30000 --num-agents 8 --scale 0.015 --num-requests 160
+    python benchmarks/agents.py --url http://127.0.0.1:30000 --num-agents 8 --scale 0.015 --num-requests 160 --seeds 2
 
 Each row is an order of the queue, with and without the rule that eviction takes the cached prefixes of waiting requests
 last (`scheduler/prefix_cache/wants.py`). Llama-3.2-1B on two CPU cores by data sheet (as `engine simulate --device
 cpu-2`), lengths of published traces divided by 16, a closed loop (`simulator/agent_workload.py`): an agent sends its
 next turn some seconds after the answer. Figures are medians over seeds; ratios are to `fcfs` without the rule. With
-`--url` the same agents ask a server, whose pool should hold about half of their prompts (`--max-total-tokens`).
+`--url` the same agents ask a server, whose pool should hold about half of their prompts (`--max-total-tokens`): in each
+round without a word on sessions, and with `session_id` in each turn and `/close_session` after the last one; the cache
+is flushed between the two.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 from unittest import mock
 
 from engine.runtime.config.engine_config import EngineConfig, SchedulePolicyName
@@ -57,9 +59,14 @@ def run(policy: SchedulePolicyName, num_agents: int, pool: int, arrival: Arrival
         return simulate(requests, replica_settings(config, model, device), Roofline(model, device))
 
 
-def ask(url: str, request: SimRequest) -> tuple[int, int, float]:
-    """Send one turn, answered with filler; return its tokens, the cached ones, and the seconds to the first answer."""
+def ask(url: str, request: SimRequest, session: str) -> tuple[int, int, float]:
+    """Send one turn, answered with filler; return its tokens, the cached ones, and the seconds to the first answer.
+
+    Args:
+        session: its key; "": it names none.
+    """
     body = {
+        **({"session_id": session} if session else {}),
         "prompt": memoryview(request.input_ids).cast("i").tolist(),
         "max_tokens": request.output_len,
         "ignore_eos": True,
@@ -68,10 +75,8 @@ def ask(url: str, request: SimRequest) -> tuple[int, int, float]:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    headers = {"Content-Type": "application/json"}
-    message = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
     begin_s, first_s, usage = time.monotonic(), 0.0, None
-    with urllib.request.urlopen(message, timeout=600) as reply:
+    with post(f"{url}/v1/completions", body) as reply:
         for line in reply:
             if line.startswith(b"data: {"):
                 first_s = first_s or time.monotonic() - begin_s
@@ -80,16 +85,32 @@ def ask(url: str, request: SimRequest) -> tuple[int, int, float]:
     return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"], first_s
 
 
-def run_on_server(url: str, agents: Agents, arrival: Arrival) -> None:
-    """Let each agent ask in a thread of its own, and print hits and times to the first token."""
+def post(url: str, body: object) -> Any:
+    """The response to a JSON body."""
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    return urllib.request.urlopen(request, timeout=600)
+
+
+def run_on_server(url: str, agents: Agents, arrival: Arrival, *, names_sessions: bool) -> tuple[float, float]:
+    """Let each agent ask in a thread of its own, print hits and times to the first token, and return their means."""
+    post(f"{url}/flush_cache", {}).close()
     turns: list[tuple[int, int, float]] = []
     start_s = time.monotonic()
 
     def work(first: SimRequest) -> None:
         request: SimRequest | None = first
+        number, before = 0, b""
         while request is not None:
             time.sleep(max(0.0, request.arrival_s - (time.monotonic() - start_s)))
-            turns.append(ask(url, request))
+            session = f"{first.rid}-{number}" if names_sessions else ""
+            if not request.input_ids.startswith(before):  # the session before is over
+                if session:
+                    post(f"{url}/close_session", {"session_id": session}).close()
+                    session = f"{first.rid}-{number + 1}"
+                number += 1
+            before = request.input_ids
+            turns.append(ask(url, request, session))
             assert request.next_turn is not None
             request = request.next_turn(time.monotonic() - start_s)
 
@@ -98,11 +119,14 @@ def run_on_server(url: str, agents: Agents, arrival: Arrival) -> None:
         list(pool.map(work, firsts))
     prompt, cached, first_s = zip(*turns, strict=True)
     p99 = sorted(first_s)[len(turns) * 99 // 100]
+    hits, ttft_s = sum(cached) / sum(prompt), statistics.mean(first_s)
+    seconds = time.monotonic() - start_s
     print(
-        f"hits {sum(cached) / sum(prompt):.3f}, TTFT mean {statistics.mean(first_s):.2f} s, P99 {p99:.1f} s, "
-        f"{len(turns)} turns of {statistics.mean(prompt):.0f} tokens in {time.monotonic() - start_s:.0f} s",
+        f"{'with' if names_sessions else 'without'} sessions: hits {hits:.3f}, TTFT mean {ttft_s:.2f} s, "
+        f"P99 {p99:.1f} s, {len(turns)} turns of {statistics.mean(prompt):.0f} tokens in {seconds:.0f} s",
         flush=True,
     )
+    return hits, ttft_s
 
 
 def main() -> None:
@@ -115,10 +139,18 @@ def main() -> None:
     parser.add_argument("--url", help="of a server, instead of a simulation")
     parser.add_argument("--num-agents", type=int, default=8)
     parser.add_argument("--scale", type=float, default=1 / 64)
+    parser.add_argument("--tool-s", type=float, default=Agents().tool_s, help="median of a tool, with --url")
     arguments = parser.parse_args()
     if arguments.url:
-        agents = Agents(num_agents=arguments.num_agents, scale=arguments.scale)
-        run_on_server(arguments.url, agents, Arrival(num_requests=arguments.num_requests))
+        agents = Agents(num_agents=arguments.num_agents, scale=arguments.scale, tool_s=arguments.tool_s)
+        for seed in range(arguments.seeds):
+            arrival = Arrival(num_requests=arguments.num_requests, seed=seed)
+            order = (False, True) if seed % 2 == 0 else (True, False)
+            results = {
+                each: run_on_server(arguments.url, agents, arrival, names_sessions=each) for each in order
+            }
+            (hits, ttft_s), (more_hits, less_s) = results[False], results[True]
+            print(f"seed {seed}: hits {more_hits - hits:+.3f}, mean TTFT {less_s / ttft_s:.2f}", flush=True)
         return
     print(
         "| agents, pool | order | waiting last | hits | requests/s, ratio | mean TTFT, s | ratio | P99 TTFT, s |"

@@ -1,44 +1,65 @@
 """`--kv-disk`: the first token after a restart, and what the disk costs and wins in one run.
 
-    python benchmarks/kv_tiers.py [restart] [chats] [fresh] [--model MODEL] [--tokens 1900] [--chats 32] [--turns 6]
+    python benchmarks/kv_tiers.py [restart] [slots] [chats] [fresh] [lookup] [--rounds 3] [--model MODEL] ...
 
 `restart`: time to the first token of a prompt, cold; after a restart with the files in the file cache; after a restart
 without them (`posix_fadvise`). Each in a server of its own, on the same folder.
 
+`slots`: the same of llama.cpp, which saves a slot and restores it after a restart, by hand (`--model FILE.gguf`).
+
 `chats`: chats that take turns, with a working set of four times the KV pool: output tokens per second with the disk and
 without, by the same server options.
 
-`fresh`: random prompts that come once, all at the same time: output tokens per second with the disk and without.
+`fresh`: random prompts that come once, all at the same time: output tokens per second and the 99th percentile of the
+time between two tokens, without the disk and with both values of `--kv-write`.
 
-Only the ratios of one run count. The machine should be idle otherwise.
+`lookup`: CPU time of the scheduler for a prompt of `--tokens`: its arrival, the look-up's answer, the cost gate.
+
+Only the ratios of one round count; rounds begin with another variant each. The machine should be idle otherwise.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
+import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import httpx
+import numpy as np
+
+from engine.runtime.config.engine_config import CacheConfig, SchedulerConfig
+from engine.runtime.feasibility import Capacity
+from engine.runtime.installation import cache_dir
+from engine.runtime.messages import AbortRequest, Call, FlushCache, GenerateRequest
+from engine.runtime.sampling_params import SamplingParams
+from engine.runtime.transport.kv_tiers import Found, Loaded, LoadPages, LookUp
+from engine.scheduler.scheduler import Scheduler
 
 # As a script, import the other benchmarks from the repository's root; last in the path, to hide no package.
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.peers.server import engine_side, start
+from benchmarks.peers.machine import cpu_seconds, tree
+from benchmarks.peers.server import Server, Side, engine_side, llama_side, start
+from benchmarks.peers.setup import Peers
 
-PARTS: Final = ("restart", "chats", "fresh")
+PARTS: Final = ("restart", "slots", "chats", "fresh", "lookup")
+VARIANTS: Final = {"off": (), "selective": ("--kv-write", "selective"), "through": ("--kv-write", "through")}
+"""Options beside the folder; `off` has none."""
 POOL_SHARE: Final = 4
 """The working set of the chats is so many times the KV pool."""
-BEGINNING_TOKENS: Final = 768
 TURN_TOKENS: Final = 64
 FRESH_TOKENS: Final = 512
+PAGE_SIZE: Final = 16
 _FIRST_ID: Final = 100
 _START_S: Final = 600.0
 _ANSWER_S: Final = 3600.0
@@ -51,20 +72,62 @@ def main() -> None:
     )
     parser.add_argument("parts", nargs="*", metavar="PART", default=["restart"], help=", ".join(PARTS))
     parser.add_argument("--model", help="(default: that of `engine serve`)")
-    parser.add_argument("--tokens", type=int, default=1_900, help="of the prompt of restart")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--tokens", type=int, default=1_900, help="of the prompt of restart, slots and lookup"
+    )
     parser.add_argument("--chats", type=int, default=32)
     parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--beginning", type=int, default=768, help="tokens of a chat before its first turn")
     parser.add_argument("--requests", type=int, default=32, help="of fresh")
+    parser.add_argument("--peers-dir", type=Path, default=cache_dir() / "peers")
     parser.add_argument("--port", type=int, default=18_500)
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"unknown part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    if "restart" in options.parts:
-        print(restart_line(*measure_restart(options)))
-    for name, measure in (("chats", chat_rate), ("fresh", fresh_rate)):
-        if name in options.parts:
-            without, with_disk = (rate(options, measure, on_disk=on_disk) for on_disk in (False, True))
-            print(f"{name}: {without:.1f} tok/s, with the disk {with_disk:.1f}: {with_disk / without:.2f}")
+    for number in range(options.rounds):
+        if "restart" in options.parts:
+            print(restart_line(*measure_restart(options)), flush=True)
+        if "slots" in options.parts:
+            cold_s, warm_s = measure_slots(options)
+            print(f"slots: cold {cold_s:.3f} s, restored {warm_s:.3f} s ({warm_s / cold_s:.3f})", flush=True)
+        for name, measure, variants in (
+            ("chats", chat_rate, ["off", "selective", "through"]),
+            ("fresh", fresh_rate, ["off", "selective", "through"]),
+        ):
+            if name in options.parts:
+                order = variants if number % 2 == 0 else variants[::-1]
+                rates = {variant: rate(options, measure, variant) for variant in order}
+                print(f"{name}: {compared(rates)}", flush=True)
+        if "lookup" in options.parts:
+            off, missed, loaded = lookup_ms(options.tokens)
+            print(
+                f"lookup: without the disk {off:.3f} ms a request, not found {missed - off:.3f} more, loaded "
+                f"{loaded - off:.3f} more",
+                flush=True,
+            )
+
+
+class Rate(NamedTuple):
+    """Of a server: output tokens a second, its CPU seconds, and P99 seconds between two tokens, 0 if not measured."""
+
+    tokens_s: float
+    cpu_s: float
+    gap_s: float
+
+
+def compared(rates: dict[str, Rate]) -> str:
+    """Each variant's figures, with the ratios to `off`."""
+    off = rates["off"]
+    words = []
+    for variant in sorted(rates, key=list(VARIANTS).index):
+        tokens_s, cpu_s, gap_s = rates[variant]
+        gaps = f", P99 ITL {gap_s * 1e3:.1f} ms ({gap_s / off.gap_s:.2f})" if gap_s else ""
+        words.append(
+            f"{variant} {tokens_s:.1f} tok/s ({tokens_s / off.tokens_s:.2f}), work a CPU second "
+            f"({off.cpu_s / cpu_s:.2f}){gaps}"
+        )
+    return "; ".join(words)
 
 
 def restart_line(cold_s: float, warm_s: float, dropped_s: float, cached: int) -> str:
@@ -84,8 +147,9 @@ def measure_restart(options: argparse.Namespace) -> tuple[float, float, float, i
             if part == "dropped":
                 drop_file_cache(Path(folder) / "disk")
 
-            def first_token(url: str, part: str = part) -> None:
+            def first_token(server: Server, part: str = part) -> None:
                 nonlocal cached
+                url = server.side.url
                 ask(url, ids(random.Random(2), 100), 4)  # what the first request of a process costs
                 if part != "cold":
                     wait_for_weights(Path(folder) / f"{part}.log")
@@ -94,46 +158,85 @@ def measure_restart(options: argparse.Namespace) -> tuple[float, float, float, i
                 seconds.append(time.monotonic() - started_s)
                 cached = answer["meta_info"].get("cached_tokens_by_tier", {}).get("disk", 0)
 
-            serve(options, Path(folder), part, first_token, on_disk=True)
+            serve(options, Path(folder), part, first_token, "selective")
     return seconds[0], seconds[1], seconds[2], cached
 
 
-def rate(options: argparse.Namespace, measure: Callable[..., float], *, on_disk: bool) -> float:
-    """Output tokens per second of a server of its own."""
-    rates: list[float] = []
+def measure_slots(options: argparse.Namespace) -> tuple[float, float]:
+    """Seconds of llama.cpp to the first token: cold, and restored after a restart."""
+    prompt = ids(random.Random(1), options.tokens)
+    seconds = []
     with tempfile.TemporaryDirectory() as folder:
-        more: tuple[str, ...] = ()
-        if measure is chat_rate:
-            working_set = options.chats * (BEGINNING_TOKENS + options.turns * 2 * TURN_TOKENS)
-            more = ("--max-total-tokens", str(working_set // POOL_SHARE))
-        serve(
-            options,
-            Path(folder),
-            "server",
-            lambda url: rates.append(measure(options, url)),
+        more = ("--parallel", "1", "--ctx-size", str(options.tokens + 64), "--slot-save-path", folder)
+        side = llama_side(
+            Peers.of(options.peers_dir).llama,
+            "llama",
+            options.port,
+            options.model,
+            os.cpu_count() or 1,
             *more,
-            on_disk=on_disk,
         )
+        for part in ("cold", "restored"):
+            server = start(side, Path(folder) / f"{part}.log", _START_S)
+            try:
+                started_s = time.monotonic()
+                if part == "restored":
+                    slot(side, "restore")
+                body = {"prompt": prompt, "n_predict": 1, "cache_prompt": True, "temperature": 0}
+                httpx.post(f"{side.url}/completion", json=body, timeout=_ANSWER_S).raise_for_status()
+                seconds.append(time.monotonic() - started_s)
+                if part == "cold":
+                    slot(side, "save")
+            finally:
+                server.stop()
+    return seconds[0], seconds[1]
+
+
+def slot(side: Side, action: str) -> None:
+    """Save or restore what llama.cpp has computed."""
+    url = f"{side.url}/slots/0?action={action}"
+    httpx.post(url, json={"filename": "slot.bin"}, timeout=_ANSWER_S).raise_for_status()
+
+
+def rate(
+    options: argparse.Namespace,
+    measure: Callable[[argparse.Namespace, str], tuple[float, float]],
+    variant: str,
+) -> Rate:
+    """The figures of a server of its own."""
+    rates: list[Rate] = []
+    more: tuple[str, ...] = ()
+    if measure is chat_rate:
+        working_set = options.chats * (options.beginning + options.turns * 2 * TURN_TOKENS)
+        more = ("--max-total-tokens", str(working_set // POOL_SHARE))
+
+    def work(server: Server) -> None:
+        before_s = sum(map(cpu_seconds, tree(server.pid)))
+        tokens_s, gap_s = measure(options, server.side.url)
+        rates.append(Rate(tokens_s, sum(map(cpu_seconds, tree(server.pid))) - before_s, gap_s))
+
+    with tempfile.TemporaryDirectory() as folder:
+        serve(options, Path(folder), "server", work, variant, *more)
     return rates[0]
 
 
-def chat_rate(options: argparse.Namespace, url: str) -> float:
+def chat_rate(options: argparse.Namespace, url: str) -> tuple[float, float]:
     """All chats at once, each turn after the answer to the one before; the first turn is not counted."""
-    chats = [Chat(number) for number in range(options.chats)]
+    chats = [Chat(number, options.beginning) for number in range(options.chats)]
     with ThreadPoolExecutor(len(chats)) as pool:
         list(pool.map(lambda chat: chat.turn(url), chats))
         started_s = time.monotonic()
         list(pool.map(lambda chat: [chat.turn(url) for _ in range(options.turns - 1)], chats))
     num_tokens = len(chats) * int(options.turns - 1) * TURN_TOKENS
-    return num_tokens / (time.monotonic() - started_s)
+    return num_tokens / (time.monotonic() - started_s), 0.0
 
 
 class Chat:
     """A conversation of token ids."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, beginning: int) -> None:
         self._source = random.Random(number)
-        self._ids = ids(self._source, BEGINNING_TOKENS)
+        self._ids = ids(self._source, beginning)
 
     def turn(self, url: str) -> None:
         """Say something, and wait for the answer."""
@@ -141,40 +244,94 @@ class Chat:
         self._ids += ask(url, self._ids, TURN_TOKENS)["output_ids"]
 
 
-def fresh_rate(options: argparse.Namespace, url: str) -> float:
+def fresh_rate(options: argparse.Namespace, url: str) -> tuple[float, float]:
     """Prompts that have nothing in common."""
     prompts = [ids(random.Random(100 + number), FRESH_TOKENS) for number in range(options.requests)]
     ask(url, ids(random.Random(2), 100), 4)
     started_s = time.monotonic()
     with ThreadPoolExecutor(len(prompts)) as pool:
-        list(pool.map(lambda prompt: ask(url, prompt, TURN_TOKENS), prompts))
-    return len(prompts) * TURN_TOKENS / (time.monotonic() - started_s)
+        gaps = [gap for each in pool.map(lambda prompt: token_gaps(url, prompt), prompts) for gap in each]
+    seconds = time.monotonic() - started_s
+    return len(prompts) * TURN_TOKENS / seconds, statistics.quantiles(gaps, n=100)[-1]
+
+
+def token_gaps(url: str, prompt: Sequence[int]) -> list[float]:
+    """Seconds between the tokens of an answer, as they arrive."""
+    body = request_of(prompt, TURN_TOKENS) | {"stream": True, "incremental": True}
+    times = []
+    with httpx.stream("POST", f"{url}/generate", json=body, timeout=_ANSWER_S) as reply:
+        for line in reply.iter_lines():
+            if line.startswith("data: {"):
+                times += [time.monotonic()] * len(json.loads(line[6:])["output_ids"])
+    assert len(times) == TURN_TOKENS, f"{len(times)} tokens"
+    return [later - earlier for earlier, later in pairwise(times)]
+
+
+def lookup_ms(num_tokens: int) -> tuple[float, float, float]:
+    """Median CPU milliseconds of the scheduler for a prompt: without a disk, not found there, and loaded from there."""
+    return (
+        arrival_ms(num_tokens, None, 0),
+        arrival_ms(num_tokens, "folder", 0),
+        arrival_ms(num_tokens, "folder", (num_tokens - 1) // PAGE_SIZE),
+    )
+
+
+def arrival_ms(num_tokens: int, kv_disk: str | None, num_found: int) -> float:
+    """Median CPU milliseconds from the arrival of a prompt until it waits in the queue, for memory alone."""
+    capacity = Capacity(8192, 4096, PAGE_SIZE, 64, 49_152)
+    scheduler = Scheduler(
+        SchedulerConfig(chunked_prefill_size=8192), CacheConfig(kv_disk=kv_disk), capacity, frozenset({2})
+    )
+    samples = []
+    for number in range(300):
+        prompt = np.array(ids(random.Random(number), num_tokens), np.int32).tobytes()
+        message = GenerateRequest(f"r{number}", prompt, SamplingParams(max_new_tokens=1, seed=1))
+        began_s = time.thread_time()
+        scheduler.handle(message, 0.0)
+        for command in scheduler.take_transfer_commands():
+            assert isinstance(command, LookUp)
+            scheduler.handle(Found(command.job, num_found, num_found * 1000), 0.0)
+        if num_found:
+            assert scheduler.next_batch(0.0) is None
+            for command in scheduler.take_transfer_commands():
+                assert isinstance(command, LoadPages)
+                scheduler.handle(Loaded(command.job, num_found), 0.0)
+        samples.append(time.thread_time() - began_s)
+        scheduler.handle(AbortRequest(message.rid, "done"), 0.0)
+        scheduler.handle(Call(1, FlushCache()), 0.0)
+        scheduler.take_transfer_commands()
+        scheduler.take_outputs()
+        scheduler.take_call_answers()
+    return statistics.median(samples) * 1e3
 
 
 def serve(
     options: argparse.Namespace,
     folder: Path,
     name: str,
-    work: Callable[[str], Any],
+    work: Callable[[Server], Any],
+    variant: str,
     *more: str,
-    on_disk: bool,
 ) -> None:
-    """Start a server, do the work at its URL, and stop it with SIGTERM."""
-    disk = ("--kv-disk", str(folder / "disk"), "--log-level", "info") if on_disk else ()
-    server = start(
-        engine_side(name, options.port, options.model, *disk, *more), folder / f"{name}.log", _START_S
-    )
+    """Start a server, do the work with it, and stop it with SIGTERM."""
+    disk = () if variant == "off" else ("--kv-disk", str(folder / "disk"), "--log-level", "info")
+    side = engine_side(name, options.port, options.model, *disk, *VARIANTS[variant], *more)
+    server = start(side, folder / f"{name}.log", _START_S)
     try:
-        work(server.side.url)
+        work(server)
     finally:
         server.stop()
 
 
+def request_of(prompt: Sequence[int], num_tokens: int) -> dict[str, Any]:
+    """The body of a request for an answer of this length."""
+    sampling = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
+    return {"input_ids": list(prompt), "sampling_params": sampling}
+
+
 def ask(url: str, prompt: Sequence[int], num_tokens: int) -> dict[str, Any]:
     """One answer of this length."""
-    sampling = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
-    body = {"input_ids": list(prompt), "sampling_params": sampling}
-    response = httpx.post(f"{url}/generate", json=body, timeout=_ANSWER_S)
+    response = httpx.post(f"{url}/generate", json=request_of(prompt, num_tokens), timeout=_ANSWER_S)
     response.raise_for_status()
     answer: dict[str, Any] = response.json()
     return answer
