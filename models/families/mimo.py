@@ -9,7 +9,7 @@ from functools import partial
 from typing import Final
 
 from ..fields import Fields
-from ..spec.layer_form import AttentionForm, Biases, LayerHeads, WindowsSpec
+from ..spec.layer_form import AttentionForm, Biases, LayerForm, LayerHeads, ModuleNames, WindowsSpec
 from ..spec.streams_spec import StreamsSpec
 from .deepseek import experts_after, sigmoid_routing
 from .family import Facts, Family
@@ -59,6 +59,7 @@ def _mimo_v2_flash(fields: Fields) -> Facts:
         "head_dim": head_dim,
         "num_kv_heads": heads[0].num_kv_heads,
         "biases": Biases(qkv=bias),
+        "form": LayerForm(names=ModuleNames(mtp="model.mtp.")),
         "streams": StreamsSpec(layer_heads=heads),
         "windows": WindowsSpec(size=_window(fields), layers=windowed, rope_theta=local_theta),
         "attention": AttentionForm(
