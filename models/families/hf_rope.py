@@ -19,6 +19,8 @@ MAX_POSITIONS: Final = 1 << 30
 
 KINDS: Final = ("default", "linear", "llama3", "yarn", "longrope")
 PROPORTIONAL: Final = "proportional"
+DYNAMIC: Final = "dynamic"
+"""Like `default` for positions below `max_position_embeddings`, and the engine serves no others."""
 _OLD_NAMES: Final = {"su": "longrope"}
 _NEW, _OLD = "rope_parameters", "rope_scaling"
 _ORIGINAL: Final = "original_max_position_embeddings"
@@ -166,7 +168,7 @@ def _scaling(fields: Fields, rope: Fields, kinds: tuple[str, ...], outer_origina
     kind = _OLD_NAMES.get(kind, kind)
     if kind not in kinds:
         raise rope.error(kind_field, kind, f"which is not supported; supported are: {', '.join(kinds)}")
-    if kind == "default":
+    if kind in ("default", DYNAMIC):
         return RopeScaling()
     if kind == "linear":
         return RopeScaling(kind="linear", factor=rope.number("factor", 1.0, 1e6))

@@ -13,7 +13,7 @@ from ..fields import Fields
 from ..spec.layer_form import FUSED_QKV, GLM4, Biases, LayerForm
 from .family import GGUF, Facts, Family
 from .hf_readers import partial_rope_facts, rope_facts
-from .hf_rope import MAX_POSITIONS, read_rope
+from .hf_rope import DYNAMIC, KINDS, MAX_POSITIONS, read_rope
 
 _ALIBI_SIZE: Final = 5120
 """Hidden size of Baichuan 13B, whose positions are biases of scores (ALiBi); no field says so."""
@@ -56,8 +56,9 @@ def _qwen(fields: Fields) -> Facts:
 
 
 def _internlm2(fields: Fields) -> Facts:
+    """`dynamic` scaling, which most files have, changes frequencies beyond `max_position_embeddings` only."""
     bias = fields.boolean("bias", default=True)
-    return rope_facts(fields, read_rope(fields)) | {
+    return rope_facts(fields, read_rope(fields, kinds=(*KINDS, DYNAMIC))) | {
         "form": structs.replace(_FUSED, grouped_qkv=True),
         "biases": Biases(qkv=bias, attention_out=bias),
     }

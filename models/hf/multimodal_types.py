@@ -260,7 +260,9 @@ TEXT_TYPES: Final[dict[str, TextType]] = {
             "rms_norm_eps": 1e-6,
         },
     ),
-    "mllama_text_model": TextType("llama", {"rms_norm_eps": 1e-5, "num_key_value_heads": 8}),
+    "mllama_text_model": TextType(
+        "llama", {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "rope_theta": 500_000.0}
+    ),
     "mistral": TextType(
         "mistral",
         {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -90,6 +91,23 @@ def test_beyond_the_length_of_training_qwen_1_is_not_served(make_tiny_model):
     write(tiny, "qwen", "QWenLMHeadModel")
 
     assert read_hf_spec(tiny.folder).max_position_embeddings == 256
+
+
+def test_frequencies_of_internlm_2_scale_only_beyond_the_length_that_is_served(make_tiny_model, make_driver):
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    tiny = make_tiny_model("llama", max_position_embeddings=80)
+    scaling = {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_theta": 1e4}
+    write(tiny, "internlm2", "InternLM2ForCausalLM", rope_parameters=None, **scaling)
+    spec = read_hf_spec(tiny.folder)
+    prompt = tokens_of(70)
+
+    found = make_driver(spec, tiny.folder).generate([prompt], num=10)
+
+    config = copy.deepcopy(tiny.reference.config)
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    tiny.reference.model.rotary_emb = LlamaRotaryEmbedding(config)
+    assert found == [tiny.greedy(prompt, 10)] and spec.max_position_embeddings == 80
 
 
 def test_ranks_have_the_rows_of_their_heads_of_internlm_2(make_tiny_model):
