@@ -18,7 +18,6 @@ class KVStoreAddress(NamedTuple):
     """A database of a Redis or Valkey server, or the master of a Mooncake store; "": no user, or no password."""
 
     scheme: str
-
     host: str
     port: int
     db: int
@@ -44,7 +43,7 @@ def parse_kv_store(url: str) -> KVStoreAddress:
     Raises:
         ConfigError: it is no such URL.
     """
-    shown = re.sub(r"//.*@", "//...@", url)
+    shown = _shown(url)
     try:
         parts = urlsplit(url)
         db = parts.path.removeprefix("/") or "0"
@@ -56,16 +55,16 @@ def parse_kv_store(url: str) -> KVStoreAddress:
             user=unquote(parts.username or ""),
             password=unquote(parts.password or ""),
         )
-    except ValueError as error:  # its text may have a part of the password
+    except ValueError:  # its text may have a part of the password
         raise ConfigError(
             f"kv_store is {shown!r}, but its host or its port cannot be read; write {_FORM}, and characters of a "
             "password that have a meaning in a URL as %40 for @"
-        ) from error
+        ) from None
     for is_wrong, words in (
         (parts.scheme not in _PORTS, "such stores are not known"),
         (not address.host, "it has no host"),
         (not address.port, "port 0 is no port of a server"),
-        (address.db < 0, f"its database is {db!r} and not a number"),
+        (address.db < 0, f"its database is {db.rpartition('@')[2]!r} and not a number"),
         (
             parts.scheme == "mooncake" and bool(parts.username or parts.password or address.db),
             "a master of Mooncake has no users and no databases",
@@ -75,3 +74,10 @@ def parse_kv_store(url: str) -> KVStoreAddress:
         if is_wrong:
             raise ConfigError(f"kv_store is {shown!r}, but {words}; write {_FORM}")
     return address
+
+
+def _shown(url: str) -> str:
+    """A URL, which may be none, without what may be its user, its password or an option with one."""
+    before, at, place = url.rpartition("@")
+    start = before.partition("//")[0] + "//..." if "//" in before else "..."
+    return (start + at if at else "") + re.sub(r"(?s)([?#]).*", r"\1...", place)
