@@ -250,7 +250,8 @@ class CacheConfig:
             raise ConfigError(
                 f"kv_fetch is {self.kv_fetch!r}, but it must be best_effort, wait, timeout or timeout:MS"
             )
-        if colon and not (number.isascii() and number.isdigit() and 0 < int(number) <= _MAX_FETCH_MS):
+        is_number = number.isascii() and number.isdigit() and len(number) <= len(str(_MAX_FETCH_MS))
+        if colon and not (is_number and 0 < int(number) <= _MAX_FETCH_MS):
             raise ConfigError(
                 f"kv_fetch is {self.kv_fetch!r}, but the time must be a number of milliseconds in [1, {_MAX_FETCH_MS}]"
             )

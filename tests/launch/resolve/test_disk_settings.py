@@ -68,7 +68,17 @@ def test_kinds_of_loads(fetch: str, rule: tuple[str, float | None]) -> None:
 
 
 @pytest.mark.parametrize(
-    "fetch", ["", "never", "wait:5", "timeout:", "timeout:0", "timeout:1.5", "timeout:600001"]
+    "fetch",
+    [
+        "",
+        "never",
+        "wait:5",
+        "timeout:",
+        "timeout:0",
+        "timeout:1.5",
+        "timeout:600001",
+        "timeout:" + "1" * 5000,
+    ],
 )
 def test_other_kinds_of_loads_are_refused(fetch: str) -> None:
     with pytest.raises(ConfigError, match=r"kv_fetch is '.*', but (it must be best_effort|the time must be)"):
