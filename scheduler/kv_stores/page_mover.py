@@ -206,7 +206,7 @@ class PageMover:
             case StorePages() if self._is_off or not self._keeps(command.namespace):
                 self._outbox.send(Stored(command.job, 0, _NOT_OPEN if self._is_off else _SALTED))
             case StorePages():
-                self._stores.append(_Job(command, self._save(command)))
+                self._stores.append(_Job(command, self._save(command, self._num_forgets)))
             case CancelLoad():
                 self._cancelled |= {command.job} & {job.command.job for job in self._loads}
             case Forget():
@@ -234,15 +234,16 @@ class PageMover:
         """Answer all jobs, and from now on each with nothing."""
         self._is_off = True
         self._is_open.set()
-        if self._store is not None:
-            self._store.close()
-            self._store = None
+        store, self._store = self._store, None
         for job in self._loads:
             self._outbox.send(Loaded(job.command.job, 0, _NOT_OPEN))
         for job in self._stores:
             self._outbox.send(Stored(job.command.job, 0, _NOT_OPEN))
         self._loads.clear()
         self._stores.clear()
+        if store is not None:
+            with contextlib.suppress(Exception):  # the thread must go on answering
+                store.close()
 
     # ------------------------------------------------------------ jobs
 
@@ -327,10 +328,10 @@ class PageMover:
         self._states.write_rows(np.array([checkpoint], np.int32), self._state.payloads)
         return self._states.page_bytes
 
-    def _save(self, command: StorePages) -> Iterator[Stored | None]:
-        """Store in pieces; the last value is the answer."""
+    def _save(self, command: StorePages, num_forgets: int) -> Iterator[Stored | None]:
+        """Store in pieces; the last value is the answer. `num_forgets`: when it was ordered."""
         assert self._store is not None
-        pages, num_forgets = _page_ids(command), self._num_forgets
+        pages = _page_ids(command)
         keys = list(islice(self._keys(command), command.first_page, command.first_page + len(pages)))
         started_s = time.monotonic()
         done = num_bytes = 0

@@ -294,8 +294,9 @@ class SegmentStore:
     def _leave_active(self) -> None:
         """Close the active segment, which ends its lock."""
         if self._active is not None:
-            os.close(self._fd)
             self._active = None
+            with contextlib.suppress(OSError):  # of earlier writes, on a network's disk
+                os.close(self._fd)
 
     def _leave_if_gone(self) -> None:
         """Forget the active segment if another engine has deleted it."""

@@ -482,18 +482,26 @@ def test_forgetting_ends_stores_and_leaves_nothing(slow):
     engine, memory = slow
     store = engine.submit(StorePages, "", prompt(3, seed=1), 0, ids(5, 6, 7))
     memory.began.acquire()
+    queued = engine.submit(StorePages, "", prompt(2, seed=2), 0, ids(8, 9))
     engine.disk.send([Forget()])
     memory.permits.release()
 
     stored = engine.answer(store)
 
     assert isinstance(stored, Stored) and (stored.num_pages, stored.error) == (1, "forgotten")
-    assert engine.found(prompt(4)) == engine.found(prompt(3, seed=1)) == 0
+    later = engine.answer(queued)
+    assert isinstance(later, Stored) and (later.num_pages, later.error) == (0, "forgotten")
+    assert engine.found(prompt(4)) == engine.found(prompt(3, seed=1)) == engine.found(prompt(2, seed=2)) == 0
 
 
-def test_a_bug_in_the_thread_turns_the_disk_off_and_answers_all(slow, caplog):
+def test_a_bug_in_the_thread_turns_the_disk_off_and_answers_all(slow, caplog, monkeypatch):
     engine, memory = slow
     memory.fails = True
+
+    def fail(_: SegmentStore) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(SegmentStore, "close", fail)
     jobs = [
         engine.submit(LoadPages, "", prompt(4), 0, ids(10, 11, 12, 13)),
         engine.submit(LoadPages, "", prompt(4), 0, ids(20, 21, 22, 23)),
@@ -504,6 +512,7 @@ def test_a_bug_in_the_thread_turns_the_disk_off_and_answers_all(slow, caplog):
     assert [engine.answer(job).num_pages for job in jobs] == [0, 0, 0]
     assert engine.found(prompt(4)) == 0
     assert caplog.text.count("not used any more") == 1
+    assert engine.ask(StorePages, "", prompt(1, seed=3), 0, ids(5)).error
 
 
 def test_the_rate_of_loads_gives_an_estimate(slow):
