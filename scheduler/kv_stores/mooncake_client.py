@@ -108,8 +108,10 @@ class MooncakeClient:
         if self._staging.size < count * num_bytes:
             if self._staging.size:
                 self._store.unregister_buffer(self._staging.ctypes.data)
-            self._staging = np.zeros(count * num_bytes, np.uint8)
-            _check([self._store.register_buffer(self._staging.ctypes.data, self._staging.nbytes)])
+            self._staging = np.zeros(0, np.uint8)  # if the new memory is refused, the next call tries again
+            staging = np.zeros(count * num_bytes, np.uint8)
+            _check([self._store.register_buffer(staging.ctypes.data, staging.nbytes)])
+            self._staging = staging
         return self._staging[: count * num_bytes].reshape(count, num_bytes)
 
 
