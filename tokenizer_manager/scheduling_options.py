@@ -38,7 +38,7 @@ class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hint(msgspec.Struct, frozen=True):
-    """What a client asks for cached memory.
+    """A client's request about cached memory.
 
     Attributes:
         action_id: the client's name for it.

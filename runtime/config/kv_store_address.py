@@ -1,4 +1,4 @@
-"""`KVStoreAddress`: the server of `--kv-store`, parsed from a URL whose password no message shows."""
+"""`KVStoreAddress`: the server of `--kv-store`, parsed from a URL; no message shows its password."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Tier(NamedTuple):
-    """How the tier of the prefix cache is opened, and the file that remembers the digests of weights."""
+    """A tier of the prefix cache: `open` gives its store, `memo` is the file with the digests of weights."""
 
     open: Callable[[bytes, Mapping[str, Any]], PageStore]
     memo: Path

@@ -1,6 +1,6 @@
 """`PageStore`: records by key that outlive the process; `PageMover` moves them, and does not know where they are.
 
-`SegmentStore` keeps them in files, `RedisStore` on a server. A record is a row of a `RecordBuffer`: key, lengths and
+`SegmentStore` keeps them in files, `RemoteStore` on a server. A record is a row of a `RecordBuffer`: key, lengths and
 checksums with the payload, so that each store tests at each read what it gives. One thread uses a store.
 """
 

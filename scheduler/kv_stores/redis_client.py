@@ -118,7 +118,7 @@ class RedisClient:
 
 
 def _answers(pipeline: Any) -> list[Any]:
-    """The answers of all commands; raises the first error that is one, without the command, whose value is long."""
+    """The answers of all commands; raises the first error that is one, without the command: its value is long."""
     answers: list[Any] = pipeline.execute(raise_on_error=False)
     for answer in answers:
         if isinstance(answer, Exception):

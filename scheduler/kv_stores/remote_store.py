@@ -92,7 +92,7 @@ class Seal:
         self._names = blake2b(secret, digest_size=32, person=b"kv names").digest()
 
     def name(self, key: bytes) -> bytes:
-        """What the server sees instead of a key."""
+        """The name that the server has for a key."""
         return blake2b(key, digest_size=32, key=self._names).digest()
 
     def close(self, name: bytes, record: memoryview) -> bytes:

@@ -69,7 +69,7 @@ class Fetches:
         self.loaded: list[tuple[Req, int]] = []
 
     def __len__(self) -> int:
-        """Those that wait for an answer, or for memory."""
+        """Number of requests that wait for an answer, or for memory."""
         return len(self._by_job)
 
     def all(self) -> list[Fetch]:

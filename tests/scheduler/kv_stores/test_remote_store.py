@@ -155,7 +155,7 @@ def put(store: RemoteStore, *numbers: int) -> int:
 
 
 def got(store: RemoteStore, *numbers: int, payload: int = PAYLOAD) -> int:
-    """How many of the numbers are read, all of them right."""
+    """Number of the numbers that are read, all of them right."""
     buffer = RecordBuffer(max(1, len(numbers)), payload)
     count = store.read([key_of(number) for number in numbers], buffer)
     assert [buffer.payloads[row].tobytes() for row in range(count)] == [

@@ -1,4 +1,4 @@
-"""What a tier has of a radix tree: which leaves it is given, and that these are evicted before their neighbors."""
+"""Pages of a radix tree that a tier has: which leaves it is given, and that these go before their neighbors."""
 
 from __future__ import annotations
 

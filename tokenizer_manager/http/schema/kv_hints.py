@@ -15,7 +15,7 @@ from .values import Body, convert, objects, refused, show
 
 MAX_ACTIONS: Final = 64
 MAX_ACTIONS_IN_TURN: Final = 16
-"""With `MAX_ID_CHARS` it keeps the header of the results below 8 KiB."""
+"""With `MAX_ID_CHARS` it keeps the header of the results below 8 KiB, if they are ASCII."""
 MAX_ID_CHARS: Final = 256
 PROTOCOL_VERSION: Final = 1
 HINTS_HEADER: Final = b"x-kv-hints"
