@@ -355,7 +355,7 @@ def test_a_closed_engine_says_so(tiny_model):
 def test_a_forgotten_engine_ends_its_thread(tiny_model):
     before = set(threading.enumerate())
     llm = LLM(str(tiny_model), dtype="float32", num_threads=1, max_total_tokens=512)
-    (thread,) = (thread for thread in threading.enumerate() if thread not in before)
+    (thread,) = (each for each in threading.enumerate() if each not in before and each.name == "engine")
     del llm
     gc.collect()
     thread.join(30)

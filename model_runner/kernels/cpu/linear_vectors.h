@@ -181,6 +181,15 @@ struct VectorLinear : LinearCall {
         }
     }
 
+    // Where a tile of several rows has one vector, which is a gate without its up: row tile by row tile for each panel.
+    void multiply_gated_panels(int64_t first, int64_t last, int64_t begin, int64_t end) const {
+        for (int64_t stop; begin < end; begin = stop) {
+            stop = std::min(end, (begin / PER_PANEL + 1) * PER_PANEL);
+            for (int64_t row = first; row < last; row += TILE_ROWS)
+                multiply_single_gated(row, std::min(row + TILE_ROWS, last), begin, stop);
+        }
+    }
+
     // The k-steps [begin, end) of one row tile. If these are not all, accumulators are loaded from and stored to
     // `waiting`.
     template <class From, class AtStep>
@@ -218,6 +227,8 @@ struct VectorLinear : LinearCall {
             });
         } else if (form == GATED && last - first <= TILE_ROWS) {
             multiply_single_gated(first, last, begin, end);
+        } else if (form == GATED && TILE_VECTORS == 1) {
+            multiply_gated_panels(first, last, begin, end);
         } else {
             for_columns(begin, end, TILE_VECTORS, next, [&](const Columns& columns, const uint32_t* after) {
                 multiply(first, last, columns, after);
