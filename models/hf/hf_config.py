@@ -22,7 +22,7 @@ from ..fields import Fields
 from ..model_files import read_json
 from ..spec.encoder_spec import PoolingSpec
 from ..spec.model_spec import DTypeName, ModelSpec
-from ..spec.quantization import MIXER_NAMES
+from ..spec.quantization import MIXER_NAMES, QuantizationSpec
 from .hf_other import other_family, with_common_names
 from .hf_quantization import read_quantization
 from .hf_sampling import read_hf_sampling
@@ -125,7 +125,7 @@ def _read_spec(folder: Path, config: Mapping[str, object], found: FoundTask, pre
         torch_dtype=_dtype(fields),
         eos_token_ids=() if "encoder" in facts else _eos_token_ids(fields, folder, vocab_size),
         bos_token_id=fields.known_token_id("bos_token_id", vocab_size),
-        quantization=read_quantization(folder, fields),
+        quantization=_by_usual_names(read_quantization(folder, fields), family),
         sampling_defaults=read_hf_sampling(folder),
         **facts,
     )
@@ -135,6 +135,21 @@ def _read_spec(folder: Path, config: Mapping[str, object], found: FoundTask, pre
     if contradiction := spec.contradiction():
         raise ConfigError(f"{path}: {contradiction}")
     return spec
+
+
+def _by_usual_names(found: QuantizationSpec | None, family: Family) -> QuantizationSpec | None:
+    """Lists of modules with the engine's names in the place of those of the family's files; patterns stay."""
+    if found is None or not family.tensors:
+        return found
+
+    def usual(names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(
+            name if name.startswith("re:") else family.tensor_name(f"{name}.").removesuffix(".")
+            for name in names
+        )
+
+    parts = tuple((usual(names), form) for names, form in found.parts)
+    return structs.replace(found, plain_modules=usual(found.plain_modules), parts=parts)
 
 
 def _check_family(fields: Fields, family: Family, found: FoundTask) -> None:

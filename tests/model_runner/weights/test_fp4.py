@@ -39,7 +39,7 @@ from engine.runtime.errors import ConfigError
 from engine.runtime.feasibility import Capacity
 from tests.model_runner.conftest import Driver, engine_config
 from tests.model_runner.distributed.thread_group import ThreadGroup, on_ranks
-from tests.model_runner.structures.families import BLOCK_ROWS
+from tests.model_runner.structures.families import BLOCK_ROWS, FAMILIES
 
 from .test_quantized import PROMPT, SIZES, Tensors, as_fp8, format_of, prompt_logprobs, reader_of
 
@@ -278,6 +278,35 @@ def test_each_family_finds_its_modules(make_tiny_model, make_driver, unpack, row
     check_folder_weights(tiny.folder, spec)
     assert len(layers) > 4
     np.testing.assert_allclose(prompt_logprobs(make_driver(spec, tiny.folder), unpack), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("row", "stored", "usual"),
+    [
+        ("gemma4 experts beside the MLP", "layers.0.experts.1.up_proj", "layers.0.moe.experts.1.up_proj"),
+        ("mimo_v2_flash", "layers.0.self_attn.o_proj", "layers.0.self_attn.o_proj"),
+    ],
+)
+def test_lists_have_the_names_of_the_files_of_a_family(make_tiny_model, row, stored, usual):
+    found = FAMILIES[row]
+    folder = make_tiny_model(found.made_as, **found.options).folder
+    config = json.loads((folder / "config.json").read_text())
+    mixed_by_name = {
+        "quant_algo": "MIXED_PRECISION",
+        "quantized_layers": {f"model.{stored}": {"quant_algo": "FP8"}},
+    }
+    plain = {"quant_algo": "FP8", "ignore": [f"model.{stored}"]}
+    forms = []
+    for description in (mixed_by_name, plain):
+        (folder / "config.json").write_text(
+            json.dumps(config | {"quantization_config": MODELOPT | description})
+        )
+        spec = read_hf_spec(folder)
+        assert spec.quantization is not None
+        forms.append(spec.quantization.part_of(f"model.{usual}"))
+
+    assert forms[0] is not None and forms[0].method == "fp8"
+    assert forms[1] is None
 
 
 NATIVE = pytest.mark.skipif(
