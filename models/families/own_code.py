@@ -10,7 +10,7 @@ from typing import Final
 from msgspec import structs
 
 from ..fields import Fields
-from ..spec.layer_form import FUSED_QKV, GLM4, Biases, LayerForm
+from ..spec.layer_form import FUSED_QKV, GLM4, Biases, LayerForm, RopeScaling
 from .family import GGUF, Facts, Family
 from .hf_readers import partial_rope_facts, rope_facts
 from .hf_rope import DYNAMIC, KINDS, MAX_POSITIONS, read_rope
@@ -65,12 +65,15 @@ def _internlm2(fields: Fields) -> Facts:
 
 
 def _chatglm(fields: Fields) -> Facts:
+    """ChatGLM2 divides positions by `rope_ratio`; for ChatGLM3 and GLM-4 it is a factor of the base."""
     for name, only in _ONLY_GLM.items():
         if fields.get(name) not in (None, only):
             raise fields.error(name, fields.get(name), f"only {str(only).lower()} is supported")
-    rope = read_rope(
-        fields, 10_000.0 * fields.number("rope_ratio", 1e-3, 1e9, default=1.0), default_partial=0.5
-    )
+    ratio = fields.number("rope_ratio", 1e-3, 1e9, default=1.0)
+    divides = "chatglm2" in str(fields.get("_name_or_path"))  # no other field differs
+    rope = read_rope(fields, 10_000.0 if divides else 10_000.0 * ratio, default_partial=0.5)
+    if divides and ratio != 1.0:
+        rope = rope._replace(scaling=RopeScaling(kind="linear", factor=ratio))
     num_heads = fields.integer("num_attention_heads", 1, 1 << 12)
     shares = fields.boolean("multi_query_attention", default=False)
     groups = fields.integer("multi_query_group_num", 1, num_heads, default=1)

@@ -140,6 +140,8 @@ def write_as_published(folder: Path, model_type: str) -> None:
     if model_type == "qwen":
         config["intermediate_size"] *= 2
         config["rotary_emb_base"] = config.pop("rope_parameters")["rope_theta"]
+    if model_type == "chatglm":
+        config["rope_ratio"] = config.pop("rope_parameters")["rope_theta"] / 10_000
     for usual, own in FIELDS.get(model_type, {}).items():
         value = config.pop(usual, None)
         if own and value is not None:

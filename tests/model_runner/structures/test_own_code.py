@@ -42,6 +42,14 @@ def test_rows_of_the_head_of_baichuan_2_have_length_one(make_tiny_model, make_dr
     assert found == [tiny.greedy(PROMPT, 8)]
 
 
+@pytest.mark.parametrize(("vocab_size", "is_second"), [(125_696, True), (64_000, False)])
+def test_baichuan_2_is_also_known_by_its_vocabulary(make_tiny_model, vocab_size, is_second):
+    tiny = make_tiny_model("llama", num_key_value_heads=6)
+    write(tiny, "baichuan", "BaichuanForCausalLM", vocab_size=vocab_size)
+
+    assert read_hf_spec(tiny.folder).form.unit_head == is_second
+
+
 def test_llava_of_its_own_code_is_served_for_text(make_tiny_model, make_driver):
     tiny = make_tiny_model("llama")
     write(tiny, "llava", "LlavaLlamaForCausalLM", mm_vision_tower="openai/clip-vit-large-patch14-336")
@@ -91,6 +99,20 @@ def test_beyond_the_length_of_training_qwen_1_is_not_served(make_tiny_model):
     write(tiny, "qwen", "QWenLMHeadModel")
 
     assert read_hf_spec(tiny.folder).max_position_embeddings == 256
+
+
+def test_chatglm_2_divides_positions(make_tiny_model):
+    """Its files of 32K do; later models of the type have a larger base."""
+    tiny = make_tiny_model("glm")
+    write(tiny, "chatglm", "ChatGLMModel", _name_or_path="THUDM/chatglm2-6b-32k")
+    path = tiny.folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_ratio": 4}))
+    spec = read_hf_spec(tiny.folder)
+    assert (spec.rope_theta, spec.rope_scaling.kind, spec.rope_scaling.factor) == (1e4, "linear", 4.0)
+
+    path.write_text(path.read_text().replace("chatglm2-6b-32k", "chatglm3-6b-32k"))
+    spec = read_hf_spec(tiny.folder)
+    assert (spec.rope_theta, spec.rope_scaling.kind) == (4e4, "default")
 
 
 def test_frequencies_of_internlm_2_scale_only_beyond_the_length_that_is_served(make_tiny_model, make_driver):
