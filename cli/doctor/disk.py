@@ -64,17 +64,25 @@ def check_kv_store(cache: CacheConfig, kv_token_bytes: int) -> Check:
     except ConfigError as error:
         return refused("kv_store", str(error))
 
+    names: list[str] = []
+
     def put(offset: int) -> int:
-        client.put([f"{name}:{offset}"], [piece])
+        names.append(f"{name}:{offset}")
+        client.put(names[-1:], [piece])
         return _PIECE_BYTES
 
     try:
-        written, write_rate = _rate(put)
-        _, read_rate = _rate(lambda _offset: len(client.get([f"{name}:0"], _PIECE_BYTES)[0] or b""))
-        for offset in range(0, written, _PIECE_BYTES):
-            client.remove(f"{name}:{offset}")
+        _, write_rate = _rate(put)
+        read, read_rate = _rate(lambda _offset: len(client.get(names[:1], _PIECE_BYTES)[0] or b""))
+        if not read:
+            raise StoreError("it loses what is written")
     except (StoreError, WritesRefusedError) as error:
         return refused("kv_store", f"{address}: {error}; name another server with --kv-store")
+    finally:
+        with contextlib.suppress(StoreError):
+            for each in names:
+                client.remove(each)
+        client.close()
     return _speeds("kv_store", str(address), write_rate, read_rate, kv_token_bytes)
 
 

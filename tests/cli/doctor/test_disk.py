@@ -1,4 +1,4 @@
-"""The check of `--kv-disk`: a folder that can be used, its rates, and one that cannot."""
+"""The checks of `--kv-disk` and `--kv-store`: a place that can be used, its rates, and one that cannot."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import pytest
 from engine.cli import main as cli
 from engine.cli.doctor import disk
 from engine.cli.doctor.check import CheckStatus
-from engine.cli.doctor.disk import check_disk, measure_disk
-from engine.scheduler.kv_stores import segment_store
+from engine.cli.doctor.disk import check_disk, check_kv_store, measure_disk
+from engine.runtime.config.engine_config import CacheConfig
+from engine.scheduler.kv_stores import remote_store, segment_store
+from engine.scheduler.kv_stores.store_client import WritesRefusedError
 
 LIMIT = 1 << 20
 KV_TOKEN_BYTES = 23_040
@@ -84,3 +86,38 @@ def test_the_line_of_the_command(capsys, good_machine, tiny_model, tmp_path):
 
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.split()[1] == "kv_disk")
     assert line.startswith(f"ok   kv_disk    {tmp_path}: writes ") and line.endswith(" s to load")
+
+
+class SmallServer:
+    """A server with room for some values; `evicts`: it takes more, and loses all."""
+
+    def __init__(self, room: int, *, evicts: bool) -> None:
+        self.room, self.evicts = room, evicts
+        self.values: dict[str, bytes] = {}
+
+    def put(self, names: list[str], values: list[bytes]) -> None:
+        if len(self.values) == self.room:
+            if not self.evicts:
+                raise WritesRefusedError("out of memory")
+            self.values.clear()
+        self.values |= zip(names, values, strict=True)
+
+    def get(self, names: list[str], num_bytes: int) -> list[bytes | None]:
+        return [self.values.get(name) for name in names]
+
+    def remove(self, name: str) -> None:
+        self.values.pop(name, None)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("evicts", "words"), [(False, "out of memory"), (True, "it loses what is written")])
+def test_a_store_without_room_is_refused_and_keeps_nothing(monkeypatch, evicts, words):
+    server = SmallServer(1, evicts=evicts)
+    monkeypatch.setattr(remote_store, "open_client", lambda _address: server)
+
+    check = check_kv_store(CacheConfig(kv_store="redis://localhost"), KV_TOKEN_BYTES)
+
+    assert check.verdict is CheckStatus.FAIL and words in check.text + check.fix
+    assert not server.values
