@@ -48,10 +48,11 @@ def test_origins_and_reasons():
     assert lines["port"].endswith("# default")
 
 
-def test_the_api_key_is_never_shown():
-    text = render(api_key="s3cret")
+def test_the_api_key_and_the_password_of_a_store_are_never_shown():
+    text = render(api_key="s3cret", kv_store="redis://:s3cret@localhost")
     assert "s3cret" not in text
     assert "# api_key is set and not shown (--api-key)" in text
+    assert "# kv_store is set and not shown (--kv-store)" in text
 
 
 def test_what_a_preset_sets_has_the_preset_as_its_origin(tmp_path):

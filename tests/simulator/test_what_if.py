@@ -28,7 +28,7 @@ from engine.scheduler.scheduler import Scheduler
 from engine.simulator.agent_workload import Agents
 from engine.simulator.cluster import Cluster, ClusterSettings
 from engine.simulator.generated_workloads import Arrival, Chat, Lengths, Rag, given_lengths
-from engine.simulator.recorded_run import read_recorded_run
+from engine.simulator.recorded_run import _Life, _next_turns, read_recorded_run
 from engine.simulator.report import Measurements, Report, make_report
 from engine.simulator.sim_request import VOCAB_SIZE, SimRequest, Workload
 from engine.simulator.simulated_engine import ReplicaSettings
@@ -371,6 +371,23 @@ def test_a_log_without_traffic_says_so(path, make_replica):
         what_if(path, {"schedule_policy": "lpm"})
     with pytest.raises(LogFileError, match="No such file"):
         what_if(path.with_name("nowhere"), {"schedule_policy": "lpm"})
+
+
+def test_a_turn_follows_the_one_that_its_prompt_continues() -> None:
+    """Two agents of a session take turns; one has begun before the other one's answer ended."""
+    lives = []
+    for rid, prompt, arrival_s, last_s in (
+        ("a", "aa", 0.0, 1.0),
+        ("b", "b", 0.0, 2.0),
+        ("aa", "aaa", 3.0, 5.0),
+        ("bb", "bb", 4.0, 6.0),
+        ("c", "c", 4.5, 7.0),
+    ):
+        message = GenerateRequest(rid, prompt.encode(), SamplingParams(), arrival_s, session="s")
+        lives.append(_Life(message, arrival_s))
+        lives[-1].last_s = last_s
+
+    assert _next_turns(lives) == {"a": ("aa", 2.0), "b": ("bb", 2.0)}
 
 
 def in_session(request: SimRequest) -> SimRequest:

@@ -19,7 +19,7 @@ from engine.launch.child.crash_report import (
     read_fatal_stacks,
     read_stacks,
 )
-from engine.runtime.config.engine_config import EngineConfig
+from engine.runtime.config.engine_config import CacheConfig, EngineConfig
 from engine.runtime.config.server_config import LogConfig, ServerConfig
 
 LEAVE_STACKS = """
@@ -52,6 +52,7 @@ def config(tmp_path):
     return EngineConfig(
         log=LogConfig(crash_dir=str(tmp_path / "crashes")),
         server=ServerConfig(api_key=("s3cret",), port=8123),
+        cache=CacheConfig(kv_store="redis://:s3cret@localhost"),
     )
 
 
@@ -87,6 +88,7 @@ def test_it_has_the_cause_every_process_the_decisions_and_the_settings(config, t
         "-0.1 s step=7\n",
         "port: 8123\n",
         "api_key: (hidden)\n",
+        "kv_store: (hidden)\n",
     ):
         assert part in text, part
     assert "s3cret" not in text

@@ -29,6 +29,7 @@ def stored(cache: RadixCache) -> dict[int, int]:
     """For each page whether a tier has it, by the numbers of the nodes."""
     found: dict[int, int] = {}
     for node in nodes_of(cache._roots):
+        assert 0 <= node.num_stored <= len(node.pages)
         found |= {int(page): int(index < node.num_stored) for index, page in enumerate(node.pages)}
     return found
 
@@ -72,6 +73,16 @@ def test_short_private_and_dead_prefixes_and_those_of_running_requests_are_left_
     assert cache.take_unstored(99, 3) == []
     put(cache, 3, 4, 5)
     assert cache.take_unstored(99, 3) == [("", ids(3, 4, 5))]
+
+
+def test_what_only_private_prompts_share_is_left_out(cache: RadixCache) -> None:
+    put(cache, 1, 2, 3, first_page=10, in_memory=True)
+    put(cache, 1, 2, 4, first_page=20, in_memory=True)
+    assert sorted(cache.evict(2).tolist()) == [12, 20]
+
+    assert cache.take_unstored(99, 1) == []
+    put(cache, 1, 2)
+    assert cache.take_unstored(99, 1) == [("", ids(1, 2))]
 
 
 def test_wanted_leaves_are_given_when_no_others_are_left(cache: RadixCache) -> None:

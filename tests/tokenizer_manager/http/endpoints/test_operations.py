@@ -126,6 +126,11 @@ def test_server_info_has_settings_capacity_model_and_report(serve: Serve):
     assert info["scheduler"]["stalled"] == ""
 
 
+def test_server_info_has_no_password_of_a_store(serve: Serve):
+    reply = serve(cache={"kv_store": "redis://:s3cret@localhost"}).client.get("/server_info")
+    assert reply.json()["config"]["cache"]["kv_store"] == "(set)" and "s3cret" not in reply.text
+
+
 # Whole, with odd values and by real processes: tests/e2e/test_openapi.py, which is slow.
 @pytest.mark.parametrize(
     "route",
