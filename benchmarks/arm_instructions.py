@@ -9,6 +9,7 @@ Two runs with different numbers of calls are compared, so that starting does not
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import tempfile
 from pathlib import Path
@@ -80,6 +81,9 @@ int main(int, char** arguments) {
 
 def main() -> None:
     """Print the table."""
+    argparse.ArgumentParser(
+        description="instructions of the ARM kernels, counted by an emulator"
+    ).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         plugin = compiled("gcc", PLUGIN, Path(folder) / "plugin.c", "-shared", "-fPIC")
         callers = {isa: caller(isa, Path(folder)) for isa in TARGETS}

@@ -69,7 +69,7 @@ def find_language_part(path: Path, config: Mapping[str, object]) -> LanguagePart
         place = f"{kind.part}_config.{_TEXT}"
     if isinstance(inner, Mapping):
         prefix = f"{place}."
-    elif inner is None and kind.is_flat:
+    elif kind.place not in config and kind.is_flat:
         inner, prefix = {name: value for name, value in config.items() if name not in _TOWERS}, ""
         inner["model_type"] = kind.text_type
     else:
