@@ -227,11 +227,16 @@ class _Loop:
             parts = build(self.send)
             with contextlib.closing(parts.recorder):
                 self._built.put(parts.capacity)
-                while not self._closing:
-                    self._step(parts)
-                if parts.tier is not None:
-                    parts.tier.send(parts.scheduler.close())
-                    parts.tier.close(parts.drain_timeout_s)
+                drain_timeout_s = 0.0
+                try:
+                    while not self._closing:
+                        self._step(parts)
+                    if parts.tier is not None:
+                        parts.tier.send(parts.scheduler.close())
+                        drain_timeout_s = parts.drain_timeout_s
+                finally:
+                    if parts.tier is not None:
+                        parts.tier.close(drain_timeout_s)
         except BaseException as error:  # also SystemExit: only this passes it to the callers
             self._built.put(error)  # read only by a constructor that still waits
             death = EngineDeadError(f"the engine stopped because of an error: {_one_line(error)}")

@@ -99,7 +99,22 @@ class MultiStepRunner(ScriptedRunner):
         )
 
 
-def make_engine(before_step=lambda step_id: None, table=None, *, runner=None, overlap=False, **settings):
+class Tier:
+    """A thread of a tier; `closed`: the times that it was given to end."""
+
+    def __init__(self):
+        self.closed = []
+
+    def send(self, commands):
+        pass
+
+    def close(self, timeout_s=0.5):
+        self.closed.append(timeout_s)
+
+
+def make_engine(
+    before_step=lambda step_id: None, table=None, *, runner=None, overlap=False, tier=None, **settings
+):
     def build(send):
         config = SchedulerConfig(chunked_prefill_size=16, max_running_requests=4, **settings)
         scheduler = Scheduler(config, CacheConfig(page_size=4), CAPACITY, frozenset())
@@ -107,7 +122,7 @@ def make_engine(before_step=lambda step_id: None, table=None, *, runner=None, ov
         recorder = Recorder()
         made = runner or ScriptedRunner(before_step)
         pipeline = Pipeline(scheduler, made, recorder, time.monotonic, overlap=overlap)
-        return EngineParts(scheduler, pipeline, detokenizer, CAPACITY, recorder)
+        return EngineParts(scheduler, pipeline, detokenizer, CAPACITY, recorder, tier, 7.0)
 
     return EngineThread(build)
 
@@ -151,7 +166,8 @@ def test_a_failing_step_reaches_every_request_and_every_later_call(overlap):
         if step_id == 3:
             raise RuntimeError("device on\nfire")
 
-    engine, rows = make_engine(fail, overlap=overlap), row_queue()
+    tier = Tier()
+    engine, rows = make_engine(fail, overlap=overlap, tier=tier), row_queue()
     for rid in "ab":
         engine.submit(request(rid, max_new_tokens=50), rows)
     submitted.set()
@@ -165,16 +181,19 @@ def test_a_failing_step_reaches_every_request_and_every_later_call(overlap):
         engine.call(FlushCache(), FlushCacheDone)
     engine.abort("a", "too late")
     engine.close()
+    assert tier.closed == [0.0], "its thread would keep the memory of the pool"
 
 
 def test_a_batch_begins_in_one_step():
     """Also if the thread that submits it is held up in between: all have prompts of one step, and are over then."""
     step_ids: list[int] = []
-    engine, rows = make_engine(step_ids.append), row_queue()
+    tier = Tier()
+    engine, rows = make_engine(step_ids.append, tier=tier), row_queue()
     engine.submit_all([request(rid, max_new_tokens=1) for rid in "abc"], rows)
     read(rows, count=3)
     assert step_ids[:1] == [1] and len(step_ids) <= 2  # the last one tells the runner who has left
     engine.close()
+    assert tier.closed == [7.0]
 
 
 def test_errors_of_the_start_come_out_as_they_are():
