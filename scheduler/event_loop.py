@@ -34,7 +34,7 @@ is ready."""
 
 
 class KVThread(Protocol):
-    """Moves KV as the scheduler orders, beside the loop: a `LinkThread`, or a `DiskThread`."""
+    """Moves KV as the scheduler orders, beside the loop: a `LinkThread`, or a `PageMover`."""
 
     def send(self, commands: Sequence[Any]) -> None:
         """Hand the scheduler's commands to the thread; never blocks."""

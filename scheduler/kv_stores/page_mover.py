@@ -198,7 +198,11 @@ class PageMover:
     def _handle(self, command: TierCommand | _Weights | None) -> None:
         match command:
             case LookUp():
-                self._outbox.send(self._found(command))
+                found = Found(command.job, 0, error=_NOT_OPEN)
+                try:
+                    found = self._found(command)
+                finally:  # a bug is answered, too
+                    self._outbox.send(found)
             case LoadPages() if self._store is None:
                 self._outbox.send(Loaded(command.job, 0, _NOT_OPEN))
             case LoadPages():

@@ -515,6 +515,18 @@ def test_a_bug_in_the_thread_turns_the_disk_off_and_answers_all(slow, caplog, mo
     assert engine.ask(StorePages, "", prompt(1, seed=3), 0, ids(5)).error
 
 
+def test_a_look_up_that_ends_in_a_bug_is_answered(tmp_path, engine_at, monkeypatch, caplog):
+    engine = engine_at(tmp_path)
+    engine.ask(StorePages, "", prompt(2), 0, ids(1, 2))
+    monkeypatch.setattr(SegmentStore, "find", lambda *_: 1 // 0)
+
+    found = engine.ask(LookUp, "", prompt(2))
+
+    assert isinstance(found, Found) and (found.num_pages, found.error) == (0, "the store is not in use")
+    assert engine.ask(StorePages, "", prompt(2, seed=1), 0, ids(3, 4)).error
+    assert caplog.text.count("not used any more") == 1
+
+
 def test_the_rate_of_loads_gives_an_estimate(slow):
     engine, memory = slow
     for _ in range(8):
