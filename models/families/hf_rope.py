@@ -110,6 +110,9 @@ def read_two_ropes(
             ropes.append(_read(fields, Fields(fields.path, inner, prefix=prefix), base, kinds))
         if ropes[1].scaling != RopeScaling():
             raise fields.error(f"{name}.{_SLIDING}", values[_SLIDING], "windowed layers must not be scaled")
+        if ropes[0].partial_factor != ropes[1].partial_factor:
+            rule = f"expected the partial_rotary_factor of {_FULL}, {ropes[0].partial_factor}"
+            raise fields.error(f"{name}.{_SLIDING}", values.get(_SLIDING), rule)
         return ropes[0], ropes[1].theta
 
     return _read_both(fields, read)

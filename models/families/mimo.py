@@ -14,7 +14,7 @@ from ..spec.streams_spec import StreamsSpec
 from .deepseek import experts_after, sigmoid_routing
 from .family import Facts, Family
 from .hf_readers import layer_types, partial_rope_facts
-from .hf_rope import MAX_POSITIONS, Rope, read_two_ropes
+from .hf_rope import MAX_POSITIONS, read_two_ropes
 
 _ONLY: Final = {
     "add_swa_attention_sink_bias": True,
@@ -50,7 +50,7 @@ def _mimo_v2_flash(fields: Fields) -> Facts:
         LayerHeads(head_dim=head_dim, num_kv_heads=num_windowed_kv if has_window else num_kv)
         for has_window in windowed
     )
-    rope, local_theta = _ropes(fields)
+    rope, local_theta = read_two_ropes(fields, 5e6, "swa_rope_theta", 1e4, kinds=("default",))
     dense = [layer for layer, is_sparse in enumerate(_sparse(fields, num_layers)) if not is_sparse]
     routing = partial(sigmoid_routing, num_groups=1, num_active_groups=1, scale=1.0)
     bias = fields.boolean("attention_bias", default=False)
@@ -107,12 +107,6 @@ def _flags(fields: Fields, name: str, num_layers: int) -> tuple[bool, ...]:
     return tuple(map(bool, numbers))
 
 
-def _ropes(fields: Fields) -> tuple[Rope, float]:
-    rope, local_theta = read_two_ropes(fields, 5e6, "swa_rope_theta", 1e4, kinds=("default",))
-    partial_factor = fields.number("partial_rotary_factor", 0.0, 1.0, default=rope.partial_factor)
-    return rope._replace(partial_factor=partial_factor if partial_factor < 1.0 else 0.334), local_theta
-
-
 FAMILIES: Final = (
     Family(
         "mimo_v2_flash",
@@ -123,6 +117,7 @@ FAMILIES: Final = (
         head_dim=192,
         norm_eps="rms_norm_eps",
         renamed={"layernorm_epsilon": "rms_norm_eps"},
+        defaults={"partial_rotary_factor": 0.334},
         tensors={r"\.attention_sink_bias$": ".sinks"},
     ),
 )

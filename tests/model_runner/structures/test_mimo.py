@@ -60,6 +60,19 @@ def test_published_files_are_the_same_model(make_tiny_model, make_driver):
     assert make_driver(tiny.spec, tiny.folder).generate([prompt], num=4) == [tiny.greedy(prompt, 4)]
 
 
+@pytest.mark.parametrize(("part", "rotary_dim"), [(None, 8), (0.5, 12), (1.0, None)])
+def test_the_part_of_a_head_that_rotates_may_be_all_of_it(make_tiny_model, part, rotary_dim):
+    folder = published(make_tiny_model, partial_rotary_factor=part).folder
+    assert read_hf_spec(folder).rotary_dim == rotary_dim
+
+
+def test_all_layers_rotate_the_same_part_of_a_head(make_tiny_model):
+    ropes = {"full_attention": {"partial_rotary_factor": 0.5}, "sliding_attention": None}
+    folder = published(make_tiny_model, rope_parameters=ropes).folder
+    with pytest.raises(ConfigError, match="expected the partial_rotary_factor of full_attention, 0.5"):
+        read_hf_spec(folder)
+
+
 @pytest.mark.parametrize(
     ("field", "value", "rule"),
     [
