@@ -54,7 +54,7 @@ class Indexed(AttentionBackend):
 
     @property
     def gathered_token_bytes(self) -> int:
-        """Those of the other backend, and an index key in float32 with its copy."""
+        """Bytes of the other backend, of an index key in float32 and of its copy."""
         return self._dense.gathered_token_bytes + 2 * 4 * self._index.head_dim
 
     def plan_step(self, layout: BatchLayout) -> IndexedStep:

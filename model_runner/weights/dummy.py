@@ -13,7 +13,7 @@ from .reader import Slice, cut_from_whole
 
 _BOUND: Final = 0.02
 _EXPONENT: Final = 120
-"""Of a scale of 1/128: exponents have 127 added."""
+"""The exponent of a scale of 1/128, with 127 added."""
 _BLOCK: Final = 4_194_301
 """Values drawn per tensor; a larger tensor repeats them. At 120 million values per second, drawing eight billion took a
 minute. The count is prime, so no two rows of a matrix begin at the same value and all rows differ."""

@@ -57,7 +57,7 @@ def _deepseek_v3(fields: Fields) -> Facts:
 
 
 def _sparse(fields: Fields, routing: Callable[[Fields], Routing], *, interleaved: bool) -> Facts:
-    """DeepSeek-V3.2 and GLM-5: latent attention with an indexer, whose rotary pairs may be others."""
+    """DeepSeek-V3.2 and GLM-5: latent attention with an indexer, which may have other rotary pairs."""
     facts = _latent_attention(fields, interleaved=_interleaved(fields))
     latent: LatentSpec = facts["latent"]
     if latent.q_lora_rank is None:

@@ -16,7 +16,7 @@ from .hf_readers import partial_rope_facts, rope_facts
 from .hf_rope import DYNAMIC, KINDS, MAX_POSITIONS, read_rope
 
 _ALIBI_SIZE: Final = 5120
-"""Hidden size of Baichuan 13B, whose positions are biases of scores (ALiBi); no field says so."""
+"""Hidden size of Baichuan 13B, in which positions are biases of scores (ALiBi); no field says so."""
 _BAICHUAN2_VOCAB: Final = 125_696
 _FUSED: Final = LayerForm(qkv_names=FUSED_QKV)
 _ONLY_GLM: Final = {

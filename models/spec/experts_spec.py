@@ -136,7 +136,7 @@ LFM2_NAMES: Final = ExpertNames(block="feed_forward", bias="expert_bias", gate="
 
 
 GEMMA_NAMES: Final = ExpertNames(block="moe", router="router.proj", shared="mlp", shared_in_block=False)
-"""Of Gemma 4, whose dense MLP is beside the experts in each layer."""
+"""Names in Gemma 4, which has a dense MLP beside the experts in each layer."""
 
 
 class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -213,7 +213,7 @@ def _halves(part: Tensor, exponent: int) -> Tensor:
 
 
 def _bytes(scales: Tensor) -> Tensor:
-    """Values of e4m3 as bytes. Scales of GGUF files may also be 480, whose code is that of NaN in e4m3."""
+    """Values of e4m3 as bytes. Scales of GGUF files may also be 480, which has the code of NaN in e4m3."""
     codes = scales.to(FP8).view(torch.uint8)
     return codes.masked_fill_(scales > FP8_MAX, _NAN).contiguous()
 

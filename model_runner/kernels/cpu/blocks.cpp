@@ -371,7 +371,7 @@ EXPORT void pair_blocks(uint8_t* packed, int64_t outputs, int64_t inputs, int bi
 
 // x: [num_tokens][inputs] bfloat16, rows `x_stride` elements apart; bias: [outputs] bfloat16 or null; out: rows
 // `out_stride` elements apart, contiguous if gated, see output.h for `form`; workspace: blocks_workspace_bytes for the same `tiles_from`, which is at least 1;
-// scale_inputs: 32; 64 only with 8 bits and without minima; 16 only with a table, whose factor includes E4M3_FACTOR;
+// scale_inputs: 32; 64 only with 8 bits and without minima; 16 only with a table, and `factor` includes E4M3_FACTOR;
 // table: [16] bytes that differ from `zero` by at most 127, or null;
 // only with 4 bits and without minima; is_super: in superblocks of 4, 5 or 6 bits (super_blocks.h), whose factor is 1 and
 // which have minima if they do not have 6 bits.

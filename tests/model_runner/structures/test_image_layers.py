@@ -1,4 +1,4 @@
-"""The text of Llama 3.2 Vision, whose layers for images are not read, and of Janus, against transformers."""
+"""The text of Llama 3.2 Vision without its layers for images, and of Janus, against transformers."""
 
 from __future__ import annotations
 

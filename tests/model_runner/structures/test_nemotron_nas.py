@@ -1,4 +1,4 @@
-"""Llama Nemotron, whose layers may have no attention, no MLP, or a smaller one, against a Llama with zeros there."""
+"""Llama Nemotron: layers with no attention, no MLP, or a smaller one, against a Llama with zeros there."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WIDTHS = {id(WIDE): 512, id(NARROW): 256}
 
 @pytest.fixture
 def tiny(make_tiny_model):
-    """Of widths 512 and 256; what a layer of the file does not have is 0 in the reference."""
+    """Layers of widths 512 and 256; a block that the file does not have is 0 in the reference."""
     tiny = make_tiny_model("llama", num_hidden_layers=len(BLOCKS), intermediate_size=512)
     path, weights = tiny.folder / "config.json", tiny.folder / "model.safetensors"
     tensors = load_file(weights)

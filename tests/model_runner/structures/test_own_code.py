@@ -101,6 +101,16 @@ def test_beyond_the_length_of_training_qwen_1_is_not_served(make_tiny_model):
     assert read_hf_spec(tiny.folder).max_position_embeddings == 256
 
 
+def test_a_quarter_of_each_head_of_stablelm_rotates_by_default(make_tiny_model):
+    tiny = make_tiny_model("stablelm", head_dim=16, num_attention_heads=3, num_key_value_heads=3)
+    path = tiny.folder / "config.json"
+    config = json.loads(path.read_text())
+    config.pop("partial_rotary_factor", None)
+    path.write_text(json.dumps(config | {"rope_parameters": None, "rope_theta": 1e4}))
+
+    assert read_hf_spec(tiny.folder).rotary_dim == 4
+
+
 def test_chatglm_2_divides_positions(make_tiny_model):
     """Its files of 32K do; later models of the type have a larger base."""
     tiny = make_tiny_model("glm")

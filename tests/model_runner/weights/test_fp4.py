@@ -72,7 +72,7 @@ def as_nvfp4(
 
 
 def exponents(weight: Tensor, most: float) -> Tensor:
-    """Of powers of two for 32 inputs each, as e8m0."""
+    """Powers of two for 32 inputs each, as e8m0."""
     largest: Tensor = weight.unflatten(1, (-1, 32)).abs().amax(2)
     return (largest / most).log2().ceil().add(127).to(torch.uint8)
 
