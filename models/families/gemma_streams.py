@@ -478,7 +478,7 @@ FAMILIES: Final = (
     Family(
         "gemma4_text",
         structure="streams",
-        published="Gemma 4 E2B, E4B, 26B-A4B, 31B",
+        published="Gemma 4 E2B, E4B, 31B, 26B-A4B (as a folder)",
         architecture="Gemma4ForCausalLM",
         read=_gemma4,
         activation=_ACTIVATION,
