@@ -72,8 +72,19 @@ class RedisClient:
 
     def get(self, names: Sequence[str], num_bytes: int) -> list[bytes | None]:
         with self._calling():
-            values: list[bytes | None] = self._client.mget(names)
-        return values
+            pipeline = self._client.pipeline(transaction=False)
+            for name in names:
+                pipeline.getrange(name, 0, num_bytes)  # a byte more shows that a value is too long
+            parts = [self._part(answer) for answer in pipeline.execute(raise_on_error=False)]
+        is_there = [True] * len(parts) if all(parts) else self.exists(names)
+        return [part if found else None for part, found in zip(parts, is_there, strict=True)]
+
+    def _part(self, answer: Any) -> bytes:
+        if isinstance(answer, self._errors.ResponseError) and str(answer).startswith("WRONGTYPE"):
+            return b""  # no string: damaged
+        if isinstance(answer, Exception):
+            raise answer
+        return bytes(answer)
 
     def put(self, names: Sequence[str], values: Sequence[bytes]) -> None:
         with self._calling():

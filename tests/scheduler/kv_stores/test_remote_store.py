@@ -40,10 +40,14 @@ class FakeServer:
         refusal: given by each SET of a pipeline.
         asked: names of all commands.
         touched: keys that count as used.
+        lists: keys that hold no string.
+        num_read: bytes of all values that were sent.
     """
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
+        self.lists: set[str] = set()
+        self.num_read = 0
         self.failure: Exception | None = None
         self.refusal: Exception | None = None
         self.asked: list[str] = []
@@ -55,17 +59,9 @@ class FakeServer:
         if self.failure is not None:
             raise self.failure
 
-    def mget(self, names: list[str]) -> list[bytes | None]:
-        self._ask("mget")
-        return [self.values.get(name) for name in names]
-
     def set(self, name: Any, value: bytes, **_: Any) -> None:
         self._ask("set")
         self.values[name] = value
-
-    def get(self, name: Any) -> bytes | None:
-        self._ask("get")
-        return self.values.get(name)
 
     def unlink(self, *names: Any) -> None:
         self._ask("unlink")
@@ -98,6 +94,16 @@ class FakePipeline:
 
     def exists(self, name: str) -> None:
         self.commands.append(lambda: int(name in self.server.values))
+
+    def getrange(self, name: str, start: int, end: int) -> None:
+        self.commands.append(lambda: self._getrange(name, start, end))
+
+    def _getrange(self, name: str, start: int, end: int) -> Any:
+        if name in self.server.lists:
+            return exceptions.ResponseError("WRONGTYPE Operation against a key holding the wrong kind of value")
+        part = self.server.values.get(name, b"")[start : end + 1]
+        self.server.num_read += len(part)
+        return part
 
     def set(self, name: str, value: bytes) -> None:
         self.commands.append(lambda: self._set(name, value))
@@ -199,7 +205,7 @@ def test_a_sealed_store_shows_neither_values_nor_keys(server):
     assert name.endswith(key_of(1).hex()) and value.endswith(payload_of(1))
 
 
-@pytest.mark.parametrize("damage", ["first", "middle", "last", "short", "long", "empty", "other"])
+@pytest.mark.parametrize("damage", ["first", "middle", "last", "short", "long", "huge", "empty", "list", "other"])
 def test_a_damaged_record_is_a_miss_and_is_stored_again(server, seal, caplog, damage):
     store = open_store(server, seal)
     put(store, 1, 2)
@@ -210,14 +216,20 @@ def test_a_damaged_record_is_a_miss_and_is_stored_again(server, seal, caplog, da
         value = {
             "short": value[:-1],
             "long": value + b"x",
+            "huge": value + bytes(1 << 20),
+            "list": value,
             "empty": bytearray(),
             "other": bytearray(server.values[second]),  # undamaged, of another page
         }[damage]
     else:
         value[at] ^= 1
     server.values[first] = bytes(value)
+    if damage == "list":
+        server.lists.add(first)
 
     assert got(store, 1, 2) == got(store, 1, 2) == 0
+    assert server.num_read <= 4 * len(server.values[second]) + 4, "no more than records"
+    server.lists.clear()
     assert caplog.text.count("a record is damaged") == 1
     assert store.has([key_of(1), key_of(2)]) == [False, True]
     put(store, 1)
