@@ -7,7 +7,7 @@ Each row is an order of the queue, with and without the rule that eviction takes
 last (`scheduler/prefix_cache/wants.py`). Llama-3.2-1B on two CPU cores by data sheet (as `engine simulate --device
 cpu-2`), lengths of published traces divided by 16, a closed loop (`simulator/agent_workload.py`): an agent sends its
 next turn some seconds after the answer. Figures are medians over seeds; ratios are to `fcfs` without the rule. With
-`--url` the same agents ask a server, whose pool should hold about half of their prompts (`--max-total-tokens`): in each
+`--url` the same agents ask a server; its pool should hold about half of their prompts (`--max-total-tokens`): in each
 round without a word on sessions, and with `session_id` in each turn and `/close_session` after the last one; the cache
 is flushed between the two.
 """

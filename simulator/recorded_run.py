@@ -387,7 +387,7 @@ class _Reader:
 
 
 def _next_turns(lives: Sequence[_Life]) -> dict[str, tuple[str, float]]:
-    """See `RecordedRun`. A turn follows the one whose prompt it continues, else the last one of its session.
+    """See `RecordedRun`. A turn follows the one with the prompt that it continues, else the last one of its session.
 
     Args:
         lives: by arrival.

@@ -1,4 +1,4 @@
-"""`MooncakeClient`: the store of Mooncake, whose master places values in the memory of its clients.
+"""`MooncakeClient`: the store of Mooncake. Its master places values in the memory of its clients.
 
 The engine adds no memory of its own, which would end with it: a `mooncake_client`, or another process with a segment,
 has to. Calls as in mooncake-transfer-engine 0.3.13; one to a frozen master ends after 30 s, and the scheduler does not

@@ -72,7 +72,7 @@ def open_tier(
         runner: of rank 0.
         open_outbox: see `PageMover`.
         ranks: the other ones; None: there are none.
-        settled_step: number of the last step whose results the scheduler has.
+        settled_step: number of the last step with results that the scheduler has.
     """
     from ...model_runner.assembly import build_facts
     from ...model_runner.memory.page_memory import PageMemory

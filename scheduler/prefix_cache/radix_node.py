@@ -38,7 +38,7 @@ class RadixNode:
         checkpoint: the slot of the state after the run, see `Checkpoints`; 0: it was not kept.
         truncated_key: the eviction history's entry for the page that was last cut off its end; 0 for none.
         num_stored: first pages of the run that a tier has or was given; also if that failed, so it is not tried again.
-        in_memory: only requests have used it whose prompts must not be stored.
+        in_memory: only requests have used it that forbid to store their prompts.
     """
 
     __slots__ = (

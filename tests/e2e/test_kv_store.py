@@ -299,7 +299,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def mooncake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
-    """A master of Mooncake whose store has 64 MiB; its `args` have the address."""
+    """A master of Mooncake; its store has 64 MiB; its `args` have the address."""
     if reason := why_not_backend("mooncake") or ("" if MASTER.exists() else f"there is no {MASTER}"):
         pytest.skip(reason)
     monkeypatch.syspath_prepend(str(LIBRARIES / "mooncake"))

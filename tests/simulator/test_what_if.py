@@ -403,7 +403,7 @@ def in_session(request: SimRequest) -> SimRequest:
 
 
 def agents() -> Workload:
-    """Agents whose prompts are more than 2,048 tokens."""
+    """Agents with prompts of more than 2,048 tokens."""
     workload = Agents(num_agents=8, scale=1 / 64, tool_s=0.5).requests(Arrival(num_requests=160, seed=2))
     return map(in_session, workload)
 

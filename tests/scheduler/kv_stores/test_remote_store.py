@@ -100,7 +100,9 @@ class FakePipeline:
 
     def _getrange(self, name: str, start: int, end: int) -> Any:
         if name in self.server.lists:
-            return exceptions.ResponseError("WRONGTYPE Operation against a key holding the wrong kind of value")
+            return exceptions.ResponseError(
+                "WRONGTYPE Operation against a key holding the wrong kind of value"
+            )
         part = self.server.values.get(name, b"")[start : end + 1]
         self.server.num_read += len(part)
         return part
@@ -205,7 +207,9 @@ def test_a_sealed_store_shows_neither_values_nor_keys(server):
     assert name.endswith(key_of(1).hex()) and value.endswith(payload_of(1))
 
 
-@pytest.mark.parametrize("damage", ["first", "middle", "last", "short", "long", "huge", "empty", "list", "other"])
+@pytest.mark.parametrize(
+    "damage", ["first", "middle", "last", "short", "long", "huge", "empty", "list", "other"]
+)
 def test_a_damaged_record_is_a_miss_and_is_stored_again(server, seal, caplog, damage):
     store = open_store(server, seal)
     put(store, 1, 2)
