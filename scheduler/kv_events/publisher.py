@@ -10,12 +10,14 @@ outside, so a replay is answered also in the middle of a long step. A PUB socket
 asks the ROUTER socket for what is missing.
 
 Sequence numbers begin at 0 in each process, with a message that clears what subscribers knew: after a crash nothing is
-cached. vllm-router takes a smaller number for a restart.
+cached. vllm-router takes a smaller number for a restart. Subscribers of the crashed process connect again within 0.2 s
+of the bind, so the first messages wait for them.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -41,6 +43,8 @@ _MAX_REQUEST_BYTES: Final = 1024
 """In one message of a subscriber: a subscription, or a request for a replay."""
 _SEQ_BYTES: Final = 8
 _END_WAIT_S: Final = 1.0
+_RECONNECT_S: Final = 0.5
+"""From the bind to the first message: more than two of ZMQ's intervals between attempts to connect."""
 _TO_THREAD: Final = "inproc://payloads"
 _STOP: Final = b""
 
@@ -180,6 +184,7 @@ class _Sender:
         self._max_count = settings.buffer_steps
         self._buffer: deque[tuple[int, bytes, bytes]] = deque()  # number, the same as bytes, payload
         self._buffer_bytes = 0
+        self._sends_from_s: float | None = time.monotonic() + _RECONNECT_S  # None: since then
 
     def run(self) -> None:
         poller = zmq.Poller()
@@ -189,7 +194,9 @@ class _Sender:
         try:
             is_open = True
             while is_open:
-                ready = dict(poller.poll())
+                ready = dict(poller.poll(self._wait_ms()))
+                if self._wait_ms() == 0:
+                    self._send_first()
                 if self._from_loop in ready:
                     is_open = self._send_queued()
                 if self._replay is not None and self._replay in ready:
@@ -199,14 +206,29 @@ class _Sender:
                 if socket is not None:
                     socket.close()
 
+    def _wait_ms(self) -> int | None:
+        """Time until the first messages are sent; None: they are."""
+        if self._sends_from_s is None:
+            return None
+        return max(0, math.ceil((self._sends_from_s - time.monotonic()) * 1000))
+
+    def _send_first(self) -> None:
+        """Send the messages that waited for subscribers."""
+        self._sends_from_s = None
+        for _, seq, payload in self._buffer:
+            self._pub.send_multipart([self._topic, seq, payload])
+
     def _send_queued(self) -> bool:
         """Send the payloads that wait; False: it was the last time."""
         while self._from_loop.poll(0):
             frames = self._from_loop.recv_multipart()
             if frames == [_STOP]:
+                if self._sends_from_s is not None:
+                    self._send_first()
                 return False
             seq, payload = frames
-            self._pub.send_multipart([self._topic, seq, payload])  # PUB drops, it does not block
+            if self._sends_from_s is None:
+                self._pub.send_multipart([self._topic, seq, payload])  # PUB drops, it does not block
             self._keep(seq, payload)
         return True
 
