@@ -37,6 +37,7 @@ from engine.model_runner.attention.torch_native import TorchNativeAttention
 from engine.model_runner.memory.io_buffers import InputBuffers
 from engine.model_runner.memory.kv_pool import KVPool
 from engine.model_runner.op_selection import PROVIDERS
+from engine.model_runner.ops.experts import ExpertSource
 from engine.model_runner.sampling import sampler
 from engine.model_runner.sampling.torch_backend import TorchSamplerBackend
 
@@ -216,8 +217,9 @@ def _chosen(result: tuple[Tensor, Tensor], logits: Tensor, *_args: Any) -> tuple
 class _Source:
     """An `ExpertSource` that can be read twice."""
 
-    def __init__(self, source: Any) -> None:
-        self.clamp, self.scales_inputs, self.gated = source.clamp, source.scales_inputs, source.gated
+    def __init__(self, source: ExpertSource) -> None:
+        self.clamp, self.activation = source.clamp, source.activation
+        self.scales_inputs, self.gated = source.scales_inputs, source.gated
         self._stacked, self._biases = source.stacked(), source.biases()
 
     def stacked(self) -> Any:
@@ -226,6 +228,9 @@ class _Source:
     def biases(self) -> Any:
         return cloned(self._biases)
 
+    def linears(self) -> Any:
+        raise NotImplementedError("triton and torch pack stacked weights")
+
 
 class _ComparedExperts:
     """The experts of a layer."""
@@ -233,10 +238,10 @@ class _ComparedExperts:
     def __init__(self, comparer: Comparer, provider: str, both: tuple[Any, Any]) -> None:
         self._comparer, self._provider, self._pack = comparer, provider, both
 
-    def pack(self, source: Any) -> Any:
+    def pack(self, source: ExpertSource) -> Any:
         if self._provider != "triton":  # others read the weights of each expert
             return self._pack[0](source)
-        twice = _Source(source)
+        twice: ExpertSource = _Source(source)  # so the type checker knows a member that is missing
         both = self._pack[0](twice), self._pack[1](twice)
 
         def compute(*args: Tensor) -> Tensor:
