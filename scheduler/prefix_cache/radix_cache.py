@@ -14,8 +14,8 @@ of the whole leaf, so that one short request does not evict a long prefix.
 In a model with state layers a prefix is reused only up to a node with a checkpoint (`Checkpoints`).
 
 This module has the tree. `EvictionQueue` orders the leaves, `Wants` has the prefixes of waiting requests, `Pins` the
-clients' pins, `Sessions` the ends of conversations; `MissExplainer` explains misses with the `EvictionHistory`, and
-`BlockEvents` records changes for subscribers.
+clients' pins, `Sessions` the ends of conversations, `TierPages` has what tiers keep; `MissExplainer` explains misses
+with the `EvictionHistory`, and `BlockEvents` records changes for subscribers.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from .miss_explainer import FLUSHED, Eviction, EvictionHistory, MissExplainer
 from .pins import PinKey, Pins
 from .radix_node import Checkpoints, RadixNode, nodes_of, pages_in, path_to_root, prefix_of, verify_nodes
 from .sessions import Sessions
+from .tier_pages import TierPages
 from .wants import Want, Wants
 
 MAX_TOMBSTONES: Final = 16_384
@@ -84,7 +85,7 @@ class RadixCache(PrefixCache):
         self._eviction_history = EvictionHistory(max_evictions_remembered)
         self._explainer = MissExplainer(self._roots, self._eviction_history, page_size)
         self._blocks = blocks if blocks is not None else BlockRecorder()
-        self._stored_window_pages = stored_window_pages
+        self._tier_pages = TierPages(self._queue, stored_window_pages)
 
     @property
     def shares(self) -> bool:
@@ -306,7 +307,7 @@ class RadixCache(PrefixCache):
         """Take pages from the lowest-ranked leaves; `evicted_at` goes into the eviction history."""
         freed: list[AnyIntArray] = []
         missing = num_pages
-        while missing > 0 and (node := self._queue.pop(self._stored_window_pages)) is not None:
+        while missing > 0 and (node := self._tier_pages.pop()) is not None:
             # Cutting a leaf copies the pages that stay, so a long leaf is first split in halves until it is short. Then
             # each page is copied a few times in all. Cutting one page at a time from a leaf of a million pages would
             # copy each page up to a million times.
@@ -342,7 +343,7 @@ class RadixCache(PrefixCache):
             self._checkpoints.removed(node)
         node.pages = node.pages[:num_pages].copy()
         node.key = node.key[:cut]
-        node.num_stored = min(node.num_stored, num_pages)
+        self._tier_pages.truncated(node)
         self._blocks.truncated(node)
         self._queue.note(node)
 
@@ -380,26 +381,13 @@ class RadixCache(PrefixCache):
     # ------------------------------------------------------------ tiers
 
     def take_unstored(self, num_pages: int, min_pages: int) -> list[tuple[str, bytes]]:
-        taken = []
-        for leaf in self._queue.next_leaves(num_pages):
-            if leaf.is_stored or leaf.in_memory or leaf.is_dead:
-                continue
-            if sum(len(node.pages) for node in path_to_root(leaf)) >= min_pages:
-                taken.append(prefix_of(leaf))
-                self._note_stored(leaf)
-        return taken
+        return self._tier_pages.take_unstored(num_pages, min_pages)
 
     def note_stored(self, lease: Lease) -> None:
-        self._note_stored(lease.node)
-
-    @staticmethod
-    def _note_stored(end: RadixNode) -> None:
-        for node in path_to_root(end):
-            node.num_stored = len(node.pages)
+        self._tier_pages.note_stored(lease.node)
 
     def forget_stored(self) -> None:
-        for node in nodes_of(self._roots):
-            node.num_stored = 0
+        self._tier_pages.forget_stored(nodes_of(self._roots))
 
     # ------------------------------------------------------------ waiting requests
 
@@ -554,13 +542,12 @@ class RadixCache(PrefixCache):
         upper.num_uses = node.num_uses
         upper.is_dead = node.is_dead
         upper.in_memory = node.in_memory
-        upper.num_stored = min(node.num_stored, num_pages)
-        node.num_stored -= upper.num_stored
         node.parent.children[node.key[: self._page_bytes]] = upper
         node.key = node.key[cut:]
         node.pages = node.pages[num_pages:].copy()
         node.parent = upper
         upper.children[node.key[: self._page_bytes]] = node
+        self._tier_pages.split(upper, node)
         self._blocks.split(upper, node)
         self._generation += 1
         return upper
