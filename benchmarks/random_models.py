@@ -29,8 +29,10 @@ if TYPE_CHECKING:
 
     Bytes = np.typing.NDArray[np.uint8]
 
-Recipe = Literal["Q4_0", "Q4_K_M"]
-"""GGUF types of the linear layers; the second mixes Q4_K and Q6_K."""
+Recipe = Literal["Q4_0", "Q4_K_M", "W4A16"]
+"""GGUF types of the linear layers; the second mixes Q4_K and Q6_K, the third has embeddings and head in bf16."""
+GROUP_SIZE: Final = 32
+"""Weights with one scale in a folder of 4 bits, as in Q4_0."""
 DEVIATION: Final = 0.02
 """Of the weights of linear layers, as that of real models."""
 
@@ -62,8 +64,13 @@ SHAPES: Final[Mapping[str, Shape]] = {
 instead of 2, so that two layers have both kinds."""
 
 
-def write_folder(shape: Shape, folder: Path, tokenizer: Path) -> Path:
-    """A bf16 model in Hugging Face layout, written atomically if it is missing; `tokenizer`: a GGUF file with one."""
+def write_folder(shape: Shape, folder: Path, tokenizer: Path, four_bits: bool = False) -> Path:
+    """A model in Hugging Face layout, written atomically if it is missing.
+
+    Args:
+        tokenizer: a GGUF file with one.
+        four_bits: linear layers as compressed-tensors' `pack-quantized` (W4A16, symmetric); everything else is in bf16.
+    """
     import torch
     from safetensors.torch import save_file
 
@@ -71,7 +78,8 @@ def write_folder(shape: Shape, folder: Path, tokenizer: Path) -> Path:
         return folder
     partial = _partial(folder)
     partial.mkdir(parents=True)
-    (partial / "config.json").write_text(json.dumps(shape.config, indent=2))
+    quantization = {"quantization_config": _W4A16} if four_bits else {}
+    (partial / "config.json").write_text(json.dumps({**shape.config, **quantization}, indent=2))
     build_gguf_tokenizer(GGUFFile(tokenizer)).save(str(partial / "tokenizer.json"))
     (partial / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     generator = torch.Generator().manual_seed(0)
@@ -82,10 +90,21 @@ def write_folder(shape: Shape, folder: Path, tokenizer: Path) -> Path:
         weight = torch.empty(module.shape, dtype=torch.bfloat16)
         return weight.normal_(0.0, DEVIATION, generator=generator)
 
+    def packed(module: Module) -> dict[str, torch.Tensor]:
+        rows, columns = module.shape
+        words = torch.randint(-(2**31), 2**31, (rows, columns // 8), dtype=torch.int32, generator=generator)
+        scales = torch.full((rows, columns // GROUP_SIZE), DEVIATION / 4.6, dtype=torch.bfloat16)
+        parts = {"packed": words, "scale": scales, "shape": torch.tensor([rows, columns])}
+        return {f"{module.name}.{module.part}_{part}": tensor for part, tensor in parts.items()}
+
     index: dict[str, str] = {}
     for number, modules in enumerate(_shards(spec_of(partial))):
-        tensors = {f"{module.name}.{module.part}": random(module) for module in modules}
+        tensors: dict[str, torch.Tensor] = {}
         for module in modules:
+            if four_bits and module.is_linear:
+                tensors |= packed(module)
+            else:
+                tensors[f"{module.name}.{module.part}"] = random(module)
             if module.has_bias:
                 tensors[f"{module.name}.bias"] = torch.zeros(module.shape[0], dtype=torch.bfloat16)
         name = f"model-{number:05}.safetensors"
@@ -94,6 +113,28 @@ def write_folder(shape: Shape, folder: Path, tokenizer: Path) -> Path:
     (partial / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     partial.rename(folder)
     return folder
+
+
+_W4A16: Final = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 4,
+                "type": "int",
+                "symmetric": True,
+                "dynamic": False,
+                "observer": "minmax",
+                "strategy": "group",
+                "group_size": GROUP_SIZE,
+            },
+        }
+    },
+}
 
 
 def write_gguf(shape: Shape, path: Path, tokenizer: Path, recipe: Recipe = "Q4_0") -> Path:
@@ -216,7 +257,12 @@ def _add_tensors(writer: gguf.GGUFWriter, spec: ModelSpec, expert_type: str, rec
         if _is_norm(module):
             writer.add_tensor(name, np.ones(module.shape, dtype=np.float32))
         elif module.is_linear or module.name in ("model.embed_tokens", "lm_head"):
-            kind = "Q4_0" if recipe == "Q4_0" else _type_in_q4_k_m(module.name, spec)
+            if recipe == "W4A16" and not module.is_linear:
+                writer.add_tensor(
+                    name, _random_bf16(rng, module.shape), raw_dtype=gguf.GGMLQuantizationType.BF16
+                )
+                continue
+            kind = _type_in_q4_k_m(module.name, spec) if recipe == "Q4_K_M" else "Q4_0"
             blocks = random_blocks(rng, module.shape, kind)
             writer.add_tensor(name, blocks, raw_dtype=gguf.GGMLQuantizationType[kind])
         else:  # a router, or a convolution without its axis of length 1
@@ -224,6 +270,11 @@ def _add_tensors(writer: gguf.GGUFWriter, spec: ModelSpec, expert_type: str, rec
             writer.add_tensor(name, weight.reshape(module.shape[0], -1))
         if module.has_bias:
             writer.add_tensor(stored[f"{module.name}.bias"], np.zeros(module.shape[0], dtype=np.float32))
+
+
+def _random_bf16(rng: np.random.Generator, shape: tuple[int, ...]) -> Bytes:
+    weight = rng.standard_normal(shape, dtype=np.float32) * np.float32(DEVIATION)
+    return (weight.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
 
 
 def _type_in_q4_k_m(name: str, spec: ModelSpec) -> str:

