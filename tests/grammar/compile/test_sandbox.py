@@ -145,6 +145,8 @@ def test_a_compilation_that_does_not_run_uses_no_time(setup):
 def test_a_long_compilation_gets_a_lower_priority_than_its_sandbox(setup, niceness):
     async def test(worker: CompileWorker) -> None:
         base = max(niceness, os.getpriority(os.PRIO_PROCESS, worker.pid))
+        if base == 19:
+            pytest.skip("there is no lower priority")
         os.setpriority(os.PRIO_PROCESS, worker.pid, base)
         slow, fork = await begun(worker, ENUM)
         os.kill(fork, signal.SIGSTOP)
