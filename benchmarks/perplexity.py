@@ -21,7 +21,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 from unittest.mock import patch
 
 from engine import LLM, ConfigError, SamplingParams
@@ -31,6 +31,7 @@ from engine.model_runner import load as loading
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from engine.model_runner.kernels.blocks.stored_rows import StoredRows
     from engine.model_runner.weights.reader import Slice, TensorStore
 
 TEXTS: Final = ("scheduling.md", "architecture.md", "api.md")
@@ -159,7 +160,7 @@ class NoisyStore:
             return
         seed = int.from_bytes(blake2b(name.encode(), digest_size=7).digest(), "little")
         noise = torch.rand(out.shape, generator=torch.Generator().manual_seed(seed)).sub_(0.5)
-        steps = blocks.unpacked().scales.repeat_interleave(32, dim=1)
+        steps = cast("StoredRows", blocks).unpacked().scales.repeat_interleave(32, dim=1)
         out.copy_(out.to(torch.float32).addcmul_(noise, steps))
 
 

@@ -40,13 +40,14 @@ class Embedding:
         Args:
             scale: a factor of the looked-up vectors. The table itself is not scaled, because a tied head shares it.
             has_head: the head may be tied to this table. If not, or if the head is on another pipeline stage, the
-                table may stay in blocks.
+                table may stay in blocks; also a table of its own that is quantized in the files.
         """
         table = functools.cache(lambda: vocabulary_rows(context, f"{name}.weight", vocab_size, size))
         self.head: LinearWeight | None = None
         blocks: LinearWithRows | None = None
-        is_tied = context.spec.tie_word_embeddings
-        if not has_head or (is_tied and not context.stage.is_last):
+        is_tied, quantization = context.spec.tie_word_embeddings, context.spec.quantization
+        is_quantized = not is_tied and quantization is not None and quantization.has_tables
+        if not has_head or is_quantized or (is_tied and not context.stage.is_last):
             rows = range(*padded_span(vocab_size, context.group))
             blocks = context.linear_format.table(
                 ModuleWeight(context.weights, name, (vocab_size, size)), rows

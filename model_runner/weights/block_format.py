@@ -58,8 +58,10 @@ class BlockParts:
             form = None
         if form is not None and self._quantization.stored:
             blocks = weights.blocks(f"{name}.weight", shape, part)
-            assert blocks is not None, f"{name} was seen in blocks when the file's header was read"
-            return blocks
+            if blocks is not None or self._quantization.method == "gguf":
+                assert blocks is not None, f"{name} was seen in blocks when the file's header was read"
+                return blocks
+            form = None  # MLX leaves some modules plain without a list of them
         values = plain() if plain else read_plain([module])
         if form is None:
             return values

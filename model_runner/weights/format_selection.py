@@ -65,7 +65,12 @@ def make_linear_format(
         elif target.device.type != "cuda" or target.triton_reason or found.method in FP4_METHODS:
             _log_cost(spec, target, "for which there is no kernel here")
         return QuantizedFormat(_part_reader(found), linears, may_have_head=found.may_have_head)
-    if reasons := reasons_against_blocks(target):
+    reasons = (
+        ["has no kernel for these"]
+        if not (found.kept and found.is_in_blocks)
+        else reasons_against_blocks(target)
+    )
+    if reasons:
         if not found.stored:  # rounding would lose precision and save no memory
             raise ConfigError(
                 f"quantization is {found.method}, but the product {', '.join(reasons)}; use --quantization none"

@@ -36,7 +36,7 @@ Packed integers have half their range added, which makes them unsigned; bytes ar
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from ..kernels.quantized import Part
 
 
-def unpack(words: Tensor, axis: int, order: Sequence[int] = range(8), bits: Literal[4, 8] = 4) -> Tensor:
+def unpack(words: Tensor, axis: int, order: Sequence[int] = range(8), bits: int = 4) -> Tensor:
     """Unpack int32 words along an axis of a matrix into uint8 values; `order`: the place of each value in its word."""
     shifts = bits * torch.tensor(list(order)[: 32 // bits], dtype=torch.int32, device=words.device)
     mask = (1 << bits) - 1

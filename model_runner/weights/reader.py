@@ -17,6 +17,7 @@ from .pinned_staging import Staging, staging_for
 
 if TYPE_CHECKING:
     from ..kernels.blocks.stored_rows import StoredRows
+    from ..kernels.quantized_weights import BlockWeight
 
 
 class Slice(NamedTuple):
@@ -64,7 +65,7 @@ class TensorStore(Protocol):
         """Fill `out` (host, contiguous) with a tensor, or with a part of it, converted to the dtype of `out`."""
         ...
 
-    def blocks(self, name: str, part: Slice | None = None) -> StoredRows | None:
+    def blocks(self, name: str, part: Slice | None = None) -> StoredRows | BlockWeight | None:
         """A block-quantized matrix as stored, or a part of it; None: the matrix is not block-quantized.
 
         Args:
@@ -149,7 +150,9 @@ class WeightReader:
             self._left.discard(name)
         return self._staging.send(result, self._device)
 
-    def blocks(self, name: str, shape: tuple[int, int], part: Slice | None = None) -> StoredRows | None:
+    def blocks(
+        self, name: str, shape: tuple[int, int], part: Slice | None = None
+    ) -> StoredRows | BlockWeight | None:
         """The result is on the host.
 
         Raises:

@@ -20,13 +20,15 @@ from ...models.weight_files.stored_forms import BLOCKS, SCALES, HeaderEntry
 from ...runtime.errors import ConfigError
 from ..kernels.blocks.stored_rows import StoredRows
 from ..kernels.blocks.tensor_rows import TensorRows
-from ..kernels.quantized_weights import BLOCK_SIZE
+from ..kernels.quantized_weights import BLOCK_SIZE, BlockWeight, Fp8Weight
 from .gguf_order import MXFP4, mxfp4_rows
+from .mlx_format import MLX_SCALES, mlx_weight
 from .reader import Slice
 
 if TYPE_CHECKING:
     from ...models.gguf.ggml_codes import Bytes
     from ...models.spec.model_spec import ModelSpec
+    from ...models.spec.quantization import QuantizationSpec
 
 _DTYPES: Final = {
     "F32": torch.float32,
@@ -34,6 +36,7 @@ _DTYPES: Final = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "I32": torch.int32,
+    "U32": torch.int32,
     "U8": torch.uint8,
     "F8_E8M0": torch.uint8,
     "I8": torch.int8,
@@ -77,6 +80,8 @@ class SafetensorsStore:
             ConfigError: there are no files, or one is missing, truncated or damaged.
         """
         headers = read_headers(folder, spec)
+        quantization = None if spec is None else spec.quantization
+        self._mlx = quantization if quantization is not None and quantization.method == "mlx" else None
         self._whole = headers[0].path if len(headers) == 1 else folder / INDEX_FILE
         self._entries: dict[str, _Entry] = {}
         for header in headers:
@@ -85,12 +90,14 @@ class SafetensorsStore:
 
     def names(self) -> set[str]:
         names = (name.removesuffix(BLOCKS) for name in self._entries if not name.endswith(SCALES))
-        return {name for name in names if not name.endswith(SAFE_TO_IGNORE)}
+        beside = tuple(f".{part}" for part in MLX_SCALES) if self._mlx is not None else ()
+        return {name for name in names if not name.endswith((*SAFE_TO_IGNORE, *beside))}
 
     def shape(self, name: str, wanted: tuple[int, ...]) -> tuple[int, ...] | None:
         entry = self._entries.get(name)
         if entry is not None:
-            return entry.header.shape
+            form, shape = self._mlx_form(name), entry.header.shape
+            return shape if form is None else (*shape[:-1], shape[-1] * 32 // form.bits)
         blocks = self._entries.get(name + BLOCKS)
         if blocks is None or name + SCALES not in self._entries:
             return None
@@ -101,6 +108,9 @@ class SafetensorsStore:
         """For a part, only the file pages that hold it are read."""
         if name + BLOCKS in self._entries:
             tensor, where = torch.from_numpy(dequantize(self._mxfp4(name), MXFP4)), self._where(name + BLOCKS)
+        elif (weight := self._in_mlx(name, part)) is not None:
+            out.copy_(weight.dequantized(out.dtype))
+            return
         else:
             tensor, where = self.mapped(name), self._where(name)
         if tensor.dtype != out.dtype and (tensor.dtype in _CODES or out.dtype in _CODES):
@@ -139,8 +149,26 @@ class SafetensorsStore:
     def _where(self, name: str) -> str:
         return f"{self._entries[name].file.path}: tensor {name!r}"
 
-    def blocks(self, name: str, part: Slice | None = None) -> StoredRows | None:
-        """Only the experts of gpt-oss are stored in blocks, in MXFP4."""
+    def _mlx_form(self, name: str) -> QuantizationSpec | None:
+        """The form of a weight that MLX has quantized; None: it is plain."""
+        module = name.removesuffix(".weight")
+        if self._mlx is None or module == name or f"{module}.{MLX_SCALES[0]}" not in self._entries:
+            return None
+        return self._mlx.part_of(module)
+
+    def _in_mlx(self, name: str, part: Slice | None) -> BlockWeight | Fp8Weight | None:
+        """A part of a weight that MLX has quantized, or all of it; None: it is plain."""
+        form, module = self._mlx_form(name), name.removesuffix(".weight")
+        if form is None:
+            return None
+        scales, biases = (f"{module}.{one}" for one in MLX_SCALES)
+        own = None if form.symmetric else self.mapped(biases)
+        return mlx_weight(self.mapped(name), self.mapped(scales), own, form, part, module)
+
+    def blocks(self, name: str, part: Slice | None = None) -> StoredRows | BlockWeight | None:
+        """The experts of gpt-oss are stored in blocks, in MXFP4; and modules in forms of MLX."""
+        if (weight := self._in_mlx(name, part)) is not None:
+            return weight if isinstance(weight, BlockWeight) else None
         if name + BLOCKS not in self._entries:
             return None
         outputs = slice(part.start, part.stop) if part is not None and part.axis == 0 else slice(None)

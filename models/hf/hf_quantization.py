@@ -20,6 +20,7 @@ from ..fields import Fields
 from ..model_files import read_json
 from ..spec.quantization import HEADS, QuantizationSpec, unnumbered
 from .compressed_tensors import block_sizes, checked_names, module_names, read_compressed_tensors
+from .mlx_quantization import read_mlx
 
 SUPPORTED: Final = (
     "fp8 (e4m3; per tensor, channel or block; also as fbgemm_fp8), compressed-tensors with integers (4 and 8 bits, "
@@ -68,7 +69,7 @@ def read_quantization(folder: Path, config: Fields) -> QuantizationSpec | None:
         ConfigError: the form is not supported, the description is damaged, or there are two that differ.
     """
     if config.get("quantization") is not None:
-        raise config.error("quantization", config.get("quantization"), _UNSUPPORTED.format("the form of MLX"))
+        return read_mlx(config)
     found = [each for each in (_of_config(config), *_of_own_files(folder)) if each is not None]
     for path, spec in found[1:]:
         first_path, first = found[0]

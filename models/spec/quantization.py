@@ -17,6 +17,9 @@ How each method stores a weight [out, in], by the names of its tensors:
            [out, in]; weight_scale [out, in/group], [out, 1] or [1]; weight_zero_point int32 [out/8, in/group] or int8;
            weight_g_idx int32 [in]. Its 8-bit floats are fp8.
     mixed  several of these, by module
+    mlx    weight uint32 [out, in * bits / 32], words of neighboring inputs, the first in the lowest bits; scales and
+           biases [out, in/group]: weight = integer * scale + bias. Without biases: NVFP4, MXFP4 and MXFP8, with scales
+           uint8. Tables and routers may be in it, too. Stored forms differ by module (`parts`)
     gguf   a GGUF file's own formats, those in `GGUF_FORMS`; in a folder, experts in MXFP4 (`stored_forms`)
 
 `int8` and `int4` are not checkpoint forms: plain weights are quantized to blocks while they are loaded.
@@ -146,7 +149,7 @@ GGUF_FORMS: Final[Mapping[str, BlockForm]] = {
 
 MADE: Final[tuple[QuantMethod, ...]] = ("fp8", "int8", "int4")
 """Made from plain weights while loading."""
-BLOCK_METHODS: Final[tuple[QuantMethod, ...]] = ("gguf", "int8", "int4")
+BLOCK_METHODS: Final[tuple[QuantMethod, ...]] = ("gguf", "mlx", "int8", "int4")
 """Stored as integers in blocks of 32 inputs, which the CPU kernels multiply directly."""
 FP4_METHODS: Final[tuple[QuantMethod, ...]] = ("nvfp4", "mxfp4")
 """4-bit floats, which the CPU kernels multiply directly, too: as codes of a table."""
@@ -180,9 +183,9 @@ class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         stored: the checkpoint is in this form; if False, its weights are converted to it while loading.
         kept: the weights stay in it if the device supports it; if False, they are dequantized while loading.
-        bits: awq, gptq, compressed-tensors: per integer.
-        group_size: awq, gptq, compressed-tensors, nvfp4: inputs that share a scale and a zero; 0: all of them.
-        symmetric: compressed-tensors: all zero points are the middle of the range.
+        bits: awq, gptq, compressed-tensors: 4 or 8 per integer; mlx: 2, 3, 4, 5, 6 or 8.
+        group_size: awq, gptq, compressed-tensors, mlx, nvfp4: inputs that share a scale and a zero; 0: all of them.
+        symmetric: compressed-tensors: all zero points are the middle of the range; mlx: floats without biases.
         packed: compressed-tensors: words of 4 bytes hold several integers; if False, each has a byte.
         reordered: gptq: `g_idx` maps each input to its group; if False, groups are neighboring inputs.
         zeros_less_one: gptq: stored zeros are one less than their value, as in the first version of the format.
@@ -190,6 +193,7 @@ class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True):
         activation_bound: fp8: larger inputs are clamped to this value; None: no bound.
         weights_only: fp8: activations keep their dtype.
         parts: mixed: names of modules, as `plain_modules`, and their form; without names: of all that no other names.
+            mlx: the modules of other bits or groups.
         types: gguf: the file's format of each module stored in blocks; names of experts omit the expert's number.
         plain_modules: linear layers that are not quantized: names or parts of names in whole components
             ("mlp.gate"), or after "re:" regular expressions for the beginning of a name.
@@ -199,7 +203,7 @@ class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True):
     method: QuantMethod
     stored: bool = True
     kept: bool = True
-    bits: Literal[4, 8] = 4
+    bits: int = 4
     group_size: int = 0
     symmetric: bool = False
     packed: bool = True
@@ -217,7 +221,12 @@ class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Whether weights stay in this form on the device, according to what is known before loading."""
         if self.method == "mixed":
             return self.kept and any(form.is_kept(on_cpu=on_cpu) for _, form in self.parts)
-        return self.kept and (self.is_in_blocks if on_cpu else self.method not in FP4_METHODS)
+        return self.kept and (self.is_in_blocks if on_cpu else self.method not in (*FP4_METHODS, "mlx"))
+
+    @property
+    def has_tables(self) -> bool:
+        """Whether an embedding that is not tied to the head is quantized in the files, and stays so."""
+        return self.method == "mlx" and self.kept
 
     @property
     def may_have_head(self) -> bool:
@@ -227,6 +236,8 @@ class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_in_blocks(self) -> bool:
         """Whether the CPU kernels multiply with the weights as blocks, unless sizes do not divide."""
+        if self.method == "mlx":
+            return any(form.mlx_form is not None for form in (self, *(form for _, form in self.parts)))
         if self.method in (*BLOCK_METHODS, *FP4_METHODS):
             return True
         if self.method == "mixed":
@@ -235,6 +246,8 @@ class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def part_of(self, name: str) -> QuantizationSpec | None:
         """The form of a module; None: it is plain."""
+        if self.method == "mlx":  # of any module that has scales
+            return next((form for modules, form in self.parts if self._names(modules, name)), self)
         if self.is_plain(name):
             return None
         if self.method != "mixed":
@@ -266,6 +279,9 @@ class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True):
             return None
         if self.method == "gguf":
             return GGUF_FORMS[self.types[unnumbered(name)]]
+        if self.method == "mlx":
+            part = self.part_of(name)
+            return None if part is None or columns % part.group_size else part.mlx_form
         in_8_bits = self.method == "int8" or name in HEADS or name.endswith(_IN_8_BITS)
         return INT8 if in_8_bits else INT4
 
@@ -294,11 +310,22 @@ class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True):
         return rows * columns * self.bits // 8 + 3 * rows * groups  # a scale in float16 and a zero in a byte
 
     @property
+    def mlx_form(self) -> BlockForm | None:
+        """mlx: the form in blocks, in which fewer bits are exact, too; None: there is none."""
+        if self.symmetric:
+            return None if self.bits == 8 else MXFP4 if self.group_size == BLOCK_LEN else NVFP4
+        return (
+            None if self.group_size % BLOCK_LEN else BlockForm(8 if self.bits > 4 else 4, 0, has_minima=True)
+        )
+
+    @property
     def block_form(self) -> BlockForm | None:
         """awq, gptq, compressed-tensors: the form in blocks; None: groups are not whole blocks."""
         if self.group_size % BLOCK_LEN:
             return None
-        return BlockForm(self.bits, 1 << (self.bits - 1) if self.symmetric else 0, not self.symmetric)
+        return BlockForm(
+            8 if self.bits == 8 else 4, 1 << (self.bits - 1) if self.symmetric else 0, not self.symmetric
+        )
 
     def bytes_together(
         self, modules: Sequence[tuple[str, int]], columns: int, *, on_cpu: bool = False

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ..gguf.gguf_file import GGUFFile
     from ..spec.encoder_spec import DenseSpec
     from ..spec.model_spec import ModelSpec
+    from ..spec.quantization import QuantizationSpec
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +179,11 @@ def _check_names(
         if module.is_linear and f"{module.name}.weight{BLOCKS}" in tensors:
             left -= _check_mxfp4(place, tensors, module)
             continue
-        if _is_quantized(module, tensors, spec):
+        if spec.quantization is not None and spec.quantization.method == "mlx":
+            if f"{module.name}.scales" in tensors:
+                left -= _check_mlx(place, tensors, module, spec.quantization)
+                continue
+        elif _is_quantized(module, tensors, spec):
             quantized.add(module.name)
             continue
         for name, shape in _tensors_of(module):
@@ -210,6 +215,31 @@ def _check_mxfp4(place: _Place, tensors: Mapping[str, HeaderEntry], module: Modu
     rows, columns = module.shape
     weight = f"{module.name}.weight"
     shapes = {weight + BLOCKS: (rows, columns // 32, 16), weight + SCALES: (rows, columns // 32)}
+    if module.has_bias:
+        shapes[f"{module.name}.bias"] = (rows,)
+    for name, shape in shapes.items():
+        entry = tensors.get(name)
+        if entry is None:
+            raise ConfigError(f"{place.of(name)}: {_missing(name)}")
+        if entry.shape != shape:
+            raise ConfigError(f"{place.of(name)}: {_other_shape(name, entry.shape, shape)}")
+    return set(shapes)
+
+
+def _check_mlx(
+    place: _Place, tensors: Mapping[str, HeaderEntry], module: Module, quantization: QuantizationSpec
+) -> set[str]:
+    """Check the tensors of a module in a form of MLX; returns their names."""
+    form = quantization.part_of(module.name)
+    assert form is not None
+    rows, columns = (*module.shape, 0, 0)[:2]
+    groups = (rows, columns // form.group_size)
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{module.name}.weight": (rows, columns * form.bits // 32),
+        f"{module.name}.scales": groups,
+    }
+    if not form.symmetric:
+        shapes[f"{module.name}.biases"] = groups
     if module.has_bias:
         shapes[f"{module.name}.bias"] = (rows,)
     for name, shape in shapes.items():

@@ -48,6 +48,7 @@ _MAX_HEADER_BYTES: Final = 100 << 20
 _ITEM_BYTES: Final = {
     "F32": 4,
     "I32": 4,
+    "U32": 4,
     "F16": 2,
     "BF16": 2,
     "F8_E4M3": 1,

@@ -13,6 +13,12 @@ in turn, and a bias each, `<stack>_bias`. In MXFP4 these stacks are two tensors 
     <stack>_blocks   [E, outputs, inputs / 32, 16] bytes   -> `mlp.experts.3.up_proj.weight_blocks`
     <stack>_scales   [E, outputs, inputs / 32] bytes       -> `mlp.experts.3.up_proj.weight_scales`
 
+Other stacks have the experts' tensors as they are, one after the other, with scales and all: those of MLX, and of
+exports that quantize stacks:
+
+    mlp.switch_mlp.up_proj.scales   [E, I, H / group]   -> `mlp.experts.3.up_proj.scales`
+    mlp.experts.up_proj.weight      [E, I, H]           -> `mlp.experts.3.up_proj.weight`
+
 Where each layer is a single block, as in Nemotron-H, the block is its `mixer`, whatever it is; everything else names it
 by its kind (`usual_block_name`):
 
@@ -51,9 +57,16 @@ class HeaderEntry(NamedTuple):
 # E experts, I intermediate size of an expert, H hidden size.
 
 
-_ITEM_BYTES: Final = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
+_ITEM_BYTES: Final = {
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16"), 2),
+    **dict.fromkeys(("U8", "I8", "F8_E4M3", "F8_E8M0"), 1),
+}
+_PLAIN: Final = ("F32", "F16", "BF16", "U8")
 BLOCKS, SCALES = "_blocks", "_scales"
 """Ends of the names of a weight's two tensors in MXFP4."""
+_USUAL_MODULES: Final = ("gate_proj", "up_proj", "down_proj")
+"""Names of an expert's modules in MLX, whatever they are in the family's own files."""
 
 
 class _Stack(NamedTuple):
@@ -74,14 +87,41 @@ def unstacked(entries: Mapping[str, HeaderEntry], spec: ModelSpec) -> dict[str, 
     if spec.experts is None:
         return dict(entries)
     stacks = _stacks(spec.experts, spec.experts.latent_size or spec.hidden_size)
-    if not any(suffix in name for name in entries for suffix in stacks):
+    of_experts = _of_experts(spec.experts)
+    if not any(suffix in name or of_experts.search(name) for name in entries for suffix in stacks):
         return dict(entries)
     needed = {module.name for module in needed_modules(spec, one_expert=True)}
     found: dict[str, HeaderEntry] = {}
     for name, entry in entries.items():
+        match = of_experts.fullmatch(name)
+        if match is not None:
+            found |= _one_by_one(match, entry, spec.experts) or {name: entry}
+            continue
         parts = dict(_parts(name, entry, spec.experts, stacks, needed))
         found |= parts or {name: entry}
     return found
+
+
+def _of_experts(experts: ExpertsSpec) -> re.Pattern[str]:
+    """Names of tensors that all experts of a layer share; groups: the block, the module, and the kind of tensor."""
+    modules = "|".join({*map(re.escape, (*experts.first_parts, experts.names.down)), *_USUAL_MODULES})
+    return re.compile(rf"(.*\.{re.escape(experts.names.block)})\.(?:switch_mlp|experts)\.({modules})\.(\w+)")
+
+
+def _one_by_one(match: re.Match[str], entry: HeaderEntry, experts: ExpertsSpec) -> dict[str, HeaderEntry]:
+    """The parts of a tensor of all experts; nothing if it is not one."""
+    block, module, kind = match.groups()
+    if not entry.shape or entry.shape[0] != experts.num_experts or entry.dtype_name not in _ITEM_BYTES:
+        return {}
+    names = experts.names
+    module = {"gate_proj": names.gate, "up_proj": names.up, "down_proj": names.down}.get(module, module)
+    size = entry.num_bytes // experts.num_experts
+    return {
+        f"{block}.experts.{n}.{module}.{kind}": entry._replace(
+            shape=entry.shape[1:], offset=entry.offset + n * size, num_bytes=size
+        )
+        for n in range(experts.num_experts)
+    }
 
 
 def _stacks(experts: ExpertsSpec, size: int) -> dict[str, _Stack]:
@@ -101,7 +141,7 @@ def _parts(
     """The parts of a stack; nothing for any other tensor, or for a stack of another shape or dtype."""
     for end in ("", "_bias", BLOCKS, SCALES):
         for suffix, stack in stacks.items():
-            if not name.endswith(suffix + end) or entry.dtype_name not in _ITEM_BYTES:
+            if not name.endswith(suffix + end) or entry.dtype_name not in _PLAIN:
                 continue
             layout = _layout(entry, experts.num_experts, stack, end)
             if layout is None:

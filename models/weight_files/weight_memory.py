@@ -116,6 +116,8 @@ def _saved_by_quantization(spec: ModelSpec, dtype_bytes: int, *, on_cpu: bool) -
     table = spec.vocab_size * spec.hidden_size * dtype_bytes
     if not spec.tie_word_embeddings:
         saved += table - _head_bytes(spec, "lm_head", dtype_bytes)
+        if spec.quantization.has_tables:
+            saved += table - _head_bytes(spec, "model.embed_tokens", dtype_bytes)
     elif _head_bytes(spec, "model.embed_tokens", dtype_bytes) < table:
         saved += table  # rows are looked up in the head
     return saved
@@ -171,6 +173,8 @@ def end_bytes(spec: ModelSpec, dtype_bytes: int, *, dequantized: bool = False) -
     table = head = spec.vocab_size * spec.hidden_size * dtype_bytes
     if spec.quantization is not None and not dequantized:
         head = _head_bytes(spec, "model.embed_tokens" if spec.tie_word_embeddings else "lm_head", dtype_bytes)
+        if spec.quantization.has_tables and not spec.tie_word_embeddings:
+            table = _head_bytes(spec, "model.embed_tokens", dtype_bytes)
     if not spec.tie_word_embeddings:
         return EndBytes(table + head, table, head)
     return EndBytes(0 if head < table else table, min(head, table), head)

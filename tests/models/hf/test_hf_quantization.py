@@ -193,10 +193,9 @@ def test_the_older_name_of_the_description_and_files_of_mlx(tmp_path: Path) -> N
             tmp_path, Fields(path, {"compression_config": FP8_CHANNEL, "quantization_config": AWQ})
         )
     mlx = {"group_size": 64, "bits": 4}
-    with pytest.raises(ConfigError, match="the form of MLX is not supported"):
-        read_quantization(tmp_path, Fields(path, {"quantization": mlx, "quantization_config": mlx}))
-    with pytest.raises(ConfigError, match="quantization is .*the form of MLX is not supported"):
-        read_quantization(tmp_path, Fields(path, {"quantization": mlx}))
+    found = read_quantization(tmp_path, Fields(path, {"quantization": mlx, "quantization_config": mlx}))
+    assert found == read_quantization(tmp_path, Fields(path, {"quantization": mlx}))
+    assert found == QuantizationSpec(method="mlx", bits=4, group_size=64)
 
 
 @pytest.mark.parametrize("empty", [None, {}, {"config_groups": {}}])
