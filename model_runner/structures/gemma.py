@@ -1,9 +1,9 @@
-"""Gemma 2 and 3, text only (Gemma Team 2024, 2025).
+"""Gemma 1, 2 and 3, text only (Gemma Team 2024, 2025).
 
 Differences to Llama: embeddings are multiplied by sqrt(hidden size); attention and MLP have a norm before and after
 them, with weights around zero; each head of q and of k has a norm; scores have a scale of their own; GELU. Five of six
 layers have a sliding window and another rotary base; both are in the `ModelSpec`. Gemma 2 has no norms of heads and
-one rotary base; its scores and logits are capped.
+one rotary base; its scores and logits are capped. Gemma 1 has norms before attention and MLP only, and no windows.
 """
 
 from __future__ import annotations
@@ -52,12 +52,14 @@ def _layer(context: ModelContext, layer_id: int) -> Layer:
     qk_norms = None
     if spec.form.qk_norm:
         qk_norms = norm("self_attn.q_norm", spec.head_dim), norm("self_attn.k_norm", spec.head_dim)
+    before, after, *around_mlp = map(norm, spec.form.norms)
+    before_mlp, after_mlp = around_mlp or (after, None)
     return Layer(
         context.ops.add,
-        attention_norm=norm("input_layernorm"),
+        attention_norm=before,
         attention=SelfAttention(context, f"{name}.self_attn", layer_id, qk_norms=qk_norms),
-        after_attention_norm=norm("post_attention_layernorm"),
-        mlp_norm=norm("pre_feedforward_layernorm"),
+        after_attention_norm=after if around_mlp else None,
+        mlp_norm=before_mlp,
         mlp=GatedMLP(
             context,
             f"{name}.mlp",
@@ -65,5 +67,5 @@ def _layer(context: ModelContext, layer_id: int) -> Layer:
             spec.intermediate_size,
             activation=context.ops.gelu_and_mul,
         ),
-        after_mlp_norm=norm("post_feedforward_layernorm"),
+        after_mlp_norm=after_mlp,
     )

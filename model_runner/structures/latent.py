@@ -1,4 +1,7 @@
-"""Llama's layers with latent attention, and experts in most of them (DeepSeek-V2, DeepSeek-AI 2024)."""
+"""Llama's layers with latent attention, and experts in most of them (DeepSeek-V2, DeepSeek-AI 2024).
+
+Small models of these families have Llama's attention.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,8 @@ if TYPE_CHECKING:
 def build(context: ModelContext) -> Decoder:
     """Build the decoder."""
     parts = DecoderParts(context)
+    if context.spec.latent is None:
+        return parts.decoder([parts.pre_norm_layer(layer_id) for layer_id in range(context.spec.num_layers)])
     layers = [
         parts.pre_norm_layer(
             layer_id, LatentAttention(context, f"{context.spec.layer_name(layer_id)}.self_attn", layer_id)

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 to V3.2, Kimi K2, GLM-4.7-Flash, GLM-5 and MiniCPM3: latent attention, experts after dense layers.
+"""DeepSeek-MoE, V2 to V3.2, Kimi K2, GLM-4.7-Flash, GLM-5 and MiniCPM3: latent attention, experts after dense layers.
 
 GGUF has one architecture for all. Its files from before May 2025 name the heads' sizes `key_length` and `value_length`;
 in newer ones these are the sizes of a row of the KV pool, and those of heads end with `_mla`.
@@ -35,7 +35,17 @@ _MAX_SIZE: Final = 1 << 14
 _LONGROPE: Final = ("default", "yarn", "longrope")
 
 
+def _deepseek_moe(fields: Fields) -> Facts:
+    """Llama's attention; also in DeepSeek-VL2-tiny and DeepSeek-OCR, whose type is deepseek_v2."""
+    bias = fields.boolean("attention_bias", default=False)
+    facts = rope_facts(fields, read_rope(fields)) | {"biases": Biases(qkv=bias, attention_out=bias)}
+    dense = first_layers(fields, default=0)
+    return facts | experts_after(fields, dense, _softmax_routing, num_shared=0)
+
+
 def _deepseek_v2(fields: Fields) -> Facts:
+    if not fields.boolean("use_mla", default=True):
+        return _deepseek_moe(fields)
     facts = _latent_attention(fields, interleaved=True)
     facts |= experts_after(fields, first_layers(fields, default=0), _softmax_routing, num_shared=2)
     return facts | {"biases": structs.replace(facts["biases"], mlp=_mlp_bias(fields))}
@@ -288,6 +298,10 @@ _MAX_SIZE_GGUF: Final = 1 << 14
 _SOFTMAX, SIGMOID = 1, 2
 
 
+def _deepseek(fields: Fields, arch: str) -> Facts:
+    return experts_after_gguf(fields, arch)
+
+
 def _deepseek2(fields: Fields, arch: str) -> Facts:
     heads = f"{arch}.attention"
     end = "" if fields.get(f"{heads}.key_length_mla") is None else "_mla"
@@ -403,6 +417,14 @@ _INDEXER_NAMES: Final = {
 
 
 FAMILIES: Final = (
+    Family(
+        "deepseek",
+        structure="llama",
+        published="DeepSeek-MoE 16B",
+        architecture="DeepseekForCausalLM",
+        read=_deepseek_moe,
+        gguf={"deepseek": GGUF(_deepseek, has_experts=True, neighbors=True)},
+    ),
     Family(
         "deepseek_v2",
         structure="latent",

@@ -1,4 +1,4 @@
-"""Gemma 2 and 3."""
+"""Gemma 1, 2 and 3."""
 
 from __future__ import annotations
 
@@ -7,12 +7,24 @@ from typing import Final
 from msgspec import structs
 
 from ..fields import Fields
-from ..spec.layer_form import FOUR_NORMS, AttentionForm, Biases, WindowsSpec
+from ..spec.layer_form import FOUR_NORMS, AttentionForm, Biases, LayerForm, WindowsSpec
 from .family import GGUF, LAYER_NAMES, QK_NORM_NAMES, Facts, Family
 from .hf_readers import layer_types, rope_facts, windows_by_pattern, windows_by_types
 from .hf_rope import MAX_POSITIONS, read_rope, read_two_ropes
 
 _GEMMA3_PATTERN: Final = 6  # every sixth layer has no window
+
+
+_TWO_NORMS: Final = LayerForm(float32_norms=True)
+
+
+def _gemma(fields: Fields) -> Facts:
+    _refuse_bidirectional(fields)
+    bias = fields.boolean("attention_bias", default=False)
+    return rope_facts(fields, read_rope(fields)) | {
+        "biases": Biases(qkv=bias, attention_out=bias),
+        "form": _TWO_NORMS,
+    }
 
 
 def _gemma2(fields: Fields) -> Facts:
@@ -96,6 +108,10 @@ _GEMMA2_27B_LAYERS: Final = 46
 _GEMMA3_27B_LAYERS: Final = 62
 
 
+def _gemma_gguf(fields: Fields, arch: str) -> Facts:
+    return {"form": _TWO_NORMS}
+
+
 def _gemma2_gguf(fields: Fields, arch: str) -> Facts:
     num_layers = fields.integer("gemma2.block_count", 1, 1 << 12)
     return {
@@ -152,6 +168,18 @@ _GEMMA3_NAMES: Final = {**_GEMMA2_NAMES, **QK_NORM_NAMES}
 
 
 FAMILIES: Final = (
+    Family(
+        "gemma",
+        structure="gemma",
+        published="Gemma 2B, 7B; Gemma 1.1; CodeGemma",
+        architecture="GemmaForCausalLM",
+        read=_gemma,
+        activation="gelu_pytorch_tanh",
+        old_activation="gelu",
+        tied=True,
+        head_dim=256,
+        gguf={"gemma": GGUF(_gemma_gguf, offset_norms=True)},
+    ),
     Family(
         "gemma2",
         structure="gemma",

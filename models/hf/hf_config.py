@@ -157,7 +157,7 @@ def _check_family(fields: Fields, family: Family, found: FoundTask) -> None:
     # Gemma has it under two names; the newer one has precedence.
     name = "hidden_activation" if fields.get("hidden_activation") is not None else "hidden_act"
     activation = fields.text(name, default=family.activation)
-    if activation != family.activation:
+    if activation not in (family.activation, family.old_activation):
         raise fields.error(
             name, activation, f"only {family.activation!r} is supported for {family.model_type}"
         )

@@ -35,6 +35,7 @@ class Multimodal(NamedTuple):
         defaults: of `text_config`, with precedence over those of its `model_type`.
         also: another name of the class, by code that files bring along.
         place: the field with the language model's fields.
+        head: the prefix of its output head.
         part: the model is a part of a larger one: its fields are in `<part>_config`, its tensors begin with `<part>.`.
     """
 
@@ -48,6 +49,7 @@ class Multimodal(NamedTuple):
     defaults: Mapping[str, object] = {}
     also: str = ""
     place: str = "text_config"
+    head: str = _HEAD
     part: str = ""
 
     def usual_name(self, name: str) -> str | None:
@@ -56,8 +58,8 @@ class Multimodal(NamedTuple):
             name = name.removeprefix(f"{self.part}.")
         if name.removeprefix("model.").startswith(self.towers):
             return None
-        if name.startswith(_HEAD):
-            return "lm_head." + name.removeprefix(_HEAD)
+        if name.startswith(self.head):
+            return "lm_head." + name.removeprefix(self.head)
         prefix = next((prefix for prefix in self.body if name.startswith(prefix)), "model.")
         return "model." + name.removeprefix(prefix) if name.startswith(prefix) else name
 
@@ -66,7 +68,7 @@ class Multimodal(NamedTuple):
         """Beginnings of the usual names, and what the folder may have instead."""
         if self.part:
             return ("model.", f"{self.part}.model."), ("lm_head", f"{self.part}.lm_head")
-        return *(("model.", prefix) for prefix in self.body), ("lm_head", _HEAD.removesuffix("."))
+        return *(("model.", prefix) for prefix in self.body), ("lm_head", self.head.removesuffix("."))
 
 
 class TextType(NamedTuple):
@@ -109,6 +111,23 @@ MULTIMODAL: Final[dict[str, Multimodal]] = {
         "llama",
         ("vision_model.", "aligner.", "gen_"),
         place="language_config",
+    ),
+    "deepseek_vl_v2": Multimodal(
+        "DeepseekVLV2ForCausalLM",
+        "deepseek_v2",
+        (
+            "vision.",
+            "projector.",
+            "image_newline",
+            "view_seperator",
+            "tile_indicators",
+            "sam_model.",
+            "vision_model.",
+        ),
+        ("language.model.",),
+        also="DeepseekOCRForCausalLM",
+        place="language_config",
+        head="language.lm_head.",
     ),
     "llava_next": Multimodal("LlavaNextForConditionalGeneration", "llama", (*_VISION, "image_newline")),
     "llava_onevision": Multimodal(
@@ -306,6 +325,7 @@ TEXT_TYPES: Final[dict[str, TextType]] = {
             "rms_norm_eps": 1e-6,
         },
     ),
+    "deepseek_v2": TextType("deepseek_v2", {"rms_norm_eps": 1e-6}),
     "glm4v_text": TextType(
         "glm4",
         {

@@ -115,6 +115,17 @@ GEMMA2: dict[str, Any] = {
     "sliding_window": 16,
     "query_pre_attn_scalar": 16,
 }
+GEMMA: dict[str, Any] = {"head_dim": 16, "num_attention_heads": 4, "tie_word_embeddings": True}
+DEEPSEEK_MOE: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 6,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+}
 CAPS: dict[str, Any] = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0}
 WINDOWS: dict[str, Any] = {"sliding_window": 21, "num_hidden_layers": 5}
 FULL_YARN: dict[str, Any] = {
@@ -594,6 +605,25 @@ FAMILIES: dict[str, Row] = {
         bfloat16=True,
     ),
     "llama eps": row("llama", rms_norm_eps=0.1),
+    "gemma": row(
+        "gemma", GEMMA, bfloat16=True, in_float32=("norm",), blocks={"head_dim": 16}, gguf=("gemma", {})
+    ),
+    "gemma own head, one KV head, biases": row(
+        "gemma",
+        GEMMA,
+        num_key_value_heads=1,
+        attention_bias=True,
+        tie_word_embeddings=False,
+        in_float32=("norm",),
+    ),
+    "deepseek": row(
+        "deepseek",
+        DEEPSEEK_MOE,
+        bfloat16=True,
+        blocks={**DEEPSEEK_MOE, **EXPERTS_BLOCKS, "n_routed_experts": 4, "num_key_value_heads": 4},
+        gguf=("deepseek", {}),
+    ),
+    "deepseek_v2 with Llama's attention": row("deepseek_v2", DEEPSEEK_MOE, use_mla=False, made_as="deepseek"),
     "gemma2 usual caps": row(
         "gemma2", GEMMA2, tie_word_embeddings=True, in_float32=("norm",), blocks=GEMMA_BLOCKS
     ),

@@ -10,6 +10,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.deepseek_ocr2.configuration_deepseek_ocr2 import DeepseekOcr2TextConfig
+from transformers.models.deepseek_ocr2.modeling_deepseek_ocr2 import DeepseekOcr2TextModel
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import (
+    DeepseekV2ForCausalLM,
+    DeepseekV2PreTrainedModel,
+)
 
 Tensors = dict[str, Tensor]
 
@@ -147,3 +154,26 @@ def write_as_published(folder: Path, model_type: str) -> None:
         if own and value is not None:
             config[own] = value
     path.write_text(json.dumps(config | OTHER.get(model_type, {})))
+
+
+class DeepseekConfig(DeepseekOcr2TextConfig):  # type: ignore[misc]
+    """DeepSeek-V2 with Llama's attention, of which transformers has only the body: the text of DeepSeek-OCR."""
+
+    model_type = "deepseek"
+
+
+class DeepseekForCausalLM(DeepseekV2ForCausalLM):  # type: ignore[misc]
+    """That body with a head."""
+
+    config_class = DeepseekConfig
+
+    def __init__(self, config: DeepseekConfig) -> None:
+        DeepseekV2PreTrainedModel.__init__(self, config)
+        self.model = DeepseekOcr2TextModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+
+AutoConfig.register("deepseek", DeepseekConfig)
+AutoModelForCausalLM.register(DeepseekConfig, DeepseekForCausalLM)

@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
 from engine.models.hf.hf_config import read_hf_spec
 from engine.models.weight_files.check_weights import check_folder_weights
@@ -16,6 +17,7 @@ from engine.runtime.errors import ConfigError
 from ..conftest import TinyModel
 from ..distributed.test_tensor_parallel import GREEDY, generate
 from ..distributed.thread_group import on_ranks
+from .families import DEEPSEEK_MOE, GEMMA
 from .own_code import write_as_published
 from .text_checks import tokens_of
 
@@ -57,6 +59,37 @@ def test_llava_of_its_own_code_is_served_for_text(make_tiny_model, make_driver):
 
     assert spec.model_type == "llama" and spec.files.language_of == "llava"
     assert make_driver(spec, tiny.folder).generate([PROMPT], num=4) == [tiny.greedy(PROMPT, 4)]
+
+
+@pytest.mark.parametrize("prefix", ["language.", ""])
+def test_deepseek_vl2_and_ocr_are_served_for_text(make_tiny_model, make_driver, prefix):
+    """The tiny one of the first, and the second, which has the usual names of the language model."""
+    tiny = make_tiny_model("deepseek", **DEEPSEEK_MOE)
+    path, weights = tiny.folder / "config.json", tiny.folder / "model.safetensors"
+    unused = {"kv_lora_rank": None, "qk_nope_head_dim": 0, "qk_rope_head_dim": 0, "v_head_dim": 0}
+    text = json.loads(path.read_text()) | {"model_type": "deepseek_v2", "use_mla": False, **unused}
+    text.pop("rms_norm_eps")
+    text.pop("rope_parameters")
+    outer = {"model_type": "deepseek_vl_v2", "vision_config": {"model_type": "vision"}}
+    path.write_text(json.dumps({**outer, "language_config": text}))
+    tensors = {f"{prefix}{name}": tensor for name, tensor in load_file(weights).items()}
+    towers = ["vision.blocks.0.attn.qkv.weight", "image_newline", "view_seperator"]
+    towers += ["model.sam_model.pos_embed", "model.vision_model.embeddings.weight", "projector.layers.weight"]
+    save_file({**tensors, **{name: torch.ones(4) for name in towers}}, weights, {"format": "pt"})
+    spec = read_hf_spec(tiny.folder)
+    check_folder_weights(tiny.folder, spec)
+
+    assert spec.latent is None and spec.files.language_of == "deepseek_vl_v2"
+    assert make_driver(spec, tiny.folder).generate([PROMPT], num=6) == [tiny.greedy(PROMPT, 6)]
+
+
+def test_the_first_files_of_gemma_name_gelu_and_mean_its_approximation(make_tiny_model, make_driver):
+    tiny = make_tiny_model("gemma", **GEMMA)
+    path = tiny.folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"hidden_act": "gelu"}))
+
+    driver = make_driver(read_hf_spec(tiny.folder), tiny.folder)
+    assert driver.generate([PROMPT], num=6) == [tiny.greedy(PROMPT, 6)]
 
 
 @pytest.mark.parametrize(

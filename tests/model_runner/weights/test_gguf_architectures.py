@@ -31,6 +31,7 @@ MODEL_TYPES = (
     "qwen3",
     "qwen3_moe",
     "phi3",
+    "gemma",
     "gemma2",
     "gemma3_text",
     "gemma3n_text",
@@ -85,7 +86,7 @@ def write(
             name += ".weight"
         if arch == "llama":
             array = _neighbors(name, array, config)
-        if arch in ("gemma2", "gemma3") and name.endswith("norm.weight"):
+        if arch in ("gemma", "gemma2", "gemma3") and name.endswith("norm.weight"):
             array = array + 1
         form = gguf.GGMLQuantizationType[quantized[name]] if quantized and name in quantized else None
         if form is not None:
@@ -146,7 +147,7 @@ def _write_metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_eos_token_id(2)
-    if arch in ("llama", "qwen3", "qwen3moe", "gemma2", "gemma3"):
+    if arch in ("llama", "qwen3", "qwen3moe", "gemma", "gemma2", "gemma3"):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     if arch == "llama":

@@ -23,11 +23,13 @@ from tests.model_runner.structures.families import FAMILIES
 
 from .test_gguf_architectures import PROMPT, _arch_id, _checkpoint, _neighbors
 
-NEIGHBORS = ("llama", "granitemoe")
-STACKED = ("gpt-oss", "llama4", "granitemoe")
+NEIGHBORS = ("llama", "granitemoe", "deepseek")
+STACKED = ("gpt-oss", "llama4", "granitemoe", "deepseek")
 
 
-def single_experts(item: tuple[str, np.ndarray[Any, Any]]) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+def single_experts(
+    item: tuple[str, np.ndarray[Any, Any]], arch: str
+) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
     """The parts of a stack, and of Granite's shared expert, or another tensor as it is."""
     name, array = item
     if name.endswith("input_linear.weight"):
@@ -46,13 +48,13 @@ def single_experts(item: tuple[str, np.ndarray[Any, Any]]) -> Iterator[tuple[str
         yield item
         return
     kind = "bias" if part.endswith("_bias") else "weight"
-    if kind == "weight":
+    if kind == "weight" and arch != "deepseek":
         array = array.swapaxes(1, 2)
     for expert, matrix in enumerate(array):
         if part.startswith("down"):
             yield f"{head}.experts.{expert}.down_proj.{kind}", matrix
             continue
-        in_turn = head.endswith(".mlp")
+        in_turn = arch == "gpt-oss"
         gate, up = (matrix[0::2], matrix[1::2]) if in_turn else np.split(matrix, 2)
         yield f"{head}.experts.{expert}.gate_proj.{kind}", gate
         yield f"{head}.experts.{expert}.up_proj.{kind}", up
@@ -66,7 +68,9 @@ def write(path: Path, tiny: Any, arch: str, experts_as: str | None = None) -> No
     names = gguf.get_tensor_name_map(_arch_id(arch), config.num_hidden_layers)
     stacks: dict[str, list[np.ndarray[Any, Any]]] = {}
     tensors = _checkpoint(tiny)
-    for name, array in tensors if arch not in STACKED else itertools.chain(*map(single_experts, tensors)):
+    if arch in STACKED:
+        tensors = list(itertools.chain(*(single_experts(tensor, arch) for tensor in tensors)))
+    for name, array in tensors:
         if ".experts." in name:
             head, _, rest = name.partition(".experts.")
             stacks.setdefault(f"{head}.experts.{rest.partition('.')[2]}", []).append(array)
@@ -126,6 +130,12 @@ def write_metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
         writer.add_expert_weights_norm(config.norm_topk_prob)
         writer.add_expert_group_count(config.n_group)
         writer.add_expert_group_used_count(config.topk_group)
+    if arch == "deepseek":
+        writer.add_rope_dimension_count(config.head_dim)
+        writer.add_leading_dense_block_count(1)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_expert_weights_scale(1.0)
     if arch == "minimax-m2":
         writer.add_rope_dimension_count(config.rotary_dim)
         writer.add_key_length(config.head_dim)
