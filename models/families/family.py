@@ -138,7 +138,11 @@ class Family(NamedTuple):
                 return self.architecture, body
             case "score":
                 inner = body.removesuffix("Model")
-                names = (f"{inner}ForSequenceClassification", f"{stem}ForSequenceClassification")
+                names = (
+                    f"{inner}ForSequenceClassification",
+                    f"{stem}ForSequenceClassification",
+                    f"{stem}ForRewardModel",
+                )
                 return (*dict.fromkeys(names), self.architecture)
             case _:
                 return (self.architecture,)

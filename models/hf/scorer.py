@@ -1,8 +1,8 @@
 """`read_scorer`: how the model in a folder scores texts or pairs of texts: its classifier, or its answer "yes" or "no".
 
 Cross-encoders and other classifiers are `...ForSequenceClassification`: the layers after pooling are those of their
-class in transformers. A generative reranker has none: its score is the probability of a word as the next token, which
-has a meaning only with the prompt it was trained with.
+class in transformers. A reward model scores an answer to a question. A generative reranker has no head: its score is
+the probability of a word as the next token, which has a meaning only with the prompt it was trained with.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...runtime.errors import ConfigError
 from ..fields import Fields
 from ..spec.encoder_spec import DenseSpec, HeadActivation, PoolingSpec, ScoreActivation
 from .embedder import read_dense, read_pooling_mode, read_prompts
-from .task import CAUSAL, MODULES, FoundTask, Module, Modules, architecture_of, part_fields
+from .task import CAUSAL, MODULES, REWARD, FoundTask, Module, Modules, architecture_of, part_fields
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,10 @@ _QWEN3_TEMPLATE: Final = (
 """Prompt from the model card of Qwen3-Reranker, in all sizes."""
 _QWEN3_INSTRUCTION: Final = "Given a web search query, retrieve relevant passages that answer the query"
 _QWEN3_NAME: Final = "qwen3-reranker"
+_INTERNLM2_REWARD: Final = (
+    "<s><|im_start|>user\n{query}<|im_end|>\n<|im_start|>assistant\n{document}<|im_end|>\n<|reward|>"
+)
+"""A question and its answer as InternLM2-Reward was trained with them; the last token has the score."""
 
 
 def read_scorer(
@@ -61,6 +65,8 @@ def read_scorer(
     kinds = [part.kind for part in modules.parts[1:]] if modules is not None else []
     if architecture_of(fields).endswith(CAUSAL) and kinds in ([], ["LogitScore"]):
         return _generative(folder, fields, found)
+    if architecture_of(fields).endswith(REWARD):
+        return _reward(fields, found, hidden_size)
     _check_prompts(modules)
     if kinds == ["Pooling", "Dense"]:
         assert modules is not None
@@ -83,6 +89,21 @@ def read_scorer(
         template=template,
         instruction=_QWEN3_INSTRUCTION if template else "",
         reason=found.reason,
+    )
+
+
+def _reward(fields: Fields, found: FoundTask, hidden_size: int) -> PoolingSpec:
+    """A reward model, whose head and prompt are those of its code."""
+    model_type = fields.text("model_type")
+    if model_type != "internlm2":
+        raise fields.error("model_type", model_type, "the only reward model that is supported is InternLM2's")
+    return PoolingSpec(
+        task="score",
+        pooling="last",
+        size=1,
+        dense=(_linear("v_head", (1, hidden_size), has_bias=False),),
+        template=_INTERNLM2_REWARD,
+        reason=f"{found.reason}; the prompt is that of InternLM2-Reward",
     )
 
 

@@ -128,6 +128,8 @@ def _module(path: Path, number: int, item: object) -> Module:
 
 CAUSAL: Final = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 CLASSIFIER: Final = "ForSequenceClassification"
+REWARD: Final = "ForRewardModel"
+"""Ends of the names of models with a head for scores."""
 _BODY: Final = ("Model", "ForMaskedLM")
 _WHOLE: Final = ("Qwen2_5OmniModel", "ChatGLMModel")
 """Models that generate text, with heads, in spite of their names."""
@@ -241,7 +243,7 @@ def _own_task(fields: Fields, modules: Modules | None) -> FoundTask:
         return FoundTask("score" if modules.is_scorer else "embed", f"it has {MODULES}", modules)
     architecture = architecture_of(fields)
     reason = f"its architecture is {architecture}"
-    if architecture.endswith(CLASSIFIER):
+    if architecture.endswith((CLASSIFIER, REWARD)):
         return FoundTask("score", reason)
     model_type = fields.get("model_type")
     if model_type in ENCODERS:  # older files have no architectures

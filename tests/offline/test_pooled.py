@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +23,7 @@ from engine.runtime.feasibility import Capacity
 from engine.runtime.messages import Finish, FinishKind, GenerateRequest, TextOutput, Usage
 from engine.tokenizer_manager.scheduling_options import Scheduling
 from tests.embedders import MAX_LEN, SIZE, make_decoder_embedder, make_embedder, make_reranker
+from tests.model_runner.structures.own_code import write_as_published
 
 TEXTS = ["the quick brown fox", "a cat and a kitten", "stock market", "one " * 40]
 TOO_LONG = "one " * MAX_LEN
@@ -424,3 +427,32 @@ def test_values_of_other_libraries_are_taken(llm):
     ids = torch.tensor(llm.tokenizer.encode("cat"))
     np.testing.assert_allclose(llm.embed(ids), llm.embed("cat"), atol=1e-6)
     np.testing.assert_array_equal(llm.embed("cat", dimensions=np.int64(SIZE)), llm.embed("cat"))
+
+
+def test_a_reward_model_scores_answers_as_its_code_does(tiny_model, tmp_path):
+    """InternLM2-Reward: its head takes the last state of the chat, at a token of its own."""
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "reward"
+    shutil.copytree(tiny_model, folder)
+    write_as_published(folder, "internlm2")
+    path = folder / "config.json"
+    other = {"model_type": "internlm2", "architectures": ["InternLM2ForRewardModel"], "bias": False}
+    path.write_text(json.dumps(json.loads(path.read_text()) | other))
+    tensors = load_file(folder / "model.safetensors")
+    tensors.pop("output.weight", None)
+    body = transformers.AutoModel.from_pretrained(tiny_model, dtype=torch.float32)
+    head = torch.randn(1, body.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    save_file({**tensors, "v_head.weight": head}, folder / "model.safetensors", {"format": "pt"})
+    chats = [
+        f"<s><|im_start|>user\nhow?<|im_end|>\n<|im_start|>assistant\n{text}<|im_end|>\n<|reward|>"
+        for text in TEXTS
+    ]
+    with open_llm(folder) as llm, torch.no_grad():
+        ids = [llm.tokenizer.encode(chat, add_special_tokens=False) for chat in chats]
+        states = [body(torch.tensor([one])).last_hidden_state[0, -1] for one in ids]
+        expected = [float(head[0] @ state) for state in states]
+        np.testing.assert_allclose(llm.score("how?", TEXTS), expected, atol=1e-4)
+        with pytest.raises(RequestError, match="instruction is not supported"):
+            llm.rerank("how?", TEXTS, instruction="be strict")

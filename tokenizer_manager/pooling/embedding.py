@@ -75,7 +75,7 @@ def check_instruction(pooling: PoolingSpec, instruction: str | None) -> None:
     Raises:
         RequestError: the model takes none.
     """
-    if instruction and not pooling.template:
+    if instruction and "{instruction}" not in pooling.template:
         raise RequestError(
             "instruction is not supported by this model, whose prompts have none; leave it out",
             param="instruction",

@@ -81,6 +81,7 @@ class TestTask:
             (QWEN3 | {"architectures": ["Qwen3Model"]}, "embed"),
             (BERT | {"architectures": ["BertForSequenceClassification"]}, "score"),
             (QWEN3 | {"architectures": ["Qwen3ForSequenceClassification"]}, "score"),
+            (QWEN3 | {"model_type": "internlm2", "architectures": ["InternLM2ForRewardModel"]}, "score"),
         ],
     )
     def test_the_architecture_says_it(self, write: WriteFolder, config: dict[str, Any], task: str) -> None:
@@ -98,6 +99,7 @@ class TestTask:
             (BERT, "generate", r"architectures is \['BertModel'\], but the task is generate: .*--task auto"),
             (BERT, "score", "no classifier .*--task embed"),
             (QWEN3, "score", "no classifier .*not named a reranker; use a reranker"),
+            (QWEN3 | {"architectures": ["Qwen3ForRewardModel"]}, "auto", "only reward model .* InternLM2's"),
             (
                 BERT | {"architectures": ["BertForSequenceClassification"]},
                 "embed",
