@@ -8,6 +8,7 @@ import numpy as np
 
 from ..runtime.messages import Finish, FinishKind, TokenOutput, Usage
 from ..runtime.step_plan import ForwardMode, StepResult
+from ..runtime.transport.message_base import Logprobs
 from .arrays import TOKEN_ID_BYTES, BoolArray, IntArray
 from .batch import ScheduleBatch
 from .estimator import OutputEstimator
@@ -61,6 +62,7 @@ class ResultSettler:
         self._multi_step = multi_step
         self._stats = stats
         self._streams = streams
+        self._last_settle_s = 0.0
 
     def settle(
         self,
@@ -95,7 +97,8 @@ class ResultSettler:
         if len(self._requests) < num_live:
             self._requests.remove_stopped()
         self._stats.step_s += result.forward_s
-        self._learn_costs(batch, result)
+        self._learn_costs(batch, result, now_s - self._last_settle_s)
+        self._last_settle_s = now_s
         return rows
 
     def _settle_out_of_memory(
@@ -106,8 +109,11 @@ class ResultSettler:
         self._stats.step_s += result.forward_s
         return rows
 
-    def _learn_costs(self, batch: ScheduleBatch, result: StepResult) -> None:
-        """Record measured times: steps for the step time target, prefill and swapping for the preemption mode."""
+    def _learn_costs(self, batch: ScheduleBatch, result: StepResult, interval_s: float) -> None:
+        """Record measured times: steps for the step time target, prefill and swapping for the preemption mode.
+
+        `interval_s`: since the last settle.
+        """
         num_rounds = batch.rounds_made(result.num_next_tokens)
         self._stats.num_steps += num_rounds - 1
         self._target.measured(batch, (result.forward_s - result.swap_s) / num_rounds)
@@ -117,7 +123,13 @@ class ResultSettler:
         elif batch.plan.mode is ForwardMode.EXTEND:
             self._mode.measured_prefill(batch.plan.total_num_scheduled_tokens, result.forward_s)
         elif batch.plan.mode is ForwardMode.DECODE:
-            self._speculation.measured(len(batch), batch.num_drafts, result.forward_s / num_rounds)
+            self._speculation.measured(
+                len(batch),
+                batch.num_drafts,
+                result.forward_s / num_rounds,
+                between_s=max(0.0, interval_s - result.forward_s),
+                num_rounds=num_rounds,
+            )
             if not batch.num_drafts:
                 self._multi_step.measured(len(batch), num_rounds, result.forward_s)
 
@@ -210,8 +222,7 @@ class ResultSettler:
             if finish is None:
                 watched_rows.append(output_row(req, id_bytes, logprobs=logprobs))
             else:
-                self._estimator.finished(req.output_len, req.max_new_tokens)
-                watched_rows.append(self._requests.finish(req, finish, now_s, id_bytes, logprobs))
+                watched_rows.append(self._end(req, finish, now_s, id_bytes, logprobs))
         if not self._streams:
             return watched_rows
         rows = _plain_rows(reqs, token_ids.tobytes())
@@ -257,11 +268,18 @@ class ResultSettler:
             logprobs = result.logprobs[idx] if result.logprobs else None  # for one token: see `may_speculate`
             id_bytes = run.tobytes()
             if finish is not None:
-                self._estimator.finished(req.output_len, req.max_new_tokens)
-                rows.append(self._requests.finish(req, finish, now_s, id_bytes, logprobs))
+                rows.append(self._end(req, finish, now_s, id_bytes, logprobs))
             elif self._streams or self._states.needs_host_check[req.row]:
                 rows.append(output_row(req, id_bytes, logprobs=logprobs))
         return rows
+
+    def _end(
+        self, req: Req, finish: Finish, now_s: float, id_bytes: bytes, logprobs: Logprobs | None
+    ) -> TokenOutput:
+        """End a request with its newest tokens; returns its last row."""
+        self._estimator.finished(req.output_len, req.max_new_tokens)
+        self._speculation.answered(req)
+        return self._requests.finish(req, finish, now_s, id_bytes, logprobs)
 
     def _cut(self, req: Req, run: IntArray) -> tuple[IntArray, Finish | None]:
         """Count the tokens of a run, up to and including the one that ends the request; drop the rest."""

@@ -182,7 +182,10 @@ SETTINGS: Final[Mapping[str, PeerNames]] = {
     "speculative": PeerNames(
         sglang=("speculative_algorithm",),
         vllm=("speculative_config",),
-        note="SGLang calls it `NGRAM`; vLLM takes it as `method` in a JSON object.",
+        note="SGLang calls ngram `NGRAM`; vLLM takes `ngram` or `suffix` as `method` in a JSON object.",
+    ),
+    "speculative_cache_tokens": PeerNames(
+        note="vLLM has a number of requests, `suffix_decoding_max_cached_requests` in `speculative_config`.",
     ),
     "speculative_num_draft_tokens": PeerNames(
         sglang=("speculative_num_draft_tokens",),

@@ -71,6 +71,7 @@ class _Resolver:
         self.page_size = config.cache.page_size
 
     def run(self) -> Resolved:
+        self.set_speculative()
         if self.spec.encoder is not None:
             self.config, notes = encoder_settings(self.config, self.spec)
             self.notes.update(notes)
@@ -137,6 +138,20 @@ class _Resolver:
         check_deterministic(config, self.spec)
         _check_kv_events(config)
         return Resolved(config, self.notes)
+
+    def set_speculative(self) -> None:
+        """Decide `speculative`, on which the sizes of pools and steps depend."""
+        if self.config.scheduler.speculative != "auto":
+            return
+        against = ""
+        if self.spec.pooling is not None or self.spec.encoder is not None:
+            against = "the model generates no text"
+        elif self.config.parallel.pp > 1:
+            against = f"pp is {self.config.parallel.pp}, and stages need several steps in flight"
+        reason = against or "drafts from the text so far, where a step's measured time says that they pay"
+        value: Literal["off", "suffix"] = "off" if against else "suffix"
+        scheduler = replace(self.config.scheduler, speculative=self.note("speculative", value, reason))
+        self.config = replace(self.config, scheduler=scheduler)
 
     # ---------------------------------------------------------------- task
 

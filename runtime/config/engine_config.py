@@ -46,7 +46,7 @@ SchedulePolicyName = Literal[
     "static",
 ]
 StepPhases = Literal["mixed", "prefill-first", "decode-first"]
-SpeculativeName = Literal["off", "ngram"]
+SpeculativeName = Literal["off", "ngram", "suffix", "auto"]
 DisaggregationMode = Literal["null", "prefill", "decode", "both"]
 PreemptionModeName = Literal["cost", "recompute", "swap"]
 EstimatorName = Literal["ratio", "beta", "full", "none"]
@@ -425,8 +425,14 @@ class SchedulerConfig:
     ] = 0
     speculative: Annotated[
         SpeculativeName,
-        "Speculative decoding: ngram drafts tokens from the text of the request itself.",
+        "Speculative decoding: ngram drafts tokens from the text of the request itself, suffix also from finished "
+        "answers to the same tenant; auto: suffix where the model and the other settings allow drafts, else off.",
     ] = "off"
+    speculative_cache_tokens: Annotated[
+        int,
+        "With --speculative suffix: tokens of finished answers that are kept, the newest of all tenants; each takes "
+        "50 bytes of host memory.",
+    ] = 1_000_000
     speculative_num_draft_tokens: Annotated[
         int,
         "With --speculative: most draft tokens per request and step; fewer when few are accepted.",
@@ -471,6 +477,7 @@ class SchedulerConfig:
             "max_long_partial_prefills",
             "max_loras_per_batch",
             "speculative_num_draft_tokens",
+            "speculative_cache_tokens",
         ):
             check_at_least(name, getattr(self, name), 1)
         for name in (

@@ -23,6 +23,10 @@ _REVISION: Final = "give it with the model: engine serve org/name@revision"
 _EXPERTS: Final = "use --tp; each device has a part of each expert"
 _ONE_GPU: Final = "use --tp for several GPUs, and CUDA_VISIBLE_DEVICES to choose them"
 _HOST_TIER: Final = "use --kv-disk DIR, which keeps prefixes on disk; host memory is no tier of its own"
+_DRAFTS: Final = (
+    "use --speculative ngram (NGRAM, ngram-simple), suffix (SUFFIX, ngram-map, ngram-mod) or auto; draft models, EAGLE "
+    "heads and MTP layers are not supported"
+)
 _TEXT_ONLY: Final = f"{_ALWAYS}: only text is supported"
 
 ANSWERS: Final[Mapping[str, str]] = {
@@ -110,9 +114,12 @@ ANSWERS: Final[Mapping[str, str]] = {
     "allowed_local_media_path": _TEXT_ONLY,
     "mmproj": _TEXT_ONLY,
     "limit_mm_per_prompt": _TEXT_ONLY,
-    "speculative_config": "use --speculative ngram; draft models are not supported",
-    "speculative_algorithm": "use --speculative ngram; draft models are not supported",
-    "model_draft": "use --speculative ngram; draft models are not supported",
+    "speculative_config": f"{_DRAFTS}; num_speculative_tokens is --speculative-num-draft-tokens",
+    "speculative_algorithm": _DRAFTS,
+    "speculative_draft_model_path": _DRAFTS,
+    "spec_type": f"{_DRAFTS}; draft-n-max is --speculative-num-draft-tokens",
+    "draft_max": "use --speculative-num-draft-tokens",
+    "model_draft": _DRAFTS,
     # adapters
     "lora_eviction_policy": f"{_ALWAYS}: the slot that was idle longest is used for another adapter",
     "lora_backend": f"{_ALWAYS}: kernels are chosen for the device",

@@ -7,37 +7,24 @@ to copy is detected without drafts.
 
     text   ... the scheduler decides what runs next ... so the scheduler decides
                                   ▲ source: "what", "runs", "next" are the drafts                match_len: 3
+
+With `--speculative suffix` the position may also be in a finished answer of the same tenant (`SuffixIndex`).
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
 from ..arrays import IntArray
+from .suffix_index import MAX_MATCH, MAX_PLACES, Match, SuffixIndex
 
 MIN_MATCH: Final = 2
 """Tokens that must be equal; a single equal token predicts the next one poorly."""
-MAX_MATCH: Final = 32
-"""Longer runs of equal tokens count as this long."""
-_MAX_PLACES: Final = 16
-"""Positions that a look-up compares; it bounds the cost of a frequent pair (", and")."""
 _SHIFT: Final = 32
-
-
-class Match(NamedTuple):
-    """A position after tokens that equal the text's last ones.
-
-    Attributes:
-        source: position of the token that followed there; below the text's length.
-        length: number of equal tokens, MIN_MATCH to MAX_MATCH.
-    """
-
-    source: int
-    length: int
 
 
 class NgramIndex:
@@ -88,7 +75,7 @@ class NgramIndex:
             return None
         place = self._newest.get(tokens[-2] << _SHIFT | tokens[-1], -1)
         best, best_length = -1, 0
-        for _ in range(_MAX_PLACES):
+        for _ in range(MAX_PLACES):
             if place < 0:
                 break
             length, most = MIN_MATCH, min(place, MAX_MATCH)
@@ -117,19 +104,22 @@ _SHARED_WEIGHT: Final = 1 / 256
 
 
 class HitRates:
-    """How often the token after a match was correct, by the match's length in powers of two; moving averages."""
+    """How often the token after a match was correct, by the match's length in powers of two; moving averages.
 
-    def __init__(self, rates: Iterable[float] = _FIRST_RATES, weight: float = _SHARED_WEIGHT) -> None:
+    Matches in finished answers have rates of their own.
+    """
+
+    def __init__(self, rates: Iterable[float] = 2 * _FIRST_RATES, weight: float = _SHARED_WEIGHT) -> None:
         self._rates = list(rates)
         self._weight = weight
 
-    def of(self, match_len: int) -> float:
+    def of(self, match_len: int, *, of_answers: bool = False) -> float:
         """The probability that the next token is correct."""
-        return self._rates[_class_of(match_len)]
+        return self._rates[_class_of(match_len, of_answers)]
 
-    def learn(self, match_len: int, *, hit: bool) -> None:
+    def learn(self, match_len: int, *, hit: bool, of_answers: bool = False) -> None:
         """Count one token after a match; `hit`: it was correct."""
-        idx = _class_of(match_len)
+        idx = _class_of(match_len, of_answers)
         self._rates[idx] += self._weight * (hit - self._rates[idx])
 
     def copy(self, weight: float) -> HitRates:
@@ -144,15 +134,24 @@ class NgramProposer:
         match_len: tokens before the followed position that equal the last ones; 0: no position is followed.
     """
 
-    def __init__(self, token_ids: IntArray, shared: HitRates) -> None:
+    def __init__(
+        self,
+        token_ids: IntArray,
+        shared: HitRates,
+        answers: SuffixIndex | None = None,
+        owner: int = 0,
+    ) -> None:
         """Begin with [n] tokens.
 
         Args:
             shared: hit rates of all requests; learns from this one, too.
+            answers: finished answers, of which those of `owner` are looked up as well; None: only the own text is.
         """
         self._index = NgramIndex(token_ids)
         self._shared = shared
         self._rates = shared.copy(_OWN_WEIGHT)
+        self._answers, self._owner = answers, owner
+        self._of_answers = False  # whether the followed position is in them
         self._source = -1
         self.match_len = 0
         self._search()
@@ -163,14 +162,13 @@ class NgramProposer:
 
     def observe(self, token_ids: Iterable[int]) -> None:
         """Add new tokens to the end of the text."""
-        index = self._index
         for token_id in token_ids:
-            hit = False
-            if self.match_len:
-                hit = index.tokens[self._source] == token_id
-                self._rates.learn(self.match_len, hit=hit)
-                self._shared.learn(self.match_len, hit=hit)
-            index.append(token_id)
+            proposed = self._following(1)
+            hit = proposed == [token_id]
+            if proposed:
+                for rates in (self._rates, self._shared):
+                    rates.learn(self.match_len, hit=hit, of_answers=self._of_answers)
+            self._index.append(token_id)
             if hit:
                 self._source += 1
                 self.match_len = min(self.match_len + 1, MAX_MATCH)
@@ -178,23 +176,45 @@ class NgramProposer:
                 self._search()
 
     def chances(self, count: int) -> list[float]:
-        """For each of `count` drafts, the probability that it and all before it are correct; empty without a match."""
+        """For each of `count` drafts, the probability that it and all before it are correct; empty without a match.
+
+        There are fewer if the answer that is followed ends.
+        """
+        if self._of_answers:
+            count = len(self._following(count))
         if not self.match_len:
             return []
         chance, chances = 1.0, []
         for match_len in range(self.match_len, self.match_len + count):
-            chance *= self._rates.of(match_len)
+            chance *= self._rates.of(match_len, of_answers=self._of_answers)
             chances.append(chance)
         return chances
 
     def drafts(self, count: int) -> list[int]:
-        """The `count` tokens from the followed position on; there must be a match."""
+        """The `count` tokens from the followed position on; there must be as many `chances`."""
+        return self._following(count)
+
+    def _following(self, count: int) -> list[int]:
+        if not self.match_len:
+            return []
+        if self._of_answers:
+            assert self._answers is not None
+            return self._answers.following(self._source, count)
         return self._index.following(self._source, count)
 
     def _search(self) -> None:
+        """Follow the longest match of the own text or that of the answers, whichever is right more often."""
         match = self._index.find()
+        self._of_answers = False
+        if self._answers is not None:
+            found = self._answers.find(self._owner, self._index.tokens[-MAX_MATCH:])
+            if found is not None and (
+                match is None or self._rates.of(found.length, of_answers=True) > self._rates.of(match.length)
+            ):
+                match, self._of_answers = found, True
         self._source, self.match_len = (-1, 0) if match is None else match
 
 
-def _class_of(match_len: int) -> int:
-    return min(match_len.bit_length() - MIN_MATCH.bit_length(), len(_FIRST_RATES) - 1)
+def _class_of(match_len: int, of_answers: bool) -> int:
+    longest = len(_FIRST_RATES) - 1
+    return min(match_len.bit_length() - MIN_MATCH.bit_length(), longest) + of_answers * len(_FIRST_RATES)

@@ -14,10 +14,11 @@ reaches the prefix cache or a swap. If the answer ends within the accepted token
 the rest is dropped. Only rounding can differ from plain decoding: kernels for one token and for several tokens add in
 different orders.
 
-`ngram_proposer.py` proposes the drafts. Each pass decides the number of drafts for all requests together: it adds the
-next best draft while the expected tokens per second grow. The expectation comes from the requests' hit rates and the
-measured times of steps with as many tokens (`step_costs.py`). So if computing is the limit (large batches), or no text
-is copied, the number falls to 0: hit rates are learned from plain steps as well, costs by rare exploration steps.
+`ngram_proposer.py` proposes the drafts, from the request's own text and, with `--speculative suffix`, from finished
+answers (`suffix_index.py`). Each pass decides the number of drafts for all requests together: it adds the next best
+draft while the expected tokens per second grow. The expectation comes from the requests' hit rates and the measured
+intervals of steps with as many tokens (`step_costs.py`). So if computing is the limit (large batches), or no text is
+copied, the number falls to 0: hit rates are learned from plain steps as well, costs by rare exploration steps.
 
 The matcher of a request with a grammar cuts its drafts at the first token that the grammar refuses, and adds the tokens
 that the grammar forces, which come first and have probability 1 (`GrammarDrafts`). The step has a mask for each of
@@ -58,10 +59,11 @@ from ..step_size.step_limits import StepCaps, StepLimits
 from .drafts import NO_DRAFTS, DraftMemory, Drafts, drafts_of, may_speculate
 from .ngram_proposer import HitRates, NgramProposer
 from .step_costs import MAX_TOKENS, StepCosts
+from .suffix_index import MAX_MATCH, SuffixIndex
 
 logger = logging.getLogger(__name__)
 
-_MIN_GAIN: Final = 1.03
+_MIN_GAIN: Final = 1.05
 """Least gain in tokens per second over a plain step; a smaller one is within the error of the estimates."""
 _MIN_CHANCE: Final = 1e-9
 
@@ -77,8 +79,13 @@ class Speculation:
         """Whether a step must be settled before the next one is planned."""
         return False
 
-    def measured(self, num_reqs: int, num_drafts: int, seconds: float) -> None:
-        """A step of decodes alone took `seconds`."""
+    def measured(
+        self, num_reqs: int, num_drafts: int, seconds: float, *, between_s: float, num_rounds: int
+    ) -> None:
+        """A step of decodes alone was settled; see `StepCosts.measured` for the times."""
+
+    def answered(self, req: Req) -> None:
+        """The request has generated its last token, and still has its row."""
 
     def started(self, req: Req) -> None:
         """The request got a row."""
@@ -99,12 +106,15 @@ class NgramSpeculation(Speculation):
         memory: RowMemory,
         caps: StepCaps,
         grammar_drafts: GrammarDrafts,
+        answers: SuffixIndex | None = None,
     ) -> None:
         """Take the parts.
 
         Args:
             max_drafts: the most n-gram drafts of one request in one step.
             most_drafts: the most drafts of any kind; None: no such limit.
+            answers: gets the finished answers, in which drafts are looked up as well; None: drafts come from the
+                request's own text only.
         """
         self._max_step_tokens = min(MAX_TOKENS, limits.max_num_batched_tokens or MAX_TOKENS)
         self._max_drafts = min(
@@ -116,6 +126,7 @@ class NgramSpeculation(Speculation):
         self._guided: dict[Req, list[int]] = {}  # the possible drafts of requests with a matcher in this step
         self._costs = StepCosts()
         self._shared = HitRates()
+        self._answers = answers
         self._proposers: dict[Req, NgramProposer | None] = {}  # None: it has failed
 
     def plan(self, work: Work) -> Drafts:
@@ -141,8 +152,22 @@ class NgramSpeculation(Speculation):
         """Forced tokens follow the tokens that a grammar has accepted."""
         return batch.num_drafts > 0 or batch.has_grammar
 
-    def measured(self, num_reqs: int, num_drafts: int, seconds: float) -> None:
-        self._costs.measured(num_reqs + num_drafts, seconds, plain=not num_drafts)
+    def measured(
+        self, num_reqs: int, num_drafts: int, seconds: float, *, between_s: float, num_rounds: int
+    ) -> None:
+        self._costs.measured(
+            num_reqs + num_drafts,
+            seconds,
+            plain=not num_drafts,
+            between_s=between_s,
+            num_rounds=num_rounds,
+        )
+
+    def answered(self, req: Req) -> None:
+        if self._answers is not None:
+            start = max(0, req.prompt_len - MAX_MATCH)
+            text = self._states.token_ids[req.row, start : self._states.known_len[req.row]]
+            self._answers.add(SuffixIndex.owner_of(req.tenant, req.extra_key), text.tolist())
 
     def started(self, req: Req) -> None:
         """Nothing to do: the tokens of a request are indexed at its first decode."""
@@ -202,7 +227,10 @@ class NgramSpeculation(Speculation):
         states, row = self._states, req.row
         known_len = int(states.known_len[row])
         if req not in self._proposers:
-            self._proposers[req] = NgramProposer(states.token_ids[row, :known_len], self._shared)
+            owner = SuffixIndex.owner_of(req.tenant, req.extra_key)
+            self._proposers[req] = NgramProposer(
+                states.token_ids[row, :known_len], self._shared, self._answers, owner
+            )
         proposer = self._proposers[req]
         if proposer is None:
             return []
@@ -225,7 +253,7 @@ class NgramSpeculation(Speculation):
         # Stable, and the probabilities of a request never rise, so the first drafts of each request are taken.
         order = np.argsort(-gains, kind="stable")[: self._max_step_tokens - num_reqs]
         tokens = num_reqs + np.concatenate([[0.0], np.cumsum(gains[order])])
-        rates = tokens / self._costs.seconds(num_reqs, num_reqs + len(order))
+        rates = tokens / self._costs.intervals(num_reqs, num_reqs + len(order))
         best = int(rates.argmax())
         if rates[best] < _MIN_GAIN * rates[0]:
             return []
@@ -260,6 +288,7 @@ def make_speculation(
         memory=memory,
         caps=caps,
         grammar_drafts=grammar_drafts,
+        answers=None if config.speculative == "ngram" else SuffixIndex(config.speculative_cache_tokens),
     )
 
 

@@ -6,6 +6,10 @@ optimistically, so that a promising size is tried and then known. Above the larg
 step is assumed to cost as much as that one. Between two measured numbers the cost rises late (by the square), as it
 does when memory is the limit first and computing is later. Measurements expire, because contexts grow and other
 programs run on the machine.
+
+Beside its forward passes a step costs the work between two steps: planning, settling, sending, and the processes that
+forward a token. A step with drafts has this work for each forward pass, a multi-step decode once for several, so it is
+measured apart from the forward passes, as the rest of the interval between two settles.
 """
 
 from __future__ import annotations
@@ -38,10 +42,26 @@ class StepCosts:
         self._measured_at = np.full(MAX_TOKENS + 1, -_MAX_AGE)
         self._plain_at = np.full(MAX_TOKENS + 1, -_MAX_AGE)  # by a step without drafts
         self._num_steps = 0
+        self._between_s = self._last_between_s = 0.0
+        self._num_rounds = 1.0  # of steps without drafts; a moving average
 
-    def measured(self, num_tokens: int, seconds: float, *, plain: bool) -> None:
-        """A decode step of `num_tokens` took `seconds`; `plain`: without drafts."""
+    def measured(
+        self, num_tokens: int, seconds: float, *, plain: bool, between_s: float = 0.0, num_rounds: int = 1
+    ) -> None:
+        """A decode step was settled.
+
+        Args:
+            seconds: of one forward pass of `num_tokens`.
+            plain: it had no drafts.
+            between_s: of the interval since the last settle, the part without forward passes.
+            num_rounds: its forward passes; above 1 only for a multi-step decode.
+        """
         self._num_steps += 1
+        # The smaller of the last two, so that a pause or a burst of messages before one step says nothing.
+        self._between_s += _WEIGHT * (min(between_s, self._last_between_s) - self._between_s)
+        self._last_between_s = between_s
+        if plain:
+            self._num_rounds += _WEIGHT * (num_rounds - self._num_rounds)
         if num_tokens > MAX_TOKENS:
             return
         # Another process, or memory that is touched for the first time, sometimes delays a step. A single slow step
@@ -74,6 +94,15 @@ class StepCosts:
         part = np.clip((wanted - known[below]) / width, 0.0, 1.0)
         seconds: Float64s = bounded[below] + (bounded[above] - bounded[below]) * part**2
         return seconds
+
+    def intervals(self, num_reqs: int, last: int) -> Float64s:
+        """Seconds per forward pass, with the work between steps, of decodes of `num_reqs` requests.
+
+        The first entry is the plain step of `num_reqs` tokens, the others are steps with drafts, up to `last` tokens.
+        """
+        intervals = self.seconds(num_reqs, last) + self._between_s
+        intervals[0] -= self._between_s * (1 - 1 / self._num_rounds)
+        return intervals
 
     def _known(self) -> npt.NDArray[np.int64]:
         return np.flatnonzero(self._num_steps - self._measured_at < _MAX_AGE)

@@ -211,6 +211,7 @@ SERVE_FLAGS = """
 --served-model-name
 --shutdown-timeout
 --speculative
+--speculative-cache-tokens
 --speculative-num-draft-tokens
 --ssl-cert-file
 --ssl-certfile

@@ -47,7 +47,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
         "num_host_pages": draw(one_of(0, 3, 40)),
         "radix_cache": draw(one_of(True, True, False)),
         "overlap": overlap,
-        "speculative": "off" if overlap else draw(one_of("off", "ngram", "ngram")),
+        "speculative": "off" if overlap else draw(one_of("off", "ngram", "suffix")),
         "speculative_num_draft_tokens": draw(one_of(1, 3, 8)),
         "memory": draw(one_of(None, 1, 2)),  # outputs that can be guessed
         "schedule_policy": draw(st.sampled_from(get_args(SchedulePolicyName))),

@@ -673,6 +673,13 @@ def test_steps_overlap_where_the_device_is_not_the_host(machine, by_itself):
         assert resolve(resolved.config, SPEC, machine).config == resolved.config
 
 
+def test_drafts_come_from_texts_where_nothing_speaks_against_them():
+    resolved = resolve(config(speculative="auto"), SPEC, HOST)
+    assert resolved.config.scheduler.speculative == "suffix" and "speculative" in resolved.notes
+    resolved = resolve(config(speculative="auto", pp=2), SPEC, HOST)
+    assert resolved.config.scheduler.speculative == "off" and "pp is 2" in resolved.notes["speculative"]
+
+
 def test_a_gpu_is_taken_where_torch_can_use_it():
     resolved = resolve(EngineConfig(), SPEC, GPU_HOST)
     assert (resolved.config.model.device, resolved.config.cache.mem_fraction) == ("cuda", 0.94)

@@ -6,13 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.scheduler.speculation.ngram_proposer import (
-    MAX_MATCH,
-    MIN_MATCH,
-    HitRates,
-    NgramIndex,
-    NgramProposer,
-)
+from engine.scheduler.speculation.ngram_proposer import MIN_MATCH, HitRates, NgramIndex, NgramProposer
+from engine.scheduler.speculation.suffix_index import MAX_MATCH
 
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 

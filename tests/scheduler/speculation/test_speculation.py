@@ -64,6 +64,50 @@ def test_a_text_that_repeats_itself_takes_few_steps(make_harness):
     assert f" of {report.totals.draft_tokens} drafts were accepted" in told
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "shares"),
+    [
+        ({}, {}, True),
+        ({"message": {"tenant": "a"}}, {"message": {"tenant": "a"}}, True),
+        ({"message": {"tenant": "a"}}, {"message": {"tenant": "b"}}, False),
+        ({"extra_key": "salt"}, {}, False),
+    ],
+    ids=str,
+)
+def test_a_finished_answer_is_a_source_for_its_tenant(make_harness, first, second, shares):
+    """The prompt alone has nothing to copy, and its answer is without repetitions."""
+    num_steps = []
+    for speculative in ("ngram", "suffix"):
+        harness = make_harness(speculative=speculative, memory=3, num_pages=400)
+        harness.submit("warm", prompt=CIRCLE, max_new_tokens=60, **first)
+        harness.run_until_idle()
+        harness.submit("a", prompt=CIRCLE, max_new_tokens=60, **second)
+        num_steps.append(len(harness.run_until_idle()))
+    assert num_steps[0] > 50
+    assert num_steps[1] < 20 if shares else num_steps[1] == num_steps[0]
+
+
+def test_drafts_that_lose_against_multi_step_decodes_are_not_chosen(make_harness):
+    """Two right drafts give three tokens for 14 ms, four rounds four for 40 ms, and both the work between steps."""
+
+    def drafted(between_s: float) -> int:
+        harness = make_harness(multi_step_ms=45.0, speculative_num_draft_tokens=2)
+        settle = harness.scheduler.settle
+        costing(harness, token_s=0.002, step_s=0.008)
+
+        def later(batch: ScheduleBatch, result: Any, now_s: float, refused: Any = ()) -> None:
+            harness.now_s += result.forward_s + between_s
+            settle(batch, result, harness.now_s, refused)
+
+        harness.scheduler.settle = later
+        harness.submit("a", prompt=CIRCLE, max_new_tokens=300)
+        steps = harness.run_until_idle()
+        return sum(map(bool, drafts_of(steps[-30:])))
+
+    assert drafted(0.0) > 20
+    assert drafted(0.5) == 0
+
+
 def test_a_text_that_cannot_be_guessed_has_hardly_any_drafts(make_harness):
     harness = make_harness(memory=None)
     harness.submit(max_new_tokens=200)

@@ -45,3 +45,13 @@ def test_a_plain_step_stands_for_batches_of_about_its_size_for_a_while():
     for _ in range(600):
         costs.measured(12, 0.01, plain=False)
     assert not costs.knows_plain(8)
+
+
+def test_the_work_between_steps_counts_once_for_a_multi_step_decode():
+    costs = StepCosts()
+    for _ in range(20):
+        costs.measured(1, 0.010, plain=True, between_s=0.004, num_rounds=4)
+        costs.measured(2, 0.012, plain=False, between_s=0.004)
+    assert costs.intervals(1, 2).tolist() == pytest.approx([0.011, 0.016])
+    costs.measured(1, 0.010, plain=True, between_s=3.0, num_rounds=4)
+    assert costs.intervals(1, 2).tolist() == pytest.approx([0.011, 0.016]), "a pause says nothing"
