@@ -19,7 +19,7 @@ from ..launch.startup_display import StartupDisplay
 from ..models.hub.pull import DownloadState, Progress
 from ..models.tokenizer.tokenizer import load_tokenizer
 from ..runtime.config.config_sources import MergedConfig, from_arguments, merge
-from ..runtime.errors import EngineDeadError, RequestError
+from ..runtime.errors import EngineDeadError, EngineError, RequestError
 from ..runtime.messages import Explain, Explanation, FlushCache, FlushCacheDone, PinDone, PinPrefix
 from ..runtime.request_checks import check_integer, check_number, check_text, plain
 from ..runtime.sampling_params import MAX_COUNT, SamplingParams
@@ -520,8 +520,15 @@ class LLM:
         return self.tokenizer.encode(self._chats.plan(conversation, None).prompt, add_special_tokens=False)
 
     def flush_cache(self) -> FlushCacheDone:
-        """Drop cached prefixes; for measurements."""
-        return self._engine.call(FlushCache(), FlushCacheDone)
+        """Drop cached prefixes, also those on the disk; for measurements.
+
+        Raises:
+            EngineError: the disk may still have them.
+        """
+        done = self._engine.call(FlushCache(), FlushCacheDone)
+        if done.error:
+            raise EngineError(f"the KV pool is flushed, but not the tier: {done.error}; flush again")
+        return done
 
     @own_names()
     def pin(self, prompt: Prompt, *, ttl: float, cache_salt: str = "", lora: str | None = None) -> PinDone:

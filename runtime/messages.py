@@ -21,7 +21,7 @@ from .grammar_use import GrammarUse
 from .pooling import PoolingParams
 from .sampling_params import SamplingParams
 from .scheduler_report import SchedulerReport
-from .transport.kv_tiers import Found, Loaded, Stored
+from .transport.kv_tiers import Forgotten, Found, Loaded, Stored
 from .transport.kv_transfer import FromPeer, PagesWritten, PeerLost
 from .transport.message_base import Logprobs, Message, Record
 
@@ -155,10 +155,17 @@ class FlushCache(Message, frozen=True):
 
 
 class FlushCacheDone(Message, frozen=True):
-    """Answer to `FlushCache`: tokens that were dropped, and tokens that stay because running requests use them."""
+    """Answer to `FlushCache`, when a crash does not bring back what was flushed.
+
+    Attributes:
+        flushed_tokens: that the KV pool dropped.
+        kept_tokens: that stay there because running requests use them.
+        error: why the tier may not have forgotten; "": it has.
+    """
 
     flushed_tokens: int
     kept_tokens: int
+    error: str = ""
 
 
 class PinPrefix(Message, frozen=True):
@@ -500,6 +507,7 @@ SchedulerInput = (
     | Found
     | Loaded
     | Stored
+    | Forgotten
 )
 
 

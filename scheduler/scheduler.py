@@ -51,7 +51,7 @@ from ..runtime.messages import (
 )
 from ..runtime.scheduler_report import SchedulerReport
 from ..runtime.step_plan import ForwardMode, StepResult
-from ..runtime.transport.kv_tiers import Found, Loaded, Stored
+from ..runtime.transport.kv_tiers import Forgotten, Found, Loaded, Stored
 from ..runtime.transport.kv_transfer import (
     FromPeer,
     PagesWritten,
@@ -74,7 +74,7 @@ from .requests.intake import reason_to_refuse
 from .requests.outputs import refusal_row
 from .requests.req import Req, ReqStatus
 from .step_planner import by_adapter, plan_step
-from .transfer.role import Changes, Command, Step
+from .transfer.role import NO_CHANGES, Changes, Command, Step
 
 logger = logging.getLogger(__name__)
 
@@ -172,12 +172,14 @@ class Scheduler:
             case GrammarReady():
                 self._take_grammar(message, now_s)
             case Call():
+                changes = NO_CHANGES
                 if isinstance(message.request, FlushCache) and message.request.tier:
-                    self._change(self._transfer.flushed(now_s), now_s)
+                    changes = self._transfer.flushed(message.call_id, now_s)
                 self._parts.calls.handle(message, now_s, self._end_users_of)
+                self._change(changes, now_s)
             case AdapterRead(store_id=store_id, error=error):
                 self._parts.calls.adapter_read(store_id, error, now_s, self._end_users_of)
-            case FromPeer() | PagesWritten() | PeerLost() | Found() | Loaded() | Stored():
+            case FromPeer() | PagesWritten() | PeerLost() | Found() | Loaded() | Stored() | Forgotten():
                 self._change(self._transfer.handle(message, now_s), now_s)
             case _:
                 assert_never(message)
@@ -274,6 +276,8 @@ class Scheduler:
     def _change(self, changes: Changes, now_s: float) -> None:
         """Send the rows of a `TransferRole` and note what it did."""
         self._note(changes.steps, now_s)
+        for call_id, error in changes.flushes:
+            self._parts.calls.flushed(call_id, error)
         if changes.rows:
             self._answers.rows([*changes.rows])
             if left := self._requests.take_finished():

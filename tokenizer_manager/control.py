@@ -174,7 +174,7 @@ class Control:
         self._calls.fail(message)
 
     async def flush_cache(self, *, device: bool = True, tier: bool = True) -> FlushCacheDone:
-        """Evict what the prefix cache can evict.
+        """Evict what the prefix cache can evict; the answer has an error if the tier may still have it.
 
         Args:
             device: from the KV pool.
@@ -312,7 +312,8 @@ def merged(answers: Sequence[CallAnswer]) -> CallAnswer:
                 sum(each.flushed_tokens for each in counts),
                 sum(each.kept_tokens for each in counts),
             )
-            return replace(first, flushed_tokens=flushed, kept_tokens=kept)
+            error = next((each.error for each in counts if each.error), "")
+            return FlushCacheDone(flushed, kept, error)
         case PinDone():
             pins = [each for each in answers if isinstance(each, PinDone)]
             return max(pins, key=lambda each: each.pinned_tokens)

@@ -7,10 +7,13 @@
                                           ◄──  Loaded: nothing will be written to the pages any more
     StorePages (tokens, source pages)     ──►
                                           ◄──  Stored: the pages are not read any more
+    Forget                                ──►
+                                          ◄──  Forgotten: nothing of this model will be found after a crash
 
 A job is a number that the scheduler never uses twice; a `LookUp` and the `LoadPages` that follows it are one job. Each
-`LookUp`, `LoadPages` and `StorePages` has exactly one answer, in any order. Commands name pages by the tokens before
-and in them; the I/O thread makes the keys. News are inputs of the scheduler, recorded and replayed as all others.
+`LookUp`, `LoadPages`, `StorePages` and `Forget` has exactly one answer, in any order; that of a load that is canceled,
+and of a `Forget`, comes in a bounded time. Commands name pages by the tokens before and in them; the I/O thread makes
+the keys. News are inputs of the scheduler, recorded and replayed as all others.
 """
 
 from __future__ import annotations
@@ -71,7 +74,13 @@ class CancelLoad(Record, frozen=True):
 
 
 class Forget(Record, frozen=True):
-    """Drop all pages of this model that the disk has; pages that are being stored may be among them."""
+    """Drop all pages of this model that the disk has, also those that are being stored; answered by `Forgotten`.
+
+    Attributes:
+        job: the id of the `Call` that waits for it, which may be the number of another command, too; 0: none does.
+    """
+
+    job: int = 0
 
 
 TierCommand = LookUp | LoadPages | StorePages | CancelLoad | Forget
@@ -138,7 +147,17 @@ class Stored(Message, frozen=True):
     used_bytes: int = -1
 
 
-TierNews = Found | Loaded | Stored
+class Forgotten(Message, frozen=True):
+    """A `Forget` has ended: a crash does not bring back what was forgotten; or an error says why it might.
+
+    After an error the pages are forgotten before anything of the store is used again, unless the process ends before.
+    """
+
+    job: int
+    error: str = ""
+
+
+TierNews = Found | Loaded | Stored | Forgotten
 
 
 class TierFigures(Record, frozen=True):

@@ -1,10 +1,13 @@
 """`PageMover`: the thread that looks pages up in a store, and moves them between there and the KV pool.
 
     scheduler's loop      `send`: commands; news come into its inbox
-    thread                look-ups at once; loads before stores, in order, 4 MiB at a time
-    second thread         digest of the weights, at low priority; until then nothing is found, and stores wait
+    thread                look-ups at once; loads before stores, in order, 4 MiB at a time; copies from and to pages
+    store's thread        the calls of the store, one at a time, between it and a buffer
+    third thread          digest of the weights, at low priority; until then nothing is found, and stores wait
 
-No request fails because of the store: what cannot be read is a miss. A bug in the thread turns the store off.
+No request fails because of the store: what cannot be read is a miss. A bug in the thread turns the store off. A call
+of the store may never return: it has the buffer and no page, so a canceled load ends at once, and after 30 s all jobs
+end. The store is used again when the call has returned.
 """
 
 from __future__ import annotations
@@ -15,10 +18,12 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from queue import Empty, SimpleQueue
-from typing import Any, Final, NamedTuple, Protocol, assert_never
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +32,7 @@ from ...runtime.kv_backends.base import TransferError
 from ...runtime.transport.kv_tiers import (
     CancelLoad,
     Forget,
+    Forgotten,
     Found,
     Loaded,
     LoadPages,
@@ -49,7 +55,15 @@ _NEWEST_SHARE: Final = 0.3
 _HASHING_NICENESS: Final = 10
 """A tenth of a busy core: the digest of a 5 GB model takes 4 s of one."""
 
+SLOW_S: Final = 1.0
+"""Look-ups do not wait for a call of the store that takes longer."""
+ANSWER_LIMIT_S: Final = 30.0
+"""After this time without an answer of the store all jobs end, those that wait for the weights excepted."""
+_TICK_S: Final = 0.25
+"""While a call runs, the time is looked at so often."""
+
 _NOT_OPEN: Final = "the store is not in use"
+_NO_ANSWER: Final = "the store does not answer"
 _NOT_WRITTEN: Final = "the store is full, or failed"
 _SALTED: Final = "prompts with a salt are not stored"
 
@@ -85,10 +99,49 @@ class NewsOutbox(Protocol):
         ...
 
 
+_Call = Callable[[], Any]
+_Work = Generator[_Call | None, Any, TierNews | None]
+"""Pieces of a job: a call of the store, which is sent its value; None, where another job may go first. Returns the
+answer."""
+
+
 class _Weights(NamedTuple):
     """The weights are read; None: they cannot be."""
 
     content: str | None
+
+
+class _Returned(NamedTuple):
+    """The end of a call of the store."""
+
+    value: Any = None
+    error: Exception | None = None
+
+
+_FIRST: Final = _Returned()
+"""Begins a job, or goes on after None."""
+
+
+class _EndedError(StoreError):
+    """The job ends before its time; the text is the error in its answer."""
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    """A command that is executed in pieces.
+
+    Attributes:
+        job: its number.
+        work: see `_Work`.
+        nothing: makes the answer to a command that was not begun, from an error.
+        num_bytes: that a load reads.
+    """
+
+    job: int
+    work: _Work
+    nothing: Callable[[str], TierNews | None]
+    num_bytes: int = 0
+    since_s: float = field(default_factory=time.monotonic)
 
 
 class PageMover:
@@ -131,19 +184,29 @@ class PageMover:
         self._buffer = RecordBuffer(rows, memory.page_bytes)
         self._states = states
         self._state = RecordBuffer(1, 0 if states is None else states.page_bytes)
-        self._commands: SimpleQueue[TierCommand | _Weights | None] = SimpleQueue()
+        self._commands: SimpleQueue[TierCommand | _Weights | _Returned | None] = SimpleQueue()
         self._identity = b""
         self._store: PageStore | None = None
         self._is_off = False
         self._is_open = threading.Event()  # or off
+        self._openings: deque[_Job] = deque()
+        self._forgets: deque[_Job] = deque()
+        self._questions: deque[_Job] = deque()
         self._loads: deque[_Job] = deque()
         self._stores: deque[_Job] = deque()
-        self._cancelled: set[int] = set()
+        self._caller: _Job | None = (
+            None  # waits for the value of the call; None: there is none, or it has ended
+        )
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._called_s: float | None = None  # the beginning of a call that has not returned
+        self._has_warned = False  # of this call
         self._num_forgets = 0
         self._rate = 0.0  # bytes a second of loads; 0: not known
         self._closes = False
         self._ends_s = 0.0  # set by `close`
         threading.Thread(target=self._read_weights, name="kv-store-weights", daemon=True).start()
+        self._caller_thread = threading.Thread(target=self._make_calls, name="kv-store-calls", daemon=True)
+        self._caller_thread.start()
         self._thread = threading.Thread(target=self._run, name="kv-store", daemon=True)
         self._thread.start()
 
@@ -157,10 +220,11 @@ class PageMover:
         self._is_open.wait()
 
     def close(self, timeout_s: float = 0.5) -> None:
-        """End the thread, after the jobs that it can do in this time."""
+        """End the threads, after the jobs that can be done in this time."""
         self._ends_s = time.monotonic() + timeout_s
         self._commands.put(None)
         self._thread.join(timeout_s + 1.0)
+        self._caller_thread.join(max(0.0, self._ends_s + 1.0 - time.monotonic()))
 
     # ------------------------------------------------------------ the threads
 
@@ -173,90 +237,174 @@ class PageMover:
             logger.warning("%s: not used, because the weights cannot be read: %s", self._name, error)
         self._commands.put(_Weights(content))
 
+    def _make_calls(self) -> None:
+        while (call := self._calls.get()) is not None:
+            try:
+                returned = _Returned(call())
+            except Exception as error:
+                returned = _Returned(error=error)
+            self._commands.put(returned)
+
     def _run(self) -> None:
         self._outbox = self._open_outbox()
-        while not self._closes or (self._jobs() and time.monotonic() < self._ends_s):
+        while not self._closes or (self._has_work() and time.monotonic() < self._ends_s):
             try:
-                if not self._jobs():
-                    self._handle(self._commands.get())
-                with contextlib.suppress(Empty):
-                    while True:
-                        self._handle(self._commands.get_nowait())
-                if self._jobs():
-                    self._advance(self._jobs())
+                self._take_commands()
+                self._check_time()
+                if self._called_s is None and (job := self._next_job()) is not None:
+                    self._advance(job)
             except Exception:
                 logger.exception("%s: not used any more", self._name)
                 self._turn_off()
         if self._store is not None:
-            self._store.close()
+            self._calls.put(self._store.close)
+        self._calls.put(None)
         self._outbox.close()
 
-    def _jobs(self) -> deque[_Job]:
-        """The jobs whose turn it is: loads first; stores wait for the weights."""
-        return self._stores if self._store is not None and not self._loads else self._loads
+    def _take_commands(self) -> None:
+        """Take all that have come; wait for one if there is nothing to do."""
+        with contextlib.suppress(Empty):
+            if self._called_s is not None or self._next_job() is None:
+                is_timed = self._called_s is not None or self._forgets
+                self._handle(self._commands.get(timeout=_TICK_S if is_timed else None))
+            while True:
+                self._handle(self._commands.get_nowait())
 
-    def _handle(self, command: TierCommand | _Weights | None) -> None:
+    def _has_work(self) -> bool:
+        return self._called_s is not None or self._next_job() is not None
+
+    def _next_job(self) -> _Job | None:
+        """The job whose turn it is; what is to be forgotten is not found any more."""
+        if self._store is None:
+            return next(iter(self._openings), None)
+        queues = (self._forgets, self._questions, self._loads, self._stores)
+        return next((queue[0] for queue in queues if queue), None)
+
+    def _all_jobs(self) -> list[_Job]:
+        return [*self._openings, *self._forgets, *self._questions, *self._loads, *self._stores]
+
+    def _handle(self, command: TierCommand | _Weights | _Returned | None) -> None:
         match command:
-            case LookUp():
-                found = Found(command.job, 0, error=_NOT_OPEN)
-                try:
-                    found = self._found(command)
-                finally:  # a bug is answered, too
-                    self._outbox.send(found)
-            case LoadPages() if self._store is None:
-                self._outbox.send(Loaded(command.job, 0, _NOT_OPEN))
-            case LoadPages():
-                self._loads.append(_Job(command, self._load(command)))
-            case StorePages() if self._is_off or not self._keeps(command.namespace):
-                self._outbox.send(Stored(command.job, 0, _NOT_OPEN if self._is_off else _SALTED))
-            case StorePages():
-                self._stores.append(_Job(command, self._save(command, self._num_forgets)))
-            case CancelLoad():
-                self._cancelled |= {command.job} & {job.command.job for job in self._loads}
-            case Forget():
+            case LookUp(job) if self._store is None or not self._keeps(command.namespace):
+                self._outbox.send(Found(job, 0))
+            case LookUp(job):
+                nothing = partial(Found, job, 0, 0, 0.0, 0)
+                self._questions.append(_Job(job, self._look_up(command), nothing))
+            case LoadPages(job) if self._store is None:
+                self._outbox.send(Loaded(job, 0, _NOT_OPEN))
+            case LoadPages(job):
+                num_bytes = self._num_bytes(command)
+                self._loads.append(_Job(job, self._load(command), partial(Loaded, job, 0), num_bytes))
+            case StorePages(job) if self._is_off or not self._keeps(command.namespace):
+                self._outbox.send(Stored(job, 0, _NOT_OPEN if self._is_off else _SALTED))
+            case StorePages(job):
+                work = self._save(command, self._num_forgets)
+                self._stores.append(_Job(job, work, partial(Stored, job, 0)))
+            case CancelLoad(job):
+                for each in [load for load in self._loads if load.job == job]:
+                    self._end(each, "")
+            case Forget(job) if self._is_off:
+                self._outbox.send(Forgotten(job, _NOT_OPEN))
+            case Forget(job):
                 self._num_forgets += 1
-                if self._store is not None:
-                    self._store.forget()
-            case _Weights():
-                self._open(command.content)
+                self._forgets.append(_Job(job, self._forget(job), partial(Forgotten, job)))
+            case _Weights(None):
+                self._turn_off()
+            case _Weights(content) if content is not None:
+                self._openings.append(_Job(0, self._open(content), lambda _: None))
+            case _Returned():
+                self._return(command)
             case None:
                 self._closes = True
-            case _:
-                assert_never(command)
-
-    def _open(self, weights: str | None) -> None:
-        if weights is None:
-            self._turn_off()
-            return
-        self._identity = identity_of(self._facts, weights)
-        self._store = self._open_store(self._identity, {**self._facts, "weights": weights})
-        if self._num_forgets:
-            self._store.forget()
-        self._is_open.set()
 
     def _turn_off(self) -> None:
         """Answer all jobs, and from now on each with nothing."""
         self._is_off = True
         self._is_open.set()
-        store, self._store = self._store, None
-        for job in self._loads:
-            self._outbox.send(Loaded(job.command.job, 0, _NOT_OPEN))
-        for job in self._stores:
-            self._outbox.send(Stored(job.command.job, 0, _NOT_OPEN))
-        self._loads.clear()
-        self._stores.clear()
-        if store is not None:
-            with contextlib.suppress(Exception):  # the thread must go on answering
-                store.close()
+        if self._store is not None:
+            self._calls.put(self._store.close)
+            self._store = None
+        for job in self._all_jobs():
+            self._answer(job, job.nothing(_NOT_OPEN))
 
     # ------------------------------------------------------------ jobs
 
-    def _advance(self, jobs: deque[_Job]) -> None:
-        """Do a piece of the first job."""
-        answer = next(jobs[0].work)
+    def _advance(self, job: _Job, returned: _Returned = _FIRST) -> None:
+        """Do a piece of a job, up to its next call of the store."""
+        try:
+            work = job.work
+            call = work.send(returned.value) if returned.error is None else work.throw(returned.error)
+        except StopIteration as end:
+            self._answer(job, end.value)
+            return
+        if call is not None:
+            self._caller, self._called_s = job, time.monotonic()
+            self._calls.put(call)
+
+    def _return(self, returned: _Returned) -> None:
+        """A call has ended: go on with its job, unless that has ended before."""
+        caller, self._caller, self._called_s = self._caller, None, None
+        if self._has_warned:
+            self._has_warned = False
+            logger.info("%s: answers again", self._name)
+        if caller is not None:
+            self._advance(caller, returned)
+
+    def _end(self, job: _Job, why: str) -> None:
+        """End a job before its time. A call that it waits for goes on, with no page and with the buffer."""
+        is_forget = job in self._forgets
+        try:
+            job.work.throw(_EndedError(why))
+        except StopIteration as end:
+            self._answer(job, end.value)
+        except _EndedError:
+            self._answer(job, job.nothing(why))
+        if is_forget:
+            self._handle(Forget())  # as soon as it can be, before anything is found
+
+    def _answer(self, job: _Job, answer: TierNews | None) -> None:
+        for queue in (self._openings, self._forgets, self._questions, self._loads, self._stores):
+            if job in queue:
+                queue.remove(job)
+        if self._caller is job:
+            self._caller = None
         if answer is not None:
-            jobs.popleft()
             self._outbox.send(answer)
+
+    def _check_time(self) -> None:
+        """End what has waited too long for the store."""
+        now_s = time.monotonic()
+        waits_s = 0.0 if self._called_s is None else now_s - self._called_s
+        late = [job for job in self._forgets if now_s - job.since_s > ANSWER_LIMIT_S]
+        if waits_s > SLOW_S:
+            late += self._questions
+        if waits_s > ANSWER_LIMIT_S:
+            late += [*self._loads, *self._stores]
+            self._is_open.set()
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning("%s: does not answer, and is not used until it does", self._name)
+        for job in late:
+            self._end(job, _NO_ANSWER)
+
+    def _open(self, weights: str) -> _Work:
+        self._identity = identity_of(self._facts, weights)
+        self._store = yield partial(self._open_store, self._identity, {**self._facts, "weights": weights})
+        self._is_open.set()
+        return None
+
+    def _forget(self, job: int) -> _Work:
+        error = ""
+        try:
+            yield self._opened.forget
+        except StoreError as failure:
+            error = str(failure)
+        return Forgotten(job, error)
+
+    @property
+    def _opened(self) -> PageStore:
+        assert self._store is not None
+        return self._store
 
     def _keeps(self, namespace: str) -> bool:
         return self._persist_salted or not is_salted(namespace)
@@ -264,78 +412,63 @@ class PageMover:
     def _keys(self, command: LookUp | LoadPages | StorePages) -> Iterator[bytes]:
         return page_keys(root_key(self._identity, command.namespace), command.token_ids, self._page_size)
 
-    def _found(self, command: LookUp) -> Found:
-        if self._store is None or not self._keeps(command.namespace):
-            return Found(command.job, 0)
+    def _look_up(self, command: LookUp) -> _Work:
+        store, keys = self._opened, list(self._keys(command))
         try:
-            num_pages = self._num_found(list(self._keys(command)))
+            num_pages = yield partial(store.find, keys)
+            if self._states is not None and num_pages:  # as many as have the state after them
+                states = [state_key(key) for key in keys[:num_pages]]
+                has = yield partial(store.has, states)
+                num_pages = max((count for count, is_there in enumerate(has, 1) if is_there), default=0)
+                if num_pages and not (yield partial(store.find, [states[num_pages - 1]])):
+                    num_pages = 0
         except StoreError as error:
             return Found(command.job, 0, error=str(error))
         state_bytes = self._states.page_bytes if self._states is not None and num_pages else 0
         num_bytes = num_pages * self._memory.page_bytes
-        ahead = sum(self._num_bytes(job.command) for job in self._loads)
+        ahead = sum(load.num_bytes for load in self._loads)
         estimate_s = (num_bytes + state_bytes + ahead) / self._rate if self._rate else 0.0
-        used_bytes = self._store.used_bytes
-        return Found(command.job, num_pages, num_bytes, estimate_s, state_bytes, used_bytes=used_bytes)
+        return Found(command.job, num_pages, num_bytes, estimate_s, state_bytes, used_bytes=store.used_bytes)
 
-    def _num_found(self, keys: Sequence[bytes]) -> int:
-        """Number of first pages that the store has; in a model with state layers, with the state after them."""
-        assert self._store is not None
-        num_pages = self._store.find(keys)
-        if self._states is None or not num_pages:
-            return num_pages
-        states = [state_key(key) for key in keys[:num_pages]]
-        num_pages = max((count for count, has in enumerate(self._store.has(states), 1) if has), default=0)
-        return num_pages if num_pages and self._store.find([states[num_pages - 1]]) else 0
-
-    def _num_bytes(self, command: LoadPages | StorePages) -> int:
+    def _num_bytes(self, command: LoadPages) -> int:
         """Bytes of all that a load reads."""
         state_bytes = self._states.page_bytes if self._states is not None and command.checkpoint else 0
         return len(_page_ids(command)) * self._memory.page_bytes + state_bytes
 
-    def _load(self, command: LoadPages) -> Iterator[Loaded | None]:
-        """Load in pieces; the last value is the answer."""
-        assert self._store is not None
-        pages = _page_ids(command)
+    def _load(self, command: LoadPages) -> _Work:
+        store, pages = self._opened, _page_ids(command)
         keys = list(islice(self._keys(command), command.first_page, command.first_page + len(pages)))
         started_s = time.monotonic()
         done = state_bytes = 0
         error = ""
         try:
-            while done < len(keys) and command.job not in self._cancelled:
+            while done < len(keys):
                 piece = keys[done : done + len(self._buffer.rows)]
-                count = self._store.read(piece, self._buffer)
+                count = yield partial(store.read, piece, self._buffer)
                 self._memory.write_rows(pages[done : done + count], self._buffer.payloads[:count])
                 done += count
                 if count < len(piece):
                     break
                 yield None
-            if command.checkpoint and done == len(keys):
-                state_bytes = self._load_state(command.checkpoint, keys[-1])
+            if self._states is not None and command.checkpoint and done == len(keys):
+                is_there = yield partial(store.read, [state_key(keys[-1])], self._state)
+                if is_there:
+                    self._states.write_rows(np.array([command.checkpoint], np.int32), self._state.payloads)
+                    state_bytes = self._states.page_bytes
         except (StoreError, TransferError) as failure:
             error = str(failure)
         num_bytes = done * self._memory.page_bytes + state_bytes
         if command.checkpoint and not state_bytes:
             done = 0
-        self._cancelled.discard(command.job)
         seconds = time.monotonic() - started_s
         if done:
             rate = num_bytes / max(seconds, 1e-6)
             self._rate += (rate - self._rate) * (_NEWEST_SHARE if self._rate else 1.0)
-        yield Loaded(command.job, done, error, seconds, num_bytes)
+        return Loaded(command.job, done, error, seconds, num_bytes)
 
-    def _load_state(self, checkpoint: int, page_key: bytes) -> int:
-        """Load the state after a page; returns its bytes, 0 if the store has lost it."""
-        assert self._states is not None and self._store is not None
-        if not self._store.read([state_key(page_key)], self._state):
-            return 0
-        self._states.write_rows(np.array([checkpoint], np.int32), self._state.payloads)
-        return self._states.page_bytes
-
-    def _save(self, command: StorePages, num_forgets: int) -> Iterator[Stored | None]:
-        """Store in pieces; the last value is the answer. `num_forgets`: when it was ordered."""
-        assert self._store is not None
-        pages = _page_ids(command)
+    def _save(self, command: StorePages, num_forgets: int) -> _Work:
+        """Store pages; `num_forgets`: when it was ordered."""
+        store, pages = self._opened, _page_ids(command)
         keys = list(islice(self._keys(command), command.first_page, command.first_page + len(pages)))
         started_s = time.monotonic()
         done = num_bytes = 0
@@ -344,43 +477,33 @@ class PageMover:
             while done < len(keys):
                 self._check_kept(num_forgets)
                 end = min(len(keys), done + len(self._buffer.rows))
-                piece = zip(range(done, end), self._store.has(keys[done:end]), strict=True)
-                new = [index for index, is_there in piece if not is_there]
+                has = yield partial(store.has, keys[done:end])
+                new = [index for index, is_there in zip(range(done, end), has, strict=True) if not is_there]
                 if new:
                     self._memory.read_rows(pages[new], self._buffer.payloads[: len(new)])
-                    written = self._store.write([keys[index] for index in new], self._buffer)
+                    written = yield partial(store.write, [keys[index] for index in new], self._buffer)
                     num_bytes += written * self._memory.page_bytes
                     if written < len(new):
                         done = new[written]
                         raise StoreError(_NOT_WRITTEN)
                 done = end
                 yield None
-            if command.checkpoint and not self._store.has([state_key(keys[-1])])[0]:
-                self._check_kept(num_forgets)
-                num_bytes += self._save_state(command.checkpoint, keys[-1])
+            if self._states is not None and command.checkpoint:
+                key = state_key(keys[-1])
+                if not (yield partial(store.has, [key]))[0]:
+                    self._check_kept(num_forgets)
+                    self._states.read_rows(np.array([command.checkpoint], np.int32), self._state.payloads)
+                    if not (yield partial(store.write, [key], self._state)):
+                        raise StoreError(_NOT_WRITTEN)
+                    num_bytes += self._states.page_bytes
         except (StoreError, TransferError) as failure:
             error = str(failure)
-        seconds, used_bytes = time.monotonic() - started_s, self._store.used_bytes
-        yield Stored(command.job, done, error, seconds, num_bytes, used_bytes)
+        seconds, used_bytes = time.monotonic() - started_s, store.used_bytes
+        return Stored(command.job, done, error, seconds, num_bytes, used_bytes)
 
     def _check_kept(self, num_forgets: int) -> None:
         if num_forgets != self._num_forgets:
             raise StoreError("forgotten")
-
-    def _save_state(self, checkpoint: int, page_key: bytes) -> int:
-        """Store the state after a page; returns its bytes."""
-        assert self._states is not None and self._store is not None
-        self._states.read_rows(np.array([checkpoint], np.int32), self._state.payloads)
-        if not self._store.write([state_key(page_key)], self._state):
-            raise StoreError(_NOT_WRITTEN)
-        return self._states.page_bytes
-
-
-class _Job(NamedTuple):
-    """A load or a store; `work` does a piece of it at each step, and yields None until it yields the answer."""
-
-    command: LoadPages | StorePages
-    work: Iterator[TierNews | None]
 
 
 def _page_ids(command: LoadPages | StorePages) -> Pages:

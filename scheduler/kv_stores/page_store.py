@@ -39,7 +39,11 @@ class PageStore(Protocol):
         ...
 
     def forget(self) -> None:
-        """Drop all records of the identity."""
+        """Drop all records of the identity; a crash does not bring them back.
+
+        Raises:
+            StoreError: it might; a store that does not answer drops them before a later call finds anything.
+        """
         ...
 
     def close(self) -> None:

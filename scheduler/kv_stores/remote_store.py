@@ -187,7 +187,7 @@ class RemoteStore:
     def forget(self) -> None:
         """Delete the records; if the server does not answer, at once when it does, before anything is found there."""
         self._must_forget = True
-        with contextlib.suppress(StoreError), self._asking():
+        with self._asking():
             pass
 
     def close(self) -> None:

@@ -139,6 +139,15 @@ def find_records(fd: int, begin: int = 0) -> tuple[dict[bytes, int], int]:
     return offsets, end
 
 
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder, and their absence, survive a loss of power; raises `OSError`."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def lock(fd: int, path: Path) -> bool:
     """Lock an open segment until it is closed; False: another engine has it, or has sealed it meanwhile."""
     try:

@@ -31,6 +31,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from ...runtime.errors import ConfigError
+from .page_store import StoreError
 from .segment_file import (
     RecordBuffer,
     Write,
@@ -39,6 +40,7 @@ from .segment_file import (
     lock,
     read_index,
     read_record,
+    sync_folder,
     write_all,
     write_index,
 )
@@ -135,17 +137,29 @@ class SegmentStore:
         return len(self._index)
 
     def forget(self) -> None:
-        """Delete all records of the identity, whichever engine wrote or writes them."""
+        """Delete all records of the identity, whichever engine wrote or writes them.
+
+        Raises:
+            StoreError: a file may be there after a crash.
+        """
         self._leave_active()
+        why = ""
         for path in (*self._folder.glob("*.open"), *self._folder.glob("*.kv")):
             for suffix in (".open", ".kv"):  # in this order: its engine may seal it at this moment
                 try:
                     path.with_suffix(suffix).unlink(missing_ok=True)
                 except OSError as error:
-                    logger.warning("%s: cannot be deleted: %s", path, error.strerror)
+                    why = f"{path} cannot be deleted: {error.strerror}"
+                    logger.warning("%s", why)
         for segment in list(self._segments.values()):
             self._drop(segment)
         self.used_bytes = sum(file.size for file in _all_segments(self._root))
+        try:
+            sync_folder(self._folder)
+        except OSError as error:
+            why = why or f"{self._folder} cannot be synced: {error.strerror}"
+        if why:
+            raise StoreError(why)
 
     def close(self) -> None:
         """Leave the active segment to the next process."""

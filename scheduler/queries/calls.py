@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Final, assert_never
 
+from msgspec.structs import replace
+
 from ...runtime.messages import (
     AdapterDone,
     Call,
@@ -86,6 +88,7 @@ class Calls:
         self._adapter_slots = adapter_slots
         self._max_pinned_tokens = max_pinned_tokens
         self._done: list[CallDone] = []
+        self._flushes: dict[int, FlushCacheDone] = {}  # by call, those that the tier has not done
         self._questions: deque[tuple[int, Explain]] = deque()
         self._explained = False  # since the last pass
 
@@ -107,6 +110,9 @@ class Calls:
             case FlushCache():
                 dropped, kept = self._kv.flush() if request.device else (0, 0)
                 answer = FlushCacheDone(dropped * self._kv.page_size, kept * self._kv.page_size)
+                if request.tier:
+                    self._flushes[call.call_id] = answer
+                    return  # answered by `flushed`
             case PinPrefix():
                 answer = self._pin(request, now_s)
             case HintSession():
@@ -128,6 +134,11 @@ class Calls:
                 assert_never(request)
         if answer is not None:
             self._answer([call.call_id], answer)
+
+    def flushed(self, call_id: int, error: str) -> None:
+        """The tier has forgotten what a `FlushCache` was for, or says why it may not have."""
+        if (answer := self._flushes.pop(call_id, None)) is not None:
+            self._answer([call_id], replace(answer, error=error))
 
     def next_pass(self) -> None:
         """A pass begins: explain the request of the oldest waiting question, if there is one."""

@@ -34,6 +34,7 @@ from ...runtime.step_plan import ForwardMode
 from ...runtime.transport.kv_tiers import (
     CancelLoad,
     Forget,
+    Forgotten,
     Found,
     Loaded,
     LoadPages,
@@ -205,16 +206,18 @@ class PageTier(TransferRole):
                 self._fetches.drained(job)
             case Loaded(job=job) if (fetch := self._fetches.get(job)) and fetch.lease is not None:
                 return Changes([self._take(fetch, fetch.lease, message, now_s)])
+            case Forgotten(job=call_id, error=error):
+                return Changes(flushes=[(call_id, error)])
             case Stored():
                 self._stores.stored(message, is_idle=not self._requests)
             case _:
                 pass  # of a job that has ended
         return NO_CHANGES
 
-    def flushed(self, now_s: float) -> Changes:
+    def flushed(self, call_id: int, now_s: float) -> Changes:
         """The tier forgets, too; what it is asked for now is not loaded."""
         self._stores.forget()
-        self._commands.append(Forget())
+        self._commands.append(Forget(call_id))
         steps = []
         for fetch in self._fetches.all():
             self._leave(fetch)

@@ -66,11 +66,13 @@ class Changes(NamedTuple):
         steps: for the decision log, in order.
         rows: output rows.
         grammar_ends: as in `Settled`.
+        flushes: ids of calls, each with an error or "": nothing lower than the KV pool has what was flushed.
     """
 
     steps: Sequence[Step] = ()
     rows: Sequence[TokenOutput] = ()
     grammar_ends: Mapping[str, str] = {}
+    flushes: Sequence[tuple[int, str]] = ()
 
 
 NO_CHANGES: Final = Changes()
@@ -110,9 +112,9 @@ class TransferRole:
         """Take a message of the `LinkThread`, or of the I/O thread of a disk tier."""
         return NO_CHANGES
 
-    def flushed(self, now_s: float) -> Changes:
-        """The prefix cache is about to be emptied at a client's wish."""
-        return NO_CHANGES
+    def flushed(self, call_id: int, now_s: float) -> Changes:
+        """The prefix cache is about to be emptied at a client's wish; `Changes.flushes` says, now or later, when."""
+        return Changes(flushes=[(call_id, "")])
 
     def close(self) -> None:
         """The engine stops, and no other call but `take_commands` follows: give the last commands."""

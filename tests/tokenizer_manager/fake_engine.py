@@ -248,6 +248,7 @@ class FakeEngine:
         self.loads: list[LoadAdapter] = []
         self.unloads: list[int] = []
         self.flushes: list[FlushCache] = []
+        self.flush_error = ""
         self.load_error = ""
         self.live = RequestList([], 0)
         self.answers = True
@@ -297,7 +298,7 @@ class FakeEngine:
         match request:
             case FlushCache():
                 self.flushes.append(request)
-                return FlushCacheDone(flushed_tokens=32, kept_tokens=8)
+                return FlushCacheDone(flushed_tokens=32, kept_tokens=8, error=self.flush_error)
             case PinPrefix():
                 self.pins.put(request)
                 asked = len(request.input_ids) // 4

@@ -55,8 +55,8 @@ def test_only_replicas_that_ran_when_the_call_was_made_count():
         calls.resolve(CallDone(1, FlushCacheDone(30, 0), replica=2))  # again
         await asyncio.sleep(0)
         assert not flush.done()
-        calls.resolve(CallDone(1, FlushCacheDone(5, 6), replica=0))
-        assert (await flush) == FlushCacheDone(8, 10)
+        calls.resolve(CallDone(1, FlushCacheDone(5, 6, "it is full"), replica=0))
+        assert (await flush) == FlushCacheDone(8, 10, "it is full")
 
     asyncio.run(main())
 

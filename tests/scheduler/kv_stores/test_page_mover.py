@@ -25,6 +25,7 @@ from engine.runtime.transport.ipc import Inbox, Outbox
 from engine.runtime.transport.kv_tiers import (
     CancelLoad,
     Forget,
+    Forgotten,
     Found,
     Loaded,
     LoadPages,
@@ -513,6 +514,138 @@ def test_a_bug_in_the_thread_turns_the_disk_off_and_answers_all(slow, caplog, mo
     assert engine.found(prompt(4)) == 0
     assert caplog.text.count("not used any more") == 1
     assert engine.ask(StorePages, "", prompt(1, seed=3), 0, ids(5)).error
+
+
+class StuckStore(SegmentStore):
+    """A store whose calls never return, of the kind that a test says, until it is let go."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.stuck = ""
+        self.began, self.returns = threading.Semaphore(0), threading.Event()
+
+    def _wait(self, kind: str) -> None:
+        if kind == self.stuck:
+            self.began.release()
+            assert self.returns.wait(PATIENCE_S)
+
+    def find(self, keys: Any) -> int:
+        self._wait("find")
+        return super().find(keys)
+
+    def read(self, keys: Any, buffer: Any) -> int:
+        done = super().read(keys, buffer)
+        self._wait("read")
+        return done
+
+    def write(self, keys: Any, buffer: Any) -> int:
+        self._wait("write")
+        return super().write(keys, buffer)
+
+    def forget(self) -> None:
+        self._wait("forget")
+        super().forget()
+
+
+@pytest.fixture
+def stuck(
+    tmp_path: Path, engine_at: Any, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Engine, StuckStore]]:
+    """An engine with the pages 1 to 4 of `prompt(4)` in its store."""
+    stores: list[StuckStore] = []
+
+    def open_store(identity: bytes, facts: Any) -> StuckStore:
+        stores.append(StuckStore(tmp_path, identity, facts, LIMIT))
+        return stores[-1]
+
+    engine = engine_at(tmp_path, open_store=open_store)
+    engine.ask(StorePages, "", prompt(4), 0, ids(1, 2, 3, 4))
+    monkeypatch.setattr(page_mover, "_TICK_S", 0.001)
+    yield engine, stores[0]
+    stores[0].returns.set()
+
+
+def test_a_canceled_load_of_a_store_that_never_answers_gives_its_pages_back(stuck):
+    """Nothing is written to them when the read returns at last."""
+    engine, store = stuck
+    store.stuck = "read"
+    load = engine.submit(LoadPages, "", prompt(4), 0, ids(10, 11, 12, 13))
+    store.began.acquire()
+    engine.disk.send([CancelLoad(load)])
+
+    loaded = engine.answer(load)
+
+    assert isinstance(loaded, Loaded) and (loaded.num_pages, loaded.error) == (0, "")
+    kept = [engine.page(page) for page in (10, 11, 12, 13)]
+    store.stuck = ""
+    store.returns.set()
+    again = engine.ask(LoadPages, "", prompt(4), 0, ids(20, 21, 22, 23))
+    assert isinstance(again, Loaded) and again.num_pages == 4
+    assert [engine.page(page) for page in (10, 11, 12, 13)] == kept
+
+
+@pytest.mark.parametrize("kind", ["find", "read", "write", "forget"])
+def test_a_store_that_never_answers_keeps_nothing_waiting(stuck, monkeypatch, caplog, kind):
+    engine, store = stuck
+    store.stuck = kind
+    monkeypatch.setattr(page_mover, "SLOW_S", 0.0)
+    monkeypatch.setattr(page_mover, "ANSWER_LIMIT_S", 0.0)
+    if kind == "find":
+        engine.submit(LookUp, "", prompt(4))
+    elif kind == "forget":
+        engine.disk.send([Forget(99)])
+    load = engine.submit(LoadPages, "", prompt(4), 0, ids(10, 11, 12, 13))
+    stored = engine.submit(StorePages, "", prompt(2, seed=1), 0, ids(5, 6))
+    question = engine.submit(LookUp, "", prompt(4))
+    engine.disk.send([Forget(100)])
+
+    answers = [engine.answer(job) for job in (stored, question, 100)]
+
+    assert [answer.error for answer in answers] == ["the store does not answer"] * 3
+    assert engine.answer(load)
+    if kind == "forget":
+        assert engine.answer(99).error
+    assert caplog.text.count("does not answer, and is not used until it does") == 1
+    monkeypatch.setattr(page_mover, "SLOW_S", PATIENCE_S)
+    monkeypatch.setattr(page_mover, "ANSWER_LIMIT_S", PATIENCE_S)
+    store.stuck = ""
+    store.returns.set()
+    engine.wait_until_open()
+    assert engine.found(prompt(4)) == 0, "what a client wanted to be forgotten was forgotten first"
+    engine.ask(StorePages, "", prompt(2, seed=2), 0, ids(5, 6))
+    assert engine.found(prompt(2, seed=2)) == 2
+
+
+def test_closing_does_not_wait_for_a_store_that_never_answers(stuck):
+    engine, store = stuck
+    store.stuck = "write"
+    engine.submit(StorePages, "", prompt(3, seed=3), 0, ids(1, 2, 3))
+    store.began.acquire()
+
+    engine.disk.close(0.0)
+
+    assert not engine.disk._thread.is_alive()
+
+
+def test_a_flush_is_answered_when_it_is_durable(tmp_path, engine_at, monkeypatch):
+    engine = engine_at(tmp_path)
+    engine.ask(StorePages, "", prompt(2), 0, ids(1, 2))
+    synced: list[list[Path]] = []
+    monkeypatch.setattr(
+        segment_store,
+        "sync_folder",
+        lambda folder: synced.append([*folder.glob("*.open"), *folder.glob("*.kv")]),
+    )
+    engine.disk.send([Forget(7)])
+    assert engine.answer(7) == Forgotten(7)
+    assert synced == [[]]
+
+    def fail(_: Path) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(segment_store, "sync_folder", fail)
+    engine.disk.send([Forget(8)])
+    assert "Input/output error" in engine.answer(8).error
 
 
 def test_a_look_up_that_ends_in_a_bug_is_answered(tmp_path, engine_at, monkeypatch, caplog):

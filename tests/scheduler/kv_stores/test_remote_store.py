@@ -305,7 +305,8 @@ def test_what_is_forgotten_is_never_found_again(server, seal):
     put(store, 1)
     put(other, 2)
     server.failure = exceptions.ConnectionError("refused")
-    store.forget()
+    with pytest.raises(StoreError, match="refused"):
+        store.forget()
     server.failure = None
     clock.now_s += OFF_S
 

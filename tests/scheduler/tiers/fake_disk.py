@@ -13,6 +13,7 @@ import numpy as np
 from engine.runtime.transport.kv_tiers import (
     CancelLoad,
     Forget,
+    Forgotten,
     Found,
     Loaded,
     LoadPages,
@@ -28,7 +29,7 @@ from engine.scheduler.scheduler import Scheduler
 from ..fake_runner import GARBAGE, FakeRunner
 from ..harness import Harness
 
-Ask = LookUp | LoadPages | StorePages
+Ask = LookUp | LoadPages | StorePages | Forget
 PAGE_BYTES = 1024
 STATE_BYTES = 5000
 
@@ -44,6 +45,7 @@ class FakeDisk:
         open: commands without an answer, oldest first.
         orders: all commands, in order.
         answers_itself: whether all commands are answered before each step.
+        forgets_itself: whether it forgets at once.
         estimate_s: of each `Found`.
     """
 
@@ -53,28 +55,26 @@ class FakeDisk:
         self.states: dict[tuple[str, bytes], int] = {}
         self.has_states = False
         self.open: list[Ask] = []
-        self.orders: list[Ask | CancelLoad | Forget] = []
+        self.orders: list[Ask | CancelLoad] = []
         self.cancelled: set[int] = set()
         self.answered: list[TierNews] = []
         self.answers_itself = True
+        self.forgets_itself = True
         self.estimate_s = 0.0
 
     def collect(self, scheduler: Scheduler, runner: FakeRunner) -> None:
         """Take the scheduler's commands."""
         for command in scheduler.take_transfer_commands():
-            assert isinstance(command, Ask | CancelLoad | Forget), command
+            assert isinstance(command, Ask | CancelLoad), command
             self.orders.append(command)
             match command:
-                case LookUp() | LoadPages() | StorePages():
+                case LookUp() | LoadPages() | StorePages() | Forget():
                     self.open.append(command)
                     if isinstance(command, StorePages):
                         self.check_source(command, runner)
                 case CancelLoad(job=job):
                     assert any(isinstance(each, LoadPages) and each.job == job for each in self.open)
                     self.cancelled.add(job)
-                case Forget():
-                    self.pages.clear()
-                    self.states.clear()
 
     def answer(
         self,
@@ -104,6 +104,10 @@ class FakeDisk:
                 self.check_source(command, runner)
                 count = self.store(command, runner, most)
                 news = Stored(command.job, count, error, 0.001, count * PAGE_BYTES)
+            case Forget():
+                self.pages.clear()
+                self.states.clear()
+                news = Forgotten(command.job, error)
         self.send(news, scheduler, now_s)
 
     def send(self, news: TierNews, scheduler: Scheduler, now_s: float) -> None:
@@ -120,7 +124,7 @@ class FakeDisk:
             count += 1
         return count
 
-    def key(self, command: Ask, index: int) -> tuple[str, bytes]:
+    def key(self, command: LookUp | LoadPages | StorePages, index: int) -> tuple[str, bytes]:
         return command.namespace, command.token_ids[: (index + 1) * self.page_size * 4]
 
     def load(self, command: LoadPages, runner: FakeRunner, most: int | None) -> int:
@@ -187,6 +191,9 @@ class DiskHarness(Harness):
     def collect(self) -> None:
         super().collect()
         self.disk.collect(self.scheduler, self.runner)
+        forgets = [index for index, command in enumerate(self.disk.open) if isinstance(command, Forget)]
+        if forgets and self.disk.forgets_itself:
+            self.answer(index=forgets[0])
 
     def step(self) -> ScheduleBatch | None:
         self.deliver()

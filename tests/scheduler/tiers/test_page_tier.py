@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.runtime.messages import FinishKind
+from engine.runtime.messages import Call, FinishKind, FlushCache
 from engine.runtime.transport.kv_tiers import (
     CancelLoad,
     Forget,
@@ -190,6 +190,19 @@ def test_a_flush_forgets_the_disk_and_loads_nothing_that_was_asked_for(warm: Dis
     warm.disk.answers_itself = True
     warm.run_until_idle()
     assert warm.answers[rid].rows[-1].usage.cached_tokens == 0
+
+
+@pytest.mark.parametrize("error", ["", "the store does not answer"])
+def test_a_flush_is_answered_when_the_disk_has_forgotten(warm: DiskHarness, error: str) -> None:
+    warm.disk.forgets_itself = warm.disk.answers_itself = False
+    warm.scheduler.handle(Call(7, FlushCache()), warm.now_s)
+    warm.collect()
+    assert not warm.flushes
+
+    warm.answer(error=error)
+
+    assert [done.error for done in warm.flushes] == [error]
+    assert warm.flush(tier=False).error == "", "the KV pool alone is flushed at once"
 
 
 def test_a_flush_may_leave_out_the_disk_or_the_device(warm: DiskHarness) -> None:

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
-from engine.runtime.transport.kv_tiers import Found, Loaded, Stored
+from engine.runtime.transport.kv_tiers import Forgotten, Found, Loaded, Stored
 from engine.scheduler.journal.log_file import read_runs
 from engine.scheduler.journal.replay import replay
 from engine.scheduler.tiers import page_tier
@@ -106,6 +106,7 @@ class DiskMachine(SchedulerMachine):
     def lie_about_a_job_that_is_not_open(self, kind: Any, job: int, num_pages: int) -> None:
         if all(each.job != job for each in self.harness.disk.open):
             self.harness.tell(kind(job, num_pages))
+            self.harness.tell(Forgotten(job))
 
     @rule()
     def write_late(self) -> None:

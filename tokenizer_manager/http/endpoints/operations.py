@@ -250,6 +250,12 @@ async def _flush(exchange: Exchange, engine: Engine, only: str) -> None:
     done = await engine.manager.control.flush_cache(
         device=only in ("", "device"), tier=only in ("", engine.config.cache.kv_tier)
     )
+    if done.error:
+        message = (
+            f"{done.flushed_tokens} tokens of the KV pool are flushed, but the {engine.config.cache.kv_tier} may have "
+            f"some of them after a crash: {done.error}; flush again when it answers"
+        )
+        raise RequestError(message, code="not_flushed", status=503)
     await exchange.send_json(FlushedBody(done.flushed_tokens, done.kept_tokens))
 
 

@@ -243,6 +243,16 @@ def test_a_flush_may_name_a_tier(serve: Serve, path: str, device: bool, tier: bo
     assert served.engine.flushes == [FlushCache(device, tier)]
 
 
+def test_a_flush_that_the_tier_has_not_done_is_an_error(serve: Serve):
+    served = serve(cache={"kv_disk": "folder"})
+    served.engine.flush_error = "the store does not answer"
+    reply = served.client.post("/flush_cache")
+    assert (reply.status_code, reply.json()["error"]["code"]) == (503, "not_flushed")
+    assert (
+        "the disk may have some of them after a crash: the store does not answer; flush again" in reply.text
+    )
+
+
 @pytest.mark.parametrize(
     ("path", "kv_disk", "message"),
     [
