@@ -2,6 +2,7 @@
 
     python benchmarks/agents.py [--seeds 2] [--num-requests 600]
     python benchmarks/agents.py --url http://127.0.0.1:30000 --num-agents 8 --scale 0.015 --num-requests 160 --seeds 2
+    python benchmarks/agents.py --url http://127.0.0.1:30000 --peer-url http://127.0.0.1:8000   # beside vLLM
 
 Each row is an order of the queue, with and without the rule that eviction takes the cached prefixes of waiting requests
 last (`scheduler/prefix_cache/wants.py`). Llama-3.2-1B on two CPU cores by data sheet (as `engine simulate --device
@@ -9,7 +10,9 @@ cpu-2`), lengths of published traces divided by 16, a closed loop (`simulator/ag
 next turn some seconds after the answer. Figures are medians over seeds; ratios are to `fcfs` without the rule. With
 `--url` the same agents ask a server; its pool should hold about half of their prompts (`--max-total-tokens`): in each
 round without a word on sessions, and with `session_id` in each turn and `/close_session` after the last one; the cache
-is flushed between the two.
+is flushed between the two. With `--peer-url` the other server, of as many bytes of KV, is asked in place of the round
+without sessions. vLLM flushes with `VLLM_SERVER_DEV_MODE=1` only, and counts cached tokens with
+`--enable-prompt-tokens-details`.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import argparse
 import json
 import statistics
 import time
+import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -82,7 +86,7 @@ def ask(url: str, request: SimRequest, session: str) -> tuple[int, int, float]:
                 first_s = first_s or time.monotonic() - begin_s
                 usage = json.loads(line[6:]).get("usage") or usage
     assert usage is not None
-    return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"], first_s
+    return usage["prompt_tokens"], (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0, first_s
 
 
 def post(url: str, body: object) -> Any:
@@ -94,7 +98,10 @@ def post(url: str, body: object) -> Any:
 
 def run_on_server(url: str, agents: Agents, arrival: Arrival, *, names_sessions: bool) -> tuple[float, float]:
     """Let each agent ask in a thread of its own, print hits and times to the first token, and return their means."""
-    post(f"{url}/flush_cache", {}).close()
+    try:
+        post(f"{url}/flush_cache", {}).close()
+    except urllib.error.HTTPError:
+        post(f"{url}/reset_prefix_cache", {}).close()  # vLLM
     turns: list[tuple[int, int, float]] = []
     start_s = time.monotonic()
 
@@ -137,6 +144,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--num-requests", type=int, default=600)
     parser.add_argument("--url", help="of a server, instead of a simulation")
+    parser.add_argument("--peer-url", help="of a server that is compared with --url")
     parser.add_argument("--num-agents", type=int, default=8)
     parser.add_argument("--scale", type=float, default=1 / 64)
     parser.add_argument("--tool-s", type=float, default=Agents().tool_s, help="median of a tool, with --url")
@@ -146,8 +154,9 @@ def main() -> None:
         for seed in range(arguments.seeds):
             arrival = Arrival(num_requests=arguments.num_requests, seed=seed)
             order = (False, True) if seed % 2 == 0 else (True, False)
+            urls = {False: arguments.peer_url or arguments.url, True: arguments.url}
             results = {
-                each: run_on_server(arguments.url, agents, arrival, names_sessions=each) for each in order
+                each: run_on_server(urls[each], agents, arrival, names_sessions=each) for each in order
             }
             (hits, ttft_s), (more_hits, less_s) = results[False], results[True]
             print(f"seed {seed}: hits {more_hits - hits:+.3f}, mean TTFT {less_s / ttft_s:.2f}", flush=True)
