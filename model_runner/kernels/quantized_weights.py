@@ -153,6 +153,7 @@ class BlockWeight:
         table: values 0..255 of the 16 integers, each at most 127 from `zero`; None: integers are their own values. Only
             with 4 bits and without minima; weight = (table[number] - zero) * scale.
         factor: of all scales, which kernels keep as bytes; None: scales are for whole blocks. Only with a table.
+        values: of the 16 integers, exact, where the table minus `zero` is these rounded.
     """
 
     numbers: Tensor
@@ -162,6 +163,7 @@ class BlockWeight:
     bits: int
     table: tuple[int, ...] | None = None
     factor: float | None = None
+    values: tuple[float, ...] | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -186,6 +188,11 @@ class BlockWeight:
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """[N, K], rounded once."""
+        if self.values is not None:
+            exact = torch.tensor(self.values, device=self.numbers.device)[self.numbers.int()].view(
+                *self.scales.shape, -1
+            )
+            return exact.mul_(self.scales.unsqueeze(2)).to(dtype).flatten(1)
         blocks = self._values().view(*self.scales.shape, -1).to(torch.float32)
         if self.minima is None:
             scales = self.scales if self.factor is None else self.scales * self.factor
@@ -226,7 +233,7 @@ class BlockWeight:
         """[N, K] uint8: the numbers, or their values in the table."""
         if self.table is None:
             return self.numbers
-        return torch.tensor(self.table, dtype=torch.uint8)[self.numbers.int()]
+        return torch.tensor(self.table, dtype=torch.uint8, device=self.numbers.device)[self.numbers.int()]
 
     def stacks_with(self, other: BlockWeight) -> bool:
         """Whether both can become one weight with the outputs of both."""

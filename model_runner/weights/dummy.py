@@ -44,12 +44,14 @@ class DummyStore:
             return
         digest = blake2b(f"{self._seed}:{name}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-        if out.dtype == torch.int32:  # packed 4-bit integers
-            words = torch.iinfo(torch.int32)
+        if out.dtype in (torch.int32, torch.int8):  # packed integers, or one in a byte
+            words = torch.iinfo(out.dtype)
             out.random_(words.min, words.max, generator=generator)
             return
         if out.dtype == torch.uint8:  # 4-bit floats, or the exponents of their scales
             out.random_(0, 256, generator=generator) if "scale" not in name else out.fill_(_EXPONENT)
+            if not out.dim():  # the number of a layout
+                out.zero_()
             return
         drawn = torch.empty(min(out.numel(), _BLOCK), dtype=torch.float32)
         values = drawn.uniform_(-_BOUND, _BOUND, generator=generator).to(out.dtype)

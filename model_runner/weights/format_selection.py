@@ -17,10 +17,11 @@ from ..kernels import probe
 from ..kernels.avoided import NOTHING_AVOIDED, AvoidedKernels
 from ..kernels.blocks.native_blocks import TILES_FROM
 from ..kernels.quantized import QuantizedLinears, QuantTarget, reasons_against_blocks
+from .bitsandbytes_format import BitsAndBytesParts
 from .block_format import BlockFormat
 from .fp4_format import Fp4Parts
 from .fp8_format import Fp8Parts, MadeFp8Parts
-from .int_format import AwqParts, CompressedIntParts, GptqParts
+from .int_format import AwqParts, CompressedIntParts, GptqParts, TorchAoParts
 from .linear_format import LinearFormat, MixedParts, PartReader, PlainFormat, QuantizedFormat
 
 if TYPE_CHECKING:
@@ -108,6 +109,10 @@ def _part_reader(found: QuantizationSpec) -> PartReader:
             return GptqParts(found)
         case "compressed-tensors":
             return CompressedIntParts(found)
+        case "bitsandbytes":
+            return BitsAndBytesParts(found)
+        case "torchao":
+            return TorchAoParts(found)
         case "nvfp4" | "mxfp4":
             return Fp4Parts(found)
         case "mixed":

@@ -29,6 +29,12 @@ Integers of compressed-tensors (vllm-project/compressed-tensors, llm-compressor)
     <name>.weight_shape       [N, K]
 
 Packed integers have half their range added, which makes them unsigned; bytes are signed.
+
+torchao (pytorch/ao:torchao/quantization/quantize_/workflows/int4/int4_tensor.py), as `safetensors_header` names it:
+
+    <name>.weight             uint8 [N, K/2]       signed integers of two neighboring inputs, the first in the low half
+    <name>.weight_scale       [K/group, N]
+    <name>.weight_zero_point  [K/group, N] floats  weight = integer * scale + zero point
 """
 
 # Shapes: [N, K] a whole weight: N outputs, K inputs.
@@ -42,7 +48,7 @@ import torch
 from torch import Tensor
 
 from ...runtime.errors import ConfigError
-from ..kernels.quantized_weights import IntWeight
+from ..kernels.quantized_weights import BLOCK_SIZE, BlockWeight, IntWeight
 from .reader import ModuleWeight, Slice, read_plain
 
 if TYPE_CHECKING:
@@ -184,10 +190,10 @@ class CompressedIntParts:
 
     def read(self, module: ModuleWeight) -> Part:
         form = self._quantization
-        if form.is_plain(module.name):
-            return read_plain([module])
         weights, name, (rows, columns), part = module
         size = form.group_size or columns
+        if form.is_plain(name) or weights.shape(f"{name}.weight_scale", (rows, columns // size)) is None:
+            return read_plain([module])
         per_word, zero = 32 // form.bits, 1 << (form.bits - 1)
         num_groups = columns // size
         if columns % size or (form.packed and columns % per_word):
@@ -259,6 +265,42 @@ class CompressedIntParts:
         else:
             signed = weights.tensor(tensor, (rows, num_groups), torch.int8)
         return (signed.to(torch.int16) + zero).to(torch.uint8).t().contiguous()
+
+
+class TorchAoParts:
+    """`PartReader` of packed integers of torchao (`Int4Tensor`); its others are as those of compressed-tensors."""
+
+    def __init__(self, quantization: QuantizationSpec) -> None:
+        self._quantization = quantization
+
+    def read(self, module: ModuleWeight) -> Part:
+        weights, name, (rows, columns), part = module
+        groups = (columns // self._quantization.group_size, rows)
+        if weights.shape(f"{name}.weight_scale", groups) is None or self._quantization.is_plain(name):
+            return read_plain([module])
+        size = self._quantization.group_size
+        step = max(size, BLOCK_SIZE)
+        if part is not None and part.axis == 1 and (part.start % step or part.stop % step):
+            raise ConfigError(
+                f"{name}: a rank takes inputs {part.start} to {part.stop - 1}, but {step} neighbors share a scale and "
+                "cannot be split; use a smaller --tp"
+            )
+        pairs = weights.tensor(f"{name}.weight", (rows, columns // 2), torch.uint8)
+        signed = torch.stack([pairs & 15, pairs >> 4], dim=2).flatten(1) ^ 8  # plus 8
+        scales, zeros = (
+            weights.tensor(f"{name}.weight_{kind}", groups, torch.float32).t()
+            for kind in ("scale", "zero_point")
+        )
+        scales, minima = (
+            one.repeat_interleave(size // BLOCK_SIZE, dim=1) for one in (scales, zeros - 8 * scales)
+        )
+        blocks = BlockWeight(signed, scales, minima, 0, 4)
+        if part is None:
+            return blocks
+        if part.axis == 0:
+            rows_of = slice(part.start, part.stop)
+            return BlockWeight(signed[rows_of], scales[rows_of], minima[rows_of], 0, 4)
+        return blocks.take_blocks(torch.arange(part.start // BLOCK_SIZE, part.stop // BLOCK_SIZE))
 
 
 def _of_part(groups: Tensor, part: Slice, group_size: int, num_groups: int) -> Tensor:

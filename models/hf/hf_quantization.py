@@ -21,12 +21,13 @@ from ..model_files import read_json
 from ..spec.quantization import HEADS, QuantizationSpec, unnumbered
 from .compressed_tensors import block_sizes, checked_names, module_names, read_compressed_tensors
 from .mlx_quantization import read_mlx
+from .torchao_quantization import read_torchao
 
 SUPPORTED: Final = (
     "fp8 (e4m3; per tensor, channel or block; also as fbgemm_fp8), compressed-tensors with integers (4 and 8 bits, "
     "packed or not; per tensor, channel or group), compressed-tensors and modelopt with fp8, nvfp4, mxfp4, mxfp8 or "
     "several of these, awq (4 bits, gemm), gptq (4 and 8 bits), auto-round with integers in the layout of one of "
-    "these, and mxfp4 (experts)"
+    "these, bitsandbytes (nf4, fp4, int8), torchao (int4, int8, float8), mxfp4 (experts) and the forms of MLX"
 )
 _OWN_FILES: Final = (("quantize_config.json", "gptq"), ("quant_config.json", "awq"))
 """Files that describe the quantization in exports older than `quantization_config`, with the method they imply."""
@@ -35,6 +36,7 @@ _UNSUPPORTED: Final = f"{{}} is not supported; supported are: {SUPPORTED}"
 _IMPLIED: Final = (
     ("quant_algo", "modelopt"),
     ("quantized_layers", "modelopt"),
+    ("quant_type", "torchao"),
     ("load_in_4bit", "bitsandbytes"),
     ("load_in_8bit", "bitsandbytes"),
     ("config_groups", "compressed-tensors"),
@@ -165,6 +167,10 @@ def _read(fields: Fields, method: str) -> QuantizationSpec:
             return read_compressed_tensors(fields)
         case "modelopt":
             return _read_modelopt(fields, fields.given("ignore", "exclude_modules"))
+        case "bitsandbytes":
+            return _read_bitsandbytes(fields)
+        case "torchao":
+            return read_torchao(fields)
     raise fields.error("quant_method", method, _UNSUPPORTED.format("which"))
 
 
@@ -331,6 +337,30 @@ def _read_auto_round(fields: Fields) -> QuantizationSpec:
         group_size=_group_size(fields, "group_size"),
         zeros_less_one=layout == "auto_round:auto_gptq",
         plain_modules=checked_names(fields, "extra_config", plain),
+    )
+
+
+def _read_bitsandbytes(fields: Fields) -> QuantizationSpec:
+    """Codes of 4 bits or integers of 8; modules without scales are plain. Activations keep their dtype."""
+    in_4_bits, in_8_bits = (fields.boolean(f"load_in_{bits}bit", default=False) for bits in (4, 8))
+    if in_4_bits == in_8_bits:
+        raise fields.error(
+            "load_in_4bit", in_4_bits, f"but load_in_8bit is {in_8_bits}; one of them is needed"
+        )
+    if in_4_bits:
+        kind = fields.text("bnb_4bit_quant_type", default="fp4")
+        if kind not in ("nf4", "fp4"):
+            raise fields.error("bnb_4bit_quant_type", kind, "supported are nf4 and fp4")
+        storage = fields.text("bnb_4bit_quant_storage", default="uint8").removeprefix("torch.")
+        if storage != "uint8":
+            raise fields.error(
+                "bnb_4bit_quant_storage", storage, "only uint8 is supported; save the model with it"
+            )
+    return QuantizationSpec(
+        method="bitsandbytes",
+        bits=4 if in_4_bits else 8,
+        symmetric=True,
+        plain_modules=module_names(fields, "llm_int8_skip_modules"),
     )
 
 

@@ -16,6 +16,8 @@ How each method stores a weight [out, in], by the names of its tensors:
     compressed-tensors, for integers: weight_packed int32 [out, in/8] (4 bits) or [out, in/4] (8 bits), or weight int8
            [out, in]; weight_scale [out, in/group], [out, 1] or [1]; weight_zero_point int32 [out/8, in/group] or int8;
            weight_g_idx int32 [in]. Its 8-bit floats are fp8.
+    bitsandbytes  weight uint8 [out * in / 2, 1], codes of nf4 or fp4 with a scale for 64 neighbors; or weight int8
+    torchao  weight uint8 [out, in/2], integers; weight_scale and weight_zero_point [in/group, out], floats
     mixed  several of these, by module
     mlx    weight uint32 [out, in * bits / 32], words of neighboring inputs, the first in the lowest bits; scales and
            biases [out, in/group]: weight = integer * scale + bias. Without biases: NVFP4, MXFP4 and MXFP8, with scales
@@ -119,6 +121,43 @@ IQ1: Final = _with_table([-7, 1, 9, 0, 0, 0, 0, 0, -9, -1, 7])
 
 NVFP4: Final = MXFP4._replace(scale_len=16)
 
+
+class CodeTable(NamedTuple):
+    """16 values of codes that whole numbers do not represent exactly.
+
+    Attributes:
+        divisor: the kernels multiply with the values times this, rounded to whole numbers.
+    """
+
+    values: tuple[float, ...]
+    divisor: float
+
+    @property
+    def scaled(self) -> tuple[float, ...]:
+        """The values as the kernels' whole numbers, before rounding."""
+        return tuple(value * self.divisor for value in self.values)
+
+    @property
+    def form(self) -> BlockForm:
+        """The form with rounded values."""
+        return _with_table([round(value) for value in self.scaled])._replace(is_exact=False)
+
+
+NF4_CODES: Final = CodeTable(
+    (
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ),
+    123.26,
+)
+"""Of nf4 (Dettmers et al. 2023). The error of rounding is at most 0.29 % of the largest value of a block, less than
+that of bfloat16 at this value (0.39 %), and a thirtieth of the steps between the values."""
+_FP4: Final = (0.0, 0.0052083333, 0.66666667, 1.0, 0.33333333, 0.5, 0.16666667, 0.25)
+FP4_CODES: Final = CodeTable((*_FP4, *(-value for value in _FP4)), 120.0)
+"""Of bitsandbytes' fp4. All values but the smallest are exact; the error of this is 0.3 % of the largest one."""
+
 GGUF_FORMS: Final[Mapping[str, BlockForm]] = {
     "Q4_0": BlockForm(4, 8, has_minima=False),
     "Q4_1": BlockForm(4, 0, has_minima=True),
@@ -183,7 +222,7 @@ class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         stored: the checkpoint is in this form; if False, its weights are converted to it while loading.
         kept: the weights stay in it if the device supports it; if False, they are dequantized while loading.
-        bits: awq, gptq, compressed-tensors: 4 or 8 per integer; mlx: 2, 3, 4, 5, 6 or 8.
+        bits: awq, gptq, compressed-tensors, bitsandbytes: 4 or 8 per integer; mlx: 2, 3, 4, 5, 6 or 8.
         group_size: awq, gptq, compressed-tensors, mlx, nvfp4: inputs that share a scale and a zero; 0: all of them.
         symmetric: compressed-tensors: all zero points are the middle of the range; mlx: floats without biases.
         packed: compressed-tensors: words of 4 bytes hold several integers; if False, each has a byte.

@@ -37,7 +37,8 @@ _QUANTIZED: Final = {
     "fp8": ("weight_scale_inv", "weight_scale"),
     "awq": ("qweight",),
     "gptq": ("qweight",),
-    **dict.fromkeys(("compressed-tensors", "nvfp4", "mxfp4"), ("weight_scale",)),
+    **dict.fromkeys(("compressed-tensors", "nvfp4", "mxfp4", "torchao"), ("weight_scale",)),
+    "bitsandbytes": ("weight.absmax", "SCB"),
 }
 """Tensors of which a quantized module has one, by method."""
 _COMPARED_BYTES: Final = 1 << 20
@@ -205,9 +206,15 @@ def _check_names(
             left.discard(name)
     # Scales and zeros have several names, and some are of the module around a quantized one.
     around = {name.rpartition(".")[0] for name in quantized}
-    left = {name for name in left if name.rpartition(".")[0] not in quantized | around}
+    left = {name for name in left if _owner(name) not in quantized | around}
     if left:
         raise ConfigError(f"{place.of(min(left))}: {_unexpected(left)}")
+
+
+def _owner(name: str) -> str:
+    """The module of a tensor; bitsandbytes names tensors after a weight."""
+    module, found, _ = name.partition(".weight.")
+    return module if found else name.rpartition(".")[0]
 
 
 def _check_mxfp4(place: _Place, tensors: Mapping[str, HeaderEntry], module: Module) -> set[str]:

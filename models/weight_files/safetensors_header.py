@@ -39,8 +39,14 @@ SAFE_TO_IGNORE: Final = (
 """Suffixes of tensors that are not read: some of old exports that are not weights; and scales and zero points of
 activations and of the KV cache in quantized ones, because both are scaled as they are made."""
 
-_OLD_NAMES: Final = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}
-"""Legacy BERT suffixes of tensor names -> current ones."""
+_OLD_NAMES: Final = {
+    ".LayerNorm.gamma": ".LayerNorm.weight",
+    ".LayerNorm.beta": ".LayerNorm.bias",
+    "._weight_qdata": ".weight",
+    "._weight_scale": ".weight_scale",
+    "._weight_zero_point": ".weight_zero_point",
+}
+"""Suffixes of tensor names -> the usual ones: of legacy BERT, and of the parts of torchao's tensors."""
 _BODY: Final = "model."
 _OWN_TABLE: Final = "embed_tokens.weight"
 

@@ -8,7 +8,19 @@ TaskName = Literal["auto", "generate", "embed", "score"]
 PoolingType = Literal["cls", "mean", "last"]
 """Which hidden states become the vector: the first token's, the mean of all, or the last token's."""
 QuantMethod = Literal[
-    "fp8", "awq", "gptq", "compressed-tensors", "nvfp4", "mxfp4", "mixed", "mlx", "gguf", "int8", "int4"
+    "fp8",
+    "awq",
+    "gptq",
+    "compressed-tensors",
+    "nvfp4",
+    "mxfp4",
+    "bitsandbytes",
+    "torchao",
+    "mixed",
+    "mlx",
+    "gguf",
+    "int8",
+    "int4",
 ]
 Quantization = Literal[QuantMethod, "none"]
 """The values of `--quantization`."""

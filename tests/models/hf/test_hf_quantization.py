@@ -416,11 +416,11 @@ def weights_of_group(**changes: Any) -> dict[str, Any]:
         ("awq", "quantization_config is 'awq', expected an object"),
         ({}, r"quantization_config.quant_method is missing"),
         (
-            {"quant_method": "bitsandbytes"},
-            r"quant_method is 'bitsandbytes'.*supported are: fp8 .*awq .*gptq",
+            {"quant_method": "hqq"},
+            r"quant_method is 'hqq'.*supported are: fp8 .*awq .*gptq",
         ),
         ({"group_size": 64, "bits": 4}, "quant_method is missing"),
-        ({"load_in_4bit": True}, "quant_method is 'bitsandbytes', which is not supported"),
+        ({"quant_method": "bitsandbytes"}, "load_in_4bit is False, but load_in_8bit is False"),
         (
             MODELOPT | {"quant_algo": "NVFP4_AWQ"},
             "quant_algo is 'NVFP4_AWQ', supported of modelopt are FP8, ",
