@@ -145,6 +145,8 @@ def _sparse_names(names: ExpertNames) -> dict[str, str]:
     return {
         f"{names.router}.weight": "ffn_gate_inp.weight",
         f"{names.router}.bias": "ffn_gate_inp.bias",
+        "router.scale": "ffn_gate_inp.scale",
+        "router.per_expert_scale": "ffn_down_exps.scale",
         names.bias: "exp_probs_b.bias",
         f"{names.shared}.gate_proj.weight": "ffn_gate_shexp.weight",
         f"{names.shared}.up_proj.weight": "ffn_up_shexp.weight",

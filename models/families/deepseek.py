@@ -27,7 +27,7 @@ from ..spec.layer_form import (
 from ..spec.model_spec import FilesSpec
 from ..spec.streams_spec import StreamsSpec
 from .family import GGUF, LAYER_NAMES, Facts, Family
-from .gguf_readers import mixture_of, yarn_scaling
+from .gguf_readers import as_list, mixture_of, yarn_scaling
 from .hf_readers import rope_facts
 from .hf_rope import read_rope
 
@@ -81,15 +81,21 @@ def _sparse(fields: Fields, routing: Callable[[Fields], Routing], *, interleaved
         interleaved_rope=fields.boolean("indexer_rope_interleave", default=interleaved),
         shared_layers=tuple(shared) if any(shared) else (),
     )
-    latent = structs.replace(latent, index=index)
-    facts |= {"latent": latent, "head_dim": latent.row_size}
-    if any(shared):
-        sizes = [latent.key_size if is_shared else latent.row_size for is_shared in shared]
-        heads = tuple(LayerHeads(head_dim=size, num_kv_heads=1) for size in sizes)
-        facts["streams"] = StreamsSpec(layer_heads=heads)
+    facts |= _with_index(latent, index)
     has_names = fields.get("mlp_layer_types") is not None
     dense = _named_layers(fields) if has_names else first_layers(fields, default=3)
     return facts | experts_after(fields, dense, routing, num_shared=1) | further_layers(fields)
+
+
+def _with_index(latent: LatentSpec, index: IndexSpec) -> Facts:
+    """The facts that an indexer changes: layers without one of their own have shorter rows."""
+    latent = structs.replace(latent, index=index)
+    facts: Facts = {"latent": latent, "head_dim": latent.row_size}
+    if index.shared_layers:
+        sizes = [latent.key_size if is_shared else latent.row_size for is_shared in index.shared_layers]
+        heads = tuple(LayerHeads(head_dim=size, num_kv_heads=1) for size in sizes)
+        facts["streams"] = StreamsSpec(layer_heads=heads)
+    return facts
 
 
 def _shared_indexers(fields: Fields, num_layers: int) -> list[bool]:
@@ -296,6 +302,7 @@ def _only(fields: Fields, name: str, value: str) -> None:
 
 _MAX_SIZE_GGUF: Final = 1 << 14
 _SOFTMAX, SIGMOID = 1, 2
+_GLM_5_2_CONTEXT: Final = 1 << 20
 
 
 def _deepseek(fields: Fields, arch: str) -> Facts:
@@ -333,20 +340,33 @@ def _glm_dsa(fields: Fields, arch: str) -> Facts:
     further = fields.integer(f"{arch}.nextn_predict_layers", 0, 1 << 8, default=0)
     facts = _deepseek2(fields, arch)
     heads = f"{arch}.attention.indexer"
+    num_layers = fields.integer(f"{arch}.block_count", further + 1, 1 << 12) - further
+    shared = _shared_indexers_gguf(fields, arch, num_layers)
     index = IndexSpec(
         num_heads=fields.integer(f"{heads}.head_count", 1, 1 << 12),
         head_dim=fields.integer(f"{heads}.key_length", facts["rotary_dim"], _MAX_SIZE_GGUF),
         top_k=fields.integer(f"{heads}.top_k", 1, 1 << 24),
         interleaved_rope=True,
+        shared_layers=shared if any(shared) else (),
     )
-    latent = structs.replace(facts["latent"], index=index)
     return facts | {
-        "num_layers": fields.integer(f"{arch}.block_count", further + 1, 1 << 12) - further,
+        "num_layers": num_layers,
         "files": FilesSpec(num_mtp_layers=further),
-        "latent": latent,
-        "head_dim": latent.row_size,
+        **_with_index(facts["latent"], index),
         **experts_after_gguf(fields, arch, SIGMOID),
     }
+
+
+def _shared_indexers_gguf(fields: Fields, arch: str, num_layers: int) -> tuple[bool, ...]:
+    """The layers without an indexer of their own; older files of GLM-5.2, with its length, do not say which."""
+    key = f"{arch}.attention.indexer.types"
+    kinds = as_list(fields.get(key))
+    if kinds is None:
+        is_5_2 = fields.integer(f"{arch}.context_length", 1, 1 << 30) >= _GLM_5_2_CONTEXT
+        return tuple(is_5_2 and max(layer - 2, 0) % 4 != 0 for layer in range(num_layers))
+    if not isinstance(kinds, list) or len(kinds) < num_layers or not kinds[0]:
+        raise fields.error(key, kinds, f"expected a truth value for each of {num_layers} layers, true first")
+    return tuple(not kind for kind in kinds[:num_layers])
 
 
 def experts_after_gguf(fields: Fields, arch: str, default: int = _SOFTMAX) -> Facts:

@@ -23,7 +23,7 @@ from ..spec.layer_form import (
 from ..spec.streams_spec import AltUpSpec, LayerInputsSpec, StreamsSpec
 from .family import GGUF, LAYER_NAMES, QK_NORM_NAMES, Facts, Family
 from .gemma import cap_of
-from .gguf_readers import as_list, windowed_layers
+from .gguf_readers import as_list, mixture_of, windowed_layers
 from .hf_readers import layer_types, rope_facts, windows_by_pattern
 from .hf_rope import KINDS, MAX_POSITIONS, PROPORTIONAL, Rope, read_two_ropes
 
@@ -65,17 +65,24 @@ def _experts_beside(fields: Fields, facts: Facts) -> Facts:
     """Experts beside the dense MLP of each layer; the MLP counts as their shared expert."""
     if facts["streams"].intermediate_sizes:
         raise fields.error("use_double_wide_mlp", True, "only false is supported for a model with experts")
-    experts = ExpertsSpec(
-        num_experts=fields.integer("num_experts", 1, 1 << 16),
-        intermediate_size=fields.integer("moe_intermediate_size", 1, 1 << 22),
-        routing=Routing(num_active=fields.integer("top_k_experts", 1, 1 << 16)),
-        shared_size=fields.integer("intermediate_size", 1, 1 << 21),
-        activation="gelu_tanh",
-        has_scales=True,
-        names=GEMMA_NAMES,
+    return _beside(
+        facts,
+        ExpertsSpec(
+            num_experts=fields.integer("num_experts", 1, 1 << 16),
+            intermediate_size=fields.integer("moe_intermediate_size", 1, 1 << 22),
+            routing=Routing(num_active=fields.integer("top_k_experts", 1, 1 << 16)),
+            names=GEMMA_NAMES,
+        ),
+        fields.integer("intermediate_size", 1, 1 << 21),
     )
-    form = structs.replace(facts["form"], norms=(*FOUR_NORMS.norms, *_EXPERT_NORMS))
-    return {"experts": experts, "form": form}
+
+
+def _beside(facts: Facts, experts: ExpertsSpec, width: int) -> Facts:
+    """What all models with experts beside an MLP of this width have."""
+    return {
+        "experts": structs.replace(experts, shared_size=width, activation="gelu_tanh", has_scales=True),
+        "form": structs.replace(facts["form"], norms=(*FOUR_NORMS.norms, *_EXPERT_NORMS)),
+    }
 
 
 def _gemma4_unified(fields: Fields) -> Facts:
@@ -329,11 +336,15 @@ def _gemma4_gguf(fields: Fields, arch: str) -> Facts:
     heads = _heads_gguf(fields, arch, windowed)
     narrow = heads[windowed.index(True) if any(windowed) else 0]
     shared = fields.integer(f"{arch}.attention.shared_kv_layers", 0, 1 << 12, default=0)
-    return {
+    facts = {
         **_with_streams(_common_gguf(fields, arch, windowed, shared, cap=0.0), layer_heads=heads),
         "head_dim": narrow.head_dim,
         "num_kv_heads": narrow.num_kv_heads,
     }
+    if fields.integer(f"{arch}.expert_count", 0, 1 << 16, default=0):
+        width = fields.integer(f"{arch}.feed_forward_length", 1, 1 << 21)
+        facts |= _beside(facts, mixture_of(fields, arch, GEMMA_NAMES), width)
+    return facts
 
 
 def _heads_gguf(fields: Fields, arch: str, windowed: tuple[bool, ...]) -> tuple[LayerHeads, ...]:
@@ -461,6 +472,9 @@ _GEMMA4_NAMES: Final = {
     "per_layer_input_gate": "inp_gate",
     "per_layer_projection": "proj",
     "post_per_layer_input_norm": "post_norm",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
 }
 _GEMMA3N_NAMES: Final = {
     **_GEMMA4_NAMES,
@@ -478,7 +492,7 @@ FAMILIES: Final = (
     Family(
         "gemma4_text",
         structure="streams",
-        published="Gemma 4 E2B, E4B, 31B, 26B-A4B (as a folder)",
+        published="Gemma 4 E2B, E4B, 31B, 26B-A4B",
         architecture="Gemma4ForCausalLM",
         read=_gemma4,
         activation=_ACTIVATION,
@@ -486,7 +500,15 @@ FAMILIES: Final = (
         head_dim=256,
         body="Gemma4TextModel",
         tensors={r"(layers\.\d+\.)(experts|router)\.": r"\1moe.\2."},
-        gguf={"gemma4": GGUF(_gemma4_gguf, _GEMMA4_NAMES, has_own_heads=True, of_tensors=_of_gemma4_tensors)},
+        gguf={
+            "gemma4": GGUF(
+                _gemma4_gguf,
+                _GEMMA4_NAMES,
+                has_experts=True,
+                has_own_heads=True,
+                of_tensors=_of_gemma4_tensors,
+            )
+        },
     ),
     Family(
         "gemma4_unified_text",

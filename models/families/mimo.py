@@ -1,20 +1,29 @@
 """MiMo-V2-Flash: windowed layers with sinks and twice the KV heads, small heads of v, experts after the first layers.
 
-Files of the maker have lists of numbers for the kinds of layers, those of transformers have lists of names.
+Files of the maker have lists of numbers for the kinds of layers, those of transformers have lists of names. GGUF files
+have the maker's numbers.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+from msgspec import structs
 
 from ..fields import Fields
+from ..spec.experts_spec import ExpertNames, Routing
 from ..spec.layer_form import AttentionForm, Biases, LayerForm, LayerHeads, ModuleNames, WindowsSpec
+from ..spec.model_spec import FilesSpec
 from ..spec.streams_spec import StreamsSpec
 from .deepseek import experts_after, sigmoid_routing
-from .family import Facts, Family
+from .family import GGUF, Facts, Family
+from .gguf_readers import as_list, mixture_of, windowed_layers
 from .hf_readers import layer_types, partial_rope_facts
 from .hf_rope import MAX_POSITIONS, read_two_ropes
+
+if TYPE_CHECKING:
+    from ..gguf.gguf_file import GGUFFile
 
 _ONLY: Final = {
     "add_swa_attention_sink_bias": True,
@@ -29,6 +38,9 @@ _SAME: Final = {
     "swa_v_head_dim": "v_head_dim",
 }
 """Fields of windowed layers that must be those of the others."""
+
+
+_FORM: Final = LayerForm(names=ModuleNames(mtp="model.mtp."))
 
 
 def _mimo_v2_flash(fields: Fields) -> Facts:
@@ -59,17 +71,16 @@ def _mimo_v2_flash(fields: Fields) -> Facts:
         "head_dim": head_dim,
         "num_kv_heads": heads[0].num_kv_heads,
         "biases": Biases(qkv=bias),
-        "form": LayerForm(names=ModuleNames(mtp="model.mtp.")),
+        "form": _FORM,
         "streams": StreamsSpec(layer_heads=heads),
         "windows": WindowsSpec(size=_window(fields), layers=windowed, rope_theta=local_theta),
-        "attention": AttentionForm(
-            sinks=True,
-            window_sinks=True,
-            value_dim=value_dim,
-            value_scale=fields.number("attention_value_scale", 1e-6, 1e6, default=1.0),
-        ),
+        "attention": _attention(value_dim, fields.number("attention_value_scale", 1e-6, 1e6, default=1.0)),
         **experts_after(fields, dense, routing, num_shared=0),
     }
+
+
+def _attention(value_dim: int, value_scale: float) -> AttentionForm:
+    return AttentionForm(sinks=True, window_sinks=True, value_dim=value_dim, value_scale=value_scale)
 
 
 def _window(fields: Fields) -> int:
@@ -107,6 +118,54 @@ def _flags(fields: Fields, name: str, num_layers: int) -> tuple[bool, ...]:
     return tuple(map(bool, numbers))
 
 
+def _mimo2(fields: Fields, arch: str) -> Facts:
+    """Layers that predict further tokens count as blocks of the file, also in its lists."""
+    further = fields.integer(f"{arch}.nextn_predict_layers", 0, 1 << 8, default=0)
+    num_layers = fields.integer(f"{arch}.block_count", further + 1, 1 << 12) - further
+    num_heads = fields.integer(f"{arch}.attention.head_count", 1, 1 << 12)
+    head_dim = fields.integer(f"{arch}.attention.key_length", 1, 1 << 12)
+    key = f"{arch}.attention.head_count_kv"
+    numbers = as_list(fields.get(key))
+    if not isinstance(numbers, list) or any(not 1 <= number <= num_heads for number in numbers):
+        raise fields.error(key, numbers, f"expected a number from 1 to {num_heads} for each layer")
+    heads = tuple(LayerHeads(head_dim=head_dim, num_kv_heads=number) for number in numbers[:num_layers])
+    rotary_dim = fields.integer(f"{arch}.rope.dimension_count", 1, head_dim, default=head_dim)
+    experts = mixture_of(fields, arch, ExpertNames())
+    routing = Routing(
+        num_active=experts.num_active,
+        scores="sigmoid",
+        has_bias=True,
+        group_best=2,
+        scale=fields.number(f"{arch}.expert_weights_scale", 0.0, 1e6, default=1.0) or 1.0,
+        float32_logits=True,
+    )
+    return {
+        "num_layers": num_layers,
+        "head_dim": head_dim,
+        "num_kv_heads": heads[0].num_kv_heads,
+        "rotary_dim": None if rotary_dim == head_dim else rotary_dim,
+        "files": FilesSpec(num_mtp_layers=further),
+        "form": _FORM,
+        "streams": StreamsSpec(layer_heads=heads),
+        "windows": WindowsSpec(
+            size=fields.integer(f"{arch}.attention.sliding_window", 1, MAX_POSITIONS) + 1,  # see `_window`
+            layers=windowed_layers(fields, arch, 6)[:num_layers],
+            rope_theta=fields.number(f"{arch}.rope.freq_base_swa", 1.0, 1e15, default=1e4),
+        ),
+        "attention": _attention(
+            fields.integer(f"{arch}.attention.value_length", 1, head_dim, default=head_dim),
+            fields.number(f"{arch}.attention.value_scale", 1e-6, 1e6, default=1.0),
+        ),
+        "experts": structs.replace(experts, routing=routing),
+    }
+
+
+def _of_mimo2_tensors(file: GGUFFile, facts: Facts) -> Facts:
+    """Layers without a router have a dense MLP."""
+    dense = [n for n in range(facts["num_layers"]) if f"blk.{n}.ffn_gate_inp.weight" not in file.tensors]
+    return facts | {"experts": structs.replace(facts["experts"], dense_layers=tuple(dense))}
+
+
 FAMILIES: Final = (
     Family(
         "mimo_v2_flash",
@@ -119,5 +178,8 @@ FAMILIES: Final = (
         renamed={"layernorm_epsilon": "rms_norm_eps"},
         defaults={"partial_rotary_factor": 0.334},
         tensors={r"\.attention_sink_bias$": ".sinks"},
+        gguf={
+            "mimo2": GGUF(_mimo2, has_experts=True, has_own_heads=True, of_tensors=_of_mimo2_tensors),
+        },
     ),
 )

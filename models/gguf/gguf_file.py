@@ -18,7 +18,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, NamedTuple
@@ -77,6 +77,7 @@ class TensorInfo(NamedTuple):
     offset: int  # bytes from the start of the file
     num_bytes: int
     part: int = 0  # index of the file, of a split model
+    half: int | None = None  # 0 or 1: of the rows of each matrix in the file, see `_with_halves`
 
 
 class GGUFFile:
@@ -113,7 +114,7 @@ class GGUFFile:
             self._read_part(further, tensors)
         if len(self.paths) > 1:
             check_tensors(self.path, self.metadata, len(tensors))
-        self.tensors: Mapping[str, TensorInfo] = MappingProxyType(tensors)
+        self.tensors: Mapping[str, TensorInfo] = MappingProxyType(dict(_with_halves(tensors)))
 
     def _read_part(self, path: Path, tensors: dict[str, TensorInfo]) -> None:
         """Open a further part and add its tensors."""
@@ -135,15 +136,24 @@ class GGUFFile:
 
         A row is whole blocks, so a slice of rows (one rank's share) can be passed to `dequantize` on its own.
         """
-        flat = np.frombuffer(self._maps[info.part], dtype=np.uint8, count=info.num_bytes, offset=info.offset)
-        return flat.reshape(*info.shape[:-1], info.ggml_type.row_bytes(info.shape[-1]))
+        num_halves = 1 if info.half is None else 2
+        count, data = num_halves * info.num_bytes, self._maps[info.part]
+        flat = np.frombuffer(data, dtype=np.uint8, count=count, offset=info.offset)
+        row_bytes = info.ggml_type.row_bytes(info.shape[-1])
+        if info.half is None:
+            return flat.reshape(*info.shape[:-1], row_bytes)
+        num, rows, _ = info.shape
+        return flat.reshape(num, 2, rows, row_bytes)[:, info.half]
 
     def release(self, info: TensorInfo, start: int = 0, stop: int | None = None) -> None:
         """Give back the memory of the pages of bytes [start, stop) of a tensor; arrays from `raw` stay valid.
 
-        The pages stay in the system's cache of the file, so reading them again is cheap.
+        The pages stay in the system's cache of the file, so reading them again is cheap. With those of one half go
+        those of the other one.
         """
         stop = info.num_bytes if stop is None else stop
+        if info.half is not None:
+            start, stop = 2 * start, 2 * stop
         if stop > start and hasattr(mmap, "MADV_DONTNEED"):
             first = (info.offset + start) // mmap.PAGESIZE * mmap.PAGESIZE
             self._maps[info.part].madvise(mmap.MADV_DONTNEED, first, info.offset + stop - first)
@@ -182,6 +192,23 @@ def is_gguf(path: str | os.PathLike[str]) -> bool:
             return file.read(len(MAGIC)) == MAGIC
     except OSError:
         return False
+
+
+_GATE_UP: Final = "ffn_gate_up_exps.weight"
+_GATE, _UP = "ffn_gate_exps.weight", "ffn_up_exps.weight"
+
+
+def _with_halves(tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, TensorInfo]]:
+    """The tensors with two in the place of one of gates and ups of experts, whose matrices follow each other."""
+    for name, info in tensors.items():
+        if not name.endswith(_GATE_UP) or len(info.shape) != 3 or info.shape[1] % 2:
+            yield name, info
+            continue
+        num, rows, size = info.shape
+        for half, part in enumerate((_GATE, _UP)):
+            own = name.replace(_GATE_UP, part)
+            shape, num_bytes = (num, rows // 2, size), info.num_bytes // 2
+            yield own, info._replace(name=own, shape=shape, num_bytes=num_bytes, half=half)
 
 
 def _map_file(path: Path) -> mmap.mmap:

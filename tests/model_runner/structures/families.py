@@ -479,6 +479,7 @@ FAMILIES: dict[str, Row] = {
         num_experts_per_tok=2,
         moe_intermediate_size=24,
         mlp_layer_types=["dense", "sparse", "sparse"],
+        gguf=("mimo2", {"attention_bias": False, "v_head_dim": 16}),
     ),
     "nemotron-nas": row(
         "nemotron-nas",
@@ -1116,6 +1117,7 @@ FAMILIES: dict[str, Row] = {
         GEMMA4,
         {"hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3},
         moe_intermediate_size=24,
+        gguf=("gemma4", {}),
         attention_k_eq_v=True,
         num_global_key_value_heads=1,
     ),

@@ -71,6 +71,13 @@ def write(
     experts: dict[str, list[np.ndarray[Any, Any]]] = {}
     stacks: dict[str, list[np.ndarray[Any, Any]]] = {}
     for name, array in _checkpoint(tiny):
+        if name.endswith("router.scale") or "per_expert_scale" in name:  # as gemma4's converter names them
+            part = "ffn_gate_inp" if name.endswith("router.scale") else "ffn_down_exps"
+            writer.add_tensor(f"blk.{name.split('.')[2]}.{part}.scale", array)
+            continue
+        if ".experts." in name and arch == "gemma4":
+            writer.add_tensor(names.get_name(f"{name}.weight", try_suffixes=(".weight",)), array)
+            continue
         if ".experts." in name:
             head, rest = name.split(".experts.")
             merged = f"{head}.experts.{rest.split('.', 1)[1]}"
@@ -206,6 +213,10 @@ def _write_streams(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
             [normal.icdf(torch.tensor(one)).item() for one in config.activation_sparsity_pattern]
         )
         return
+    if config.enable_moe_block:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.top_k_experts)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     full = config.per_layer_config[windows.index(False)]
     writer.add_key_length(full.head_dim)
     writer.add_value_length(full.head_dim)

@@ -57,6 +57,7 @@ MODELS = [
     ("deepseek_v2", EXPERTS),
     ("deepseek_v3", {**EXPERTS, "n_group": 4, "topk_group": 2}),
     ("glm_moe_dsa", SPARSE),
+    ("glm_moe_dsa", {**SPARSE, "indexer_types": ["full", "shared", "full"]}),
 ]
 DENSE = [
     ("deepseek_v2", {**LATENT, "q_lora_rank": None}),
@@ -154,6 +155,9 @@ def _write_metadata(writer: gguf.GGUFWriter, config: Any, *, split: bool) -> Non
         writer.add_indexer_head_count(config.index_n_heads)
         writer.add_indexer_key_length(config.index_head_dim)
         writer.add_indexer_top_k(config.index_topk)
+        kinds = getattr(config, "indexer_types", None)
+        if kinds is not None:  # by a later version of the package
+            writer.add_array("glm-dsa.attention.indexer.types", [kind == "full" for kind in kinds])
     if config.rope_parameters["rope_type"] == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(config.rope_parameters["factor"])

@@ -79,7 +79,7 @@ def write(path: Path, tiny: Any, arch: str, experts_as: str | None = None) -> No
             continue
         if arch in NEIGHBORS:
             array = _neighbors(name, array, config)
-        if name.endswith(".sinks"):
+        if name.endswith((".sinks", ".attention_sink_bias")):
             name += ".weight"
         if name.endswith("e_score_correction_bias"):
             name = name.replace("e_score_correction_bias", "e_score_correction.bias")
@@ -108,15 +108,19 @@ def write_metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(getattr(config, "intermediate_size_mlp", config.intermediate_size))
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    if arch == "mimo2":
+        _write_mimo(writer, config)
+    else:
+        writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_eos_token_id(2)
     writer.add_expert_used_count(config.moe_k if arch == "ernie4_5-moe" else config.num_experts_per_tok)
     writer.add_expert_count(
         config.num_local_experts if hasattr(config, "num_local_experts") else config.num_experts
     )
-    if getattr(config, "sliding_window", None):
+    if getattr(config, "sliding_window", None) and arch != "mimo2":
         writer.add_sliding_window(config.sliding_window)
     if arch == "glm4moe":
         writer.add_rope_dimension_count(config.head_dim // 2)
@@ -172,6 +176,20 @@ def write_metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
     if arch == "qwen2moe":
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+
+
+def _write_mimo(writer: gguf.GGUFWriter, config: Any) -> None:
+    """The maker counts the tokens before the query's own one; a last block predicts further tokens."""
+    windows = [kind == "sliding_attention" for kind in config.layer_types]
+    writer.add_head_count_kv([(1 + has_window) * config.num_key_value_heads for has_window in windows])
+    writer.add_sliding_window(config.sliding_window - 1)
+    writer.add_sliding_window_pattern(windows)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.v_head_dim)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_rope_dimension_count(int(config.head_dim * 0.334))
+    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+    writer.add_float32("mimo2.attention.value_scale", config.attention_value_scale)
 
 
 def divisors(rope: dict[str, Any], head_dim: int) -> np.ndarray[Any, Any]:
