@@ -20,7 +20,7 @@ class Capacity(Record, frozen=True):
         page_size: tokens per page.
         max_running_requests: rows of the request pool.
         vocab_size: token ids are below it.
-        num_host_pages: pages of the host's KV pool, ids 0..num_host_pages-1; 0 without swapping.
+        num_host_pages: pages of the host's KV pool, ids 0..num_host_pages-1; 0 without swapping and --kv-host-size.
         kv_token_bytes: keys and values of one token, all layers; 0 if unknown.
         num_adapter_slots: LoRA adapters that may run at the same time; 0 without adapters.
         num_checkpoints: states that the prefix cache may keep; 0: the model has no state layers, or nothing is cached.

@@ -117,6 +117,7 @@ class Usage(Record, frozen=True):
         grammar: of a request with a grammar; None before it is ready, and without one.
         processed_tokens: prompt tokens with KV, in a row that says only this; None in all others.
         loaded_tokens: of `cached_tokens`, those that were loaded from a disk for this request.
+        host_tokens: of `cached_tokens`, those that were copied from host memory.
     """
 
     prompt_tokens: int
@@ -127,6 +128,7 @@ class Usage(Record, frozen=True):
     grammar: GrammarUsage | None = None
     processed_tokens: int | None = None
     loaded_tokens: int = 0
+    host_tokens: int = 0
 
 
 _ATTEMPT: Final = "+"
@@ -148,10 +150,17 @@ def base_rid(rid: str) -> str:
 
 
 class FlushCache(Message, frozen=True):
-    """Drop every unlocked page of the prefix cache, and all that its `tier` has of this model; each may be left out."""
+    """Drop every unlocked page of the prefix cache, and all that its tiers have of this model; each may be left out.
+
+    Attributes:
+        device: pages of the KV pool.
+        tier: the disk, or the store.
+        host: host memory.
+    """
 
     device: bool = True
     tier: bool = True
+    host: bool = True
 
 
 class FlushCacheDone(Message, frozen=True):

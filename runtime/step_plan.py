@@ -177,7 +177,8 @@ class StepPlan(Record, frozen=True):
         page_copies: [C, 2] (source page, destination page); destinations are distinct, and none of them is a source.
         finished_rows: rows of requests that ended (finished, aborted, retracted) since the last plan.
         swap_outs: [O, 2] (page, host page): KV that moves to the host; the pages may be written again in this step.
-        swap_ins: [I, 2] (host page, page): KV that returns. Never both in one step; see `Capacity.num_host_pages`.
+        swap_ins: [I, 2] (host page, page): KV that returns; see `Capacity.num_host_pages`. A host page may be in
+            both: then what was copied out in the step returns.
         num_drafts: [B] drafts of each request, only for decodes; empty if no request has drafts.
         draft_ids: [sum of num_drafts] the drafts, request after request.
         num_rounds: 1, or the most rounds of a multi-step decode; the arrays describe its first round.

@@ -18,9 +18,10 @@ from .admission.shared_prefixes import ParallelSamples
 from .decodes import Decodes
 from .estimator import make_estimator
 from .grammar.grammar_rules import GrammarDrafts
+from .memory.host_pages import HostPages
 from .memory.kv_memory import KVMemory, RowMemory
 from .memory.ledger import Ledger
-from .memory.pages import IncomingPages, PageAllocator, PageSupply, SwapPool
+from .memory.pages import IncomingPages, PageAllocator, PageSupply
 from .memory.req_to_token_pool import ReqToTokenPool
 from .memory.state_slots import StateSlots
 from .pass_state import StallSentinel
@@ -34,6 +35,7 @@ from .prefix_cache.base import PrefixCache
 from .prefix_cache.block_events import BlockEvents, BlockRecorder, block_size_for
 from .prefix_cache.eviction import EVICTION_RANKS
 from .prefix_cache.radix_cache import RadixCache
+from .prefix_cache.tier_pages import CopyOut
 from .queries.calls import Calls
 from .records.decision_log import DecisionLog
 from .records.stats import SchedulerStats
@@ -73,11 +75,18 @@ class SchedulerParts:
         allocator = PageAllocator(capacity.num_pages)
         pool = ReqToTokenPool(num_rows, pages_for(capacity.max_model_len, page_size), page_size)
         states = RowStates(num_rows, capacity.max_model_len)
-        host = SwapPool(capacity.num_host_pages)
+        host = HostPages(
+            capacity.num_host_pages,
+            keeps_evicted=cache.kv_host_size > 0,
+            page_bytes=page_size * capacity.kv_token_bytes,
+        )
         max_pinned_pages = int(cache.pin_fraction * capacity.num_pages)
         state_slots = _make_state_slots(capacity)
         self.block_events = BlockEvents(block_size_for(page_size)) if records_blocks else BlockRecorder()
-        prefix_cache = _make_prefix_cache(cache, capacity, max_pinned_pages, state_slots, self.block_events)
+        copy_out = host.cache if host.keeps_evicted else None
+        prefix_cache = _make_prefix_cache(
+            cache, capacity, max_pinned_pages, state_slots, self.block_events, copy_out
+        )
         supply = PageSupply(allocator, prefix_cache)
         incoming = IncomingPages(supply, prefix_cache)
         lookahead = config.num_lookahead_tokens
@@ -262,6 +271,7 @@ def _make_prefix_cache(
     max_pinned_pages: int,
     state_slots: StateSlots | None,
     blocks: BlockRecorder,
+    copy_out: CopyOut | None,
 ) -> PrefixCache:
     if not cache.radix_cache:
         return PrefixCache()
@@ -273,6 +283,7 @@ def _make_prefix_cache(
         free_checkpoint=None if state_slots is None else state_slots.free,
         blocks=blocks,
         stored_window_pages=capacity.num_pages // STORED_FIRST_SHARE if stores_ahead else 0,
+        copy_out=copy_out,
     )
     if state_slots is not None:
         state_slots.connect(radix.drop_oldest_checkpoint)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from ..runtime.scheduler_report import HostFigures, KVFigures, SchedulerReport, SchedulerTotals
+from ..runtime.transport.kv_tiers import TierFigures
 from .records.verdict import AddReqResult
 
 if TYPE_CHECKING:
@@ -31,6 +32,16 @@ def report_of(
     requests, stats, memory, page_size = parts.requests, parts.stats, parts.memory, capacity.page_size
     kv, host = memory.kv, memory.host
     figures = parts.transfer.figures()
+    tiers = parts.transfer.tier_figures()
+    if host.keeps_evicted:
+        page_bytes = page_size * capacity.kv_token_bytes
+        tiers["host"] = TierFigures(
+            lookups=host.lookups_total,
+            loaded_tokens=host.hit_pages_total * page_size,
+            loaded_bytes=host.hit_pages_total * page_bytes,
+            stored_bytes=host.cached_pages_total * page_bytes,
+            used_bytes=host.num_cached * page_bytes,
+        )
     return SchedulerReport(
         sent_s=now_s,
         num_running_reqs=requests.num_with_row,
@@ -51,7 +62,7 @@ def report_of(
             total_tokens=capacity.max_total_tokens,
         ),
         host=HostFigures(
-            used_tokens=(host.num_pages - host.num_free) * page_size,
+            used_tokens=host.num_swapped * page_size,
             total_tokens=host.num_pages * page_size,
         ),
         totals=SchedulerTotals(
@@ -73,7 +84,7 @@ def report_of(
         transfer=figures and replace(figures, page_bytes=page_size * capacity.kv_token_bytes),
         num_sessions=kv.num_sessions,
         session_turns=dict(kv.session_turns),
-        tiers=parts.transfer.tier_figures(),
+        tiers=tiers,
     )
 
 

@@ -332,7 +332,8 @@ def _plain_rows(reqs: list[Req], id_bytes: bytes) -> list[TokenOutput]:
                 req.num_retractions,
                 None,
                 None,
-                min(req.loaded_tokens, req.cached_tokens) if req.loaded_tokens else 0,
+                min(req.loaded_tokens, req.cached_tokens - req.host_tokens) if req.loaded_tokens else 0,
+                req.host_tokens,
             ),
         )
         for req, start in zip(reqs, starts, strict=True)

@@ -360,7 +360,8 @@ class Scheduler:
         self._kv.expire_pins(now_s)
         self._hold_commands(until_step=0)
         self._change(self._transfer.plan(now_s), now_s)
-        self._hold_commands(until_step=self._last_step_id)
+        # The next step still reads pages that it copies to the host.
+        self._hold_commands(until_step=self._last_step_id + self._parts.memory.host.has_outs)
         while True:
             state = PassState(now_s, self._policy.active_name)
             batch = self._plan_pass(state)
@@ -399,7 +400,10 @@ class Scheduler:
         it swapped requests could not return. After a retraction another pass is tried first.
         """
         none_runs = not self._requests.num_with_row
-        return self._parts.memory.pool.has_left_rows and none_runs and not state.gave_memory_back
+        memory = self._parts.memory
+        return (
+            (memory.pool.has_left_rows or memory.host.has_outs) and none_runs and not state.gave_memory_back
+        )
 
     def _make_batch(self, work: Work) -> ScheduleBatch:
         if len(self._parts.adapters):

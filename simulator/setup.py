@@ -65,7 +65,7 @@ def replica_settings(
         page_size=page_size,
         max_running_requests=max_running,
         vocab_size=VOCAB_SIZE,
-        num_host_pages=int(swap_gib * GIB) // page_bytes,
+        num_host_pages=int((swap_gib + cache.kv_host_size) * GIB) // page_bytes,
         kv_token_bytes=model.kv_token_bytes,
         num_stages=num_stages,
     )

@@ -299,10 +299,14 @@ def _capacity(header: Header, changes: Mapping[str, Any]) -> Capacity:
     if num_pages < 1:
         raise ConfigError(f"{num_pages} pages of {page_size} tokens hold nothing; raise max_total_tokens")
     host_tokens = old.num_host_pages * old.page_size
-    if "swap_space" in changes:
+    changed = [name for name in ("swap_space", "kv_host_size") if name in changes]
+    if changed:
         if not old.kv_token_bytes:
-            raise ConfigError("the log does not have the KV size of a token, so swap_space cannot be changed")
-        host_tokens = int(changes["swap_space"] * GIB) // old.kv_token_bytes
+            raise ConfigError(
+                f"the log does not have the KV size of a token, so {changed[0]} cannot be changed"
+            )
+        sizes = {"swap_space": 0.0, "kv_host_size": 0.0, **header.cache, **changes}
+        host_tokens = int((sizes["swap_space"] + sizes["kv_host_size"]) * GIB) // old.kv_token_bytes
     return msgspec.structs.replace(
         old,
         page_size=page_size,

@@ -173,18 +173,21 @@ class Control:
         """No scheduler will answer the pending calls: raise `EngineDeadError` in each."""
         self._calls.fail(message)
 
-    async def flush_cache(self, *, device: bool = True, tier: bool = True) -> FlushCacheDone:
+    async def flush_cache(
+        self, *, device: bool = True, tier: bool = True, host: bool = True
+    ) -> FlushCacheDone:
         """Evict what the prefix cache can evict; the answer has an error if the tier may still have it.
 
         Args:
             device: from the KV pool.
             tier: from the disk or the store that outlives the process, if there is one.
+            host: from host memory, with --kv-host-size.
 
         Raises:
             EngineDeadError: the scheduler does not answer.
         """
         self._engine.check_answering()
-        return await self._calls.call(FlushCache(device, tier), FlushCacheDone)
+        return await self._calls.call(FlushCache(device, tier, host), FlushCacheDone)
 
     async def load_adapter(self, store_id: int, adapter: AdapterSpec) -> AdapterDone:
         """Have the scheduler's process read an adapter, which takes as long as its disk needs.

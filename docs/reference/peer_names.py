@@ -89,6 +89,10 @@ SETTINGS: Final[Mapping[str, PeerNames]] = {
         note="The SGLang switch is the negation.",
     ),
     "eviction_policy": _sglang("radix_eviction_policy"),
+    "kv_host_size": PeerNames(
+        vllm=("kv_offloading_size",),
+        note="SGLang `hicache_size` is in GB of each rank, `hicache_ratio` a multiple of the KV pool.",
+    ),
     "swap_space": PeerNames(note="The V0 engine of vLLM has `swap_space`, in GiB per GPU."),
     "kv_events": _both(
         "kv_events_config",

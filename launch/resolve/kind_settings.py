@@ -102,6 +102,12 @@ def _contradictions(config: EngineConfig) -> list[tuple[str, bool, str, str]]:
             "omit --swap-space",
         ),
         (
+            f"kv_host_size is {cache.kv_host_size:g}",
+            cache.kv_host_size > 0,
+            "its keys and values do not outlive a step, so there is nothing to keep",
+            "omit --kv-host-size",
+        ),
+        (
             f"kv_{cache.kv_tier} is {cache.kv_tier_place!r}",
             bool(cache.kv_tier),
             "its keys and values do not outlive a step, so there is nothing to keep",
@@ -178,6 +184,12 @@ def state_settings(config: EngineConfig, spec: ModelSpec) -> tuple[EngineConfig,
             cache.swap_space not in ("auto", 0.0),
             "states are not copied to the host",
             "omit --swap-space",
+        ),
+        (
+            f"kv_host_size is {cache.kv_host_size:g}",
+            cache.kv_host_size > 0,
+            "states are not copied to the host, and KV is of no use without the state at its end",
+            "omit --kv-host-size; --kv-disk keeps both",
         ),
         (
             "model_impl is transformers",

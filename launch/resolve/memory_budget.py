@@ -163,6 +163,7 @@ def capacity_of(config: EngineConfig, spec: ModelSpec) -> Capacity:
     assert config.cache.swap_space != "auto", "the configuration is not resolved"
     assert config.model.dtype != "auto", "the configuration is not resolved"
     dtype, page_size = config.model.dtype, config.cache.page_size
+    host_gib = config.cache.swap_space + config.cache.kv_host_size
     token_bytes = kv_token_bytes(spec, kv_dtype_of(config.cache.kv_cache_dtype, config.model.dtype))
     return Capacity(
         max_model_len=max_model_len,
@@ -170,7 +171,7 @@ def capacity_of(config: EngineConfig, spec: ModelSpec) -> Capacity:
         page_size=config.cache.page_size,
         max_running_requests=max_running_requests,
         vocab_size=spec.vocab_size,
-        num_host_pages=int(config.cache.swap_space * GIB) // (token_bytes * config.cache.page_size),
+        num_host_pages=int(host_gib * GIB) // (token_bytes * config.cache.page_size),
         kv_token_bytes=token_bytes,
         num_adapter_slots=config.scheduler.max_loras_per_batch if config.adapters.is_enabled else 0,
         num_checkpoints=(

@@ -1,4 +1,4 @@
-"""`SwapSpace`: how much host memory is reserved for the KV of preempted requests, and the reason.
+"""`SwapSpace`: how much host memory is reserved for the KV of preempted requests, and the reason; checks kv_host_size.
 
 On a GPU host memory is available for it. On the CPU it is the memory that the KV pool uses: each byte of swap space is
 taken from the pool, and swapping saves only the cost of recomputing. On the CPU it is therefore used only if the user
@@ -39,7 +39,15 @@ class SwapSpace:
         self._mode = config.scheduler.preemption_mode
         self._page_size = config.cache.page_size
         self._on_cpu = device == "cpu"
-        self._host_left = host_free_bytes - RUNTIME_BYTES
+        self._host_free = host_free_bytes
+        self._cached = config.cache.kv_host_size
+        self._host_left = host_free_bytes - RUNTIME_BYTES - int(self._cached * GIB)
+        if self._cached and self._on_cpu:
+            raise ConfigError(
+                f"kv_host_size is {self._cached:g} GiB, but on a CPU it must be 0: the KV pool is in host memory "
+                "itself; leave --kv-host-size out, and give the pool more with --max-total-tokens, or keep KV on disk "
+                "with --kv-disk DIR"
+            )
         if self._asked == 0 and self._mode == "swap":
             raise ConfigError(
                 "preemption_mode is swap, but swap_space is 0, so there is no memory to swap to; raise --swap-space or "
@@ -48,7 +56,7 @@ class SwapSpace:
 
     def beside(self, budget: MemoryBudget) -> MemoryBudget:
         """The KV pool's budget minus what swapping needs: memory for pages in transfer, and on the CPU all of it."""
-        if self._is_off:
+        if self._is_off and not self._cached:
             return budget
         staged_bytes = max(STAGED_BYTES, 2 * self._page_bytes(budget))
         budget = replace(budget, workspace_bytes=budget.workspace_bytes + staged_bytes)
@@ -66,11 +74,22 @@ class SwapSpace:
         return replace(budget, swap_bytes=swap_bytes)
 
     def check(self, budget: MemoryBudget) -> None:
-        """Check that `beside` leaves memory for the pool.
+        """Check that `beside` leaves memory for the pool, and that `kv_host_size` is there.
 
         Raises:
-            ConfigError: the requested swap space is larger than the memory.
+            ConfigError: the requested swap space, or `kv_host_size`, is larger than the memory or holds no page.
         """
+        if self._cached and self._host_left < 0:
+            left_bytes = max(0, self._host_free - RUNTIME_BYTES)
+            raise ConfigError(
+                f"kv_host_size is {self._cached:g} GiB, but ({size_text(self._host_free)} free on the host - "
+                f"{size_text(RUNTIME_BYTES)} runtime) leaves {size_text(left_bytes)}; lower --kv-host-size"
+            )
+        if 0 < self._cached * GIB < self._page_bytes(budget):
+            raise ConfigError(
+                f"kv_host_size is {self._cached:g} GiB, less than one page of {size_text(self._page_bytes(budget))}; "
+                "raise --kv-host-size, or leave it out"
+            )
         if self._asked == "auto" or not budget.swap_bytes or budget.left_bytes >= 0:
             return
         without = replace(budget, swap_bytes=0)
@@ -147,4 +166,6 @@ class SwapSpace:
 
     @property
     def _host_sums(self) -> str:
-        return f"({size_text(self._host_left + RUNTIME_BYTES)} free on the host - {size_text(RUNTIME_BYTES)} runtime)"
+        cached = f" - {size_text(int(self._cached * GIB))} --kv-host-size" if self._cached else ""
+        free, runtime = size_text(self._host_free), size_text(RUNTIME_BYTES)
+        return f"({free} free on the host - {runtime} runtime{cached})"

@@ -1,4 +1,4 @@
-"""`HostKVPool`: KV pages of retracted requests in host memory (the swap pool). Tensors only, like `KVPool`.
+"""`HostKVPool`: KV pages of swapped requests, and evicted ones, in host memory. Tensors only, like `KVPool`.
 
 Copies are queued on the current stream after the work that the device still computes, without waiting. Later copies and
 steps on that stream see their results. So a page may be overwritten right after its copy out is queued, and be copied
@@ -110,7 +110,7 @@ def _pin(tensor: Tensor, owner: object) -> None:
     code = int(cudart.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
     if code != 0:
         raise ConfigError(
-            f"cannot pin {tensor.nbytes / (1 << 30):.1f} GiB of host memory for swapping (CUDA error {code}); lower "
-            f"--swap-space"
+            f"cannot pin {tensor.nbytes / (1 << 30):.1f} GiB of host memory for KV (CUDA error {code}); lower "
+            f"--swap-space or --kv-host-size"
         )
     weakref.finalize(owner, cudart.cudaHostUnregister, tensor.data_ptr()).atexit = False

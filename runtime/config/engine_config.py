@@ -225,6 +225,11 @@ class CacheConfig:
         bool,
         "With --kv-disk or --kv-store: store and look up the prompts of requests with a cache_salt, too.",
     ] = False
+    kv_host_size: Annotated[
+        float,
+        "Host memory in GiB for KV that the KV pool of a GPU evicts; it is copied back when a prompt needs it.",
+        Alias("kv_offloading_size"),
+    ] = 0.0
     swap_space: Annotated[float | Auto, "Host memory in GiB for the KV of requests that are swapped out."] = (
         "auto"
     )
@@ -277,6 +282,13 @@ class CacheConfig:
                 f"cache has; leave --no-radix-cache out, or --kv-{self.kv_tier}"
             )
         self._check_store()
+        if not (math.isfinite(self.kv_host_size) and self.kv_host_size >= 0):
+            raise ConfigError(f"kv_host_size is {self.kv_host_size}, but it must be 0 or more GiB")
+        if self.kv_host_size and not self.radix_cache:
+            raise ConfigError(
+                f"kv_host_size is {self.kv_host_size:g} without the prefix cache, but the host keeps what the prefix "
+                "cache evicts; leave --no-radix-cache out, or --kv-host-size"
+            )
         if self.swap_space != "auto" and not (math.isfinite(self.swap_space) and self.swap_space >= 0):
             raise ConfigError(f"swap_space is {self.swap_space}, but it must be 0 or more GiB")
 

@@ -22,7 +22,9 @@ _CONFIG_JSON: Final = "change config.json in the model's folder"
 _REVISION: Final = "give it with the model: engine serve org/name@revision"
 _EXPERTS: Final = "use --tp; each device has a part of each expert"
 _ONE_GPU: Final = "use --tp for several GPUs, and CUDA_VISIBLE_DEVICES to choose them"
-_HOST_TIER: Final = "use --kv-disk DIR, which keeps prefixes on disk; host memory is no tier of its own"
+_HOST_TIER: Final = (
+    "use --kv-host-size, GiB of host memory for what the KV pool of a GPU evicts; on a CPU --kv-disk DIR"
+)
 _DRAFTS: Final = (
     "use --speculative ngram (NGRAM, ngram-simple), suffix (SUFFIX, ngram-map, ngram-mod) or auto; draft models, EAGLE "
     "heads and MTP layers are not supported"
@@ -54,10 +56,9 @@ ANSWERS: Final[Mapping[str, str]] = {
     "context_shift": "send shorter prompts: a request ends when its context is full",
     "allow_auto_truncate": "send shorter prompts: one that does not fit is refused",
     "enable_hierarchical_cache": _HOST_TIER,
-    "hicache_size": _HOST_TIER,
+    "hicache_size": "use --kv-host-size, which is in GiB and for all ranks together",
     "hicache_ratio": _HOST_TIER,
-    "kv_offloading_size": _HOST_TIER,
-    "kv_offloading_backend": _HOST_TIER,
+    "kv_offloading_backend": f"{_ALWAYS}: --kv-host-size is enough",
     "hicache_write_policy": "use --kv-write selective (write_through_selective), through (write_through) or evicted "
     "(write_back)",
     "hicache_storage_backend": "use --kv-disk DIR for file, --kv-store mooncake://master:port for mooncake, and "

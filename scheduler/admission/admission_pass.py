@@ -128,8 +128,6 @@ class AdmissionPass:
         return Reason.OVERTAKEN_AHEAD if waited_enough else None
 
     def _admitted(self, req: Req) -> None:
-        if req.status is ReqStatus.SWAPPED:
-            self._memory.host.reserve_swap_in()
         self._parts.adapter_slots.admitted(req)
         if self._prefix_dedup is not None:
             self._prefix_dedup.computing(req, self._adder.chunks[-1].start)
@@ -162,8 +160,10 @@ class AdmissionPass:
     def _rule_against(self, req: Req, prefix: Prefix, sibling: Req | None) -> Verdict | None:
         """Reason why a request waits although there may be memory for it; None if it need not."""
         reason = None
-        if req.status is ReqStatus.SWAPPED:
-            if self._memory.host.has_outs:  # never in and out in the same step
+        if not self._memory.host.may_copy_in(prefix.num_host_pages):
+            reason = Reason.COPY_BUDGET
+        elif req.host_pages is not None:
+            if self._memory.host.is_leaving(req.host_pages):  # it was swapped out in this pass
                 reason = Reason.RETRACTING
         elif req.group and sibling is None and self._sibling_prefills(req):
             reason = Reason.SIBLING_PREFILLS
@@ -208,8 +208,6 @@ class AdmissionPass:
             return False
         pages_before = memory.kv.available_pages
         reserved_tokens = sum(map(parts.reservations.output_tokens_of, victims))
-        if req.status is ReqStatus.SWAPPED:
-            memory.host.reserve_swap_in()  # so that no victim is swapped out: never in and out in the same step
         for victim in victims:
             self._state.add_retraction(parts.preemption.retract(victim, "priority"))
         freed_tokens = (memory.kv.available_pages - pages_before) * memory.kv.page_size

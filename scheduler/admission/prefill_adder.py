@@ -121,7 +121,7 @@ class PrefillAdder:
             prefix: what the request starts with. Ready tokens after the cached pages need memory but no computing.
         """
         kv, budget = self._kv, self.budget
-        match, ready_len = prefix
+        match, ready_len = prefix.match, prefix.ready_len
         match_len = match.num_pages * kv.page_size
         extend_len = req.fill_len - ready_len
         assert ready_len >= match_len and extend_len > 0, f"{req!r}: {ready_len} tokens ready"
@@ -152,7 +152,7 @@ class PrefillAdder:
         chunk = Chunk(req, ready_len, length, is_first=True, is_last=length == extend_len)
         reason = self._reason(chunk, alone=self._alone, by_time=by_time)
         verdict = Verdict(req.rid, AddReqResult.CONTINUE, reason, ready_len, length, output_len, need, have)
-        kv.lock(req, match)
+        kv.lock(req, prefix)
         budget.pin(pinned)
         budget.reserve(length, extend_len - length + output_len, ready_len - match_len)
         self._partial.count(extend_len, length)

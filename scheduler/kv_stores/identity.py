@@ -1,4 +1,4 @@
-"""Identity of KV that outlives a process: the facts it depends on besides tokens, and the keys of pages.
+"""Identity of KV that outlives a process: the facts it depends on besides tokens.
 
 Equal identities have equal KV for equal tokens: the weights enter by content, so a folder may be renamed or moved, and
 no path or version is in it. `FORMAT` is raised when a release computes KV in another way.
@@ -10,7 +10,7 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -19,8 +19,8 @@ import msgspec
 
 from ...models.gguf.gguf_split import parts_of
 from ...models.weight_files.safetensors_header import weight_files
-from ..arrays import TOKEN_ID_BYTES
 from ..prefix_cache.base import split_namespace
+from ..prefix_cache.tier_pages import DIGEST_BYTES, digest_of
 
 if TYPE_CHECKING:
     from ...models.spec.model_spec import ModelSpec
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FORMAT: Final = 1
-
-DIGEST_BYTES: Final = 32
 
 _FRESH_NS: Final = 2_000_000_000
 _PIECE_BYTES: Final = 16 << 20
@@ -76,12 +74,7 @@ def kv_facts(
 
 def identity_of(facts: Mapping[str, Any], weights: str) -> bytes:
     """The identity; `weights`: `weights_content`."""
-    return _digest(msgspec.json.encode({**facts, "weights": weights}, order="deterministic"))
-
-
-def root_key(identity: bytes, namespace: str) -> bytes:
-    """The key before the first page of a namespace of the prefix cache; adapters are in it by their content."""
-    return _digest(identity + namespace.encode(errors="surrogatepass"))
+    return digest_of(msgspec.json.encode({**facts, "weights": weights}, order="deterministic"))
 
 
 def is_salted(namespace: str) -> bool:
@@ -89,26 +82,9 @@ def is_salted(namespace: str) -> bool:
     return bool(split_namespace(namespace)[0])
 
 
-def page_keys(root: bytes, token_ids: bytes, page_size: int) -> Iterator[bytes]:
-    """The keys of a prompt's pages, each of all tokens up to its end; about 1 us a page.
-
-    Args:
-        root: `root_key`.
-        token_ids: [n * page_size] int32.
-    """
-    key, page_bytes = root, page_size * TOKEN_ID_BYTES
-    for begin in range(0, len(token_ids), page_bytes):
-        key = _digest(key + token_ids[begin : begin + page_bytes])
-        yield key
-
-
 def state_key(page_key: bytes) -> bytes:
     """The key of the state after a page; no page has it, because pages have whole tokens."""
-    return _digest(page_key + b"state")
-
-
-def _digest(data: bytes) -> bytes:
-    return blake2b(data, digest_size=DIGEST_BYTES).digest()
+    return digest_of(page_key + b"state")
 
 
 # ---------------------------------------------------------------- content of weights

@@ -42,7 +42,8 @@ from ...runtime.transport.kv_tiers import (
     TierCommand,
     TierNews,
 )
-from .identity import identity_of, is_salted, page_keys, root_key, state_key
+from ..prefix_cache.tier_pages import page_keys, root_key
+from .identity import identity_of, is_salted, state_key
 from .page_store import PageStore, StoreError
 from .segment_file import RecordBuffer, record_bytes
 

@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from .identity import DIGEST_BYTES
+from ..prefix_cache.tier_pages import DIGEST_BYTES
 
 Write = Callable[[int, memoryview, int], int]
 """`os.pwrite`."""

@@ -31,11 +31,13 @@ from ...runtime.feasibility import pages_for
 from ...runtime.messages import GenerateRequest
 from ..arrays import TOKEN_ID_BYTES, AnyIntArray, IntArray
 from ..prefix_cache.base import Lease, Prefix, PrefixCache, PrefixMatch, Session
+from ..prefix_cache.tier_pages import page_keys, root_key
 from ..records.decision_log import PageCounts
 from ..records.verdict import CacheMiss, MissKind
 from ..requests.req import Req, ReqStatus
 from ..requests.row_states import RowStates
-from .pages import PageSupply, SwapPool
+from .host_pages import HostPages
+from .pages import PageSupply
 from .req_to_token_pool import ReqToTokenPool
 from .state_slots import StateSlots
 
@@ -61,7 +63,7 @@ class KVMemory:
         pool: ReqToTokenPool,
         states: RowStates,
         prefix_cache: PrefixCache,
-        host: SwapPool,
+        host: HostPages,
         *,
         num_lookahead_tokens: int = 0,
         state_slots: StateSlots | None = None,
@@ -77,6 +79,9 @@ class KVMemory:
         self._host = host
         self._lookahead = np.int32(num_lookahead_tokens)
         self._copies: list[tuple[int, int]] = []
+        self._host_hits: dict[
+            Req, list[bytes]
+        ] = {}  # admitted in this pass: keys of the pages to copy from the host
         self._misses: list[CacheMiss] = []
         self.session_turns = Counter[str]()
         self._supply = supply
@@ -183,10 +188,29 @@ class KVMemory:
         match = self.match(req)
         ready_len = match.num_pages * self.page_size
         if req.host_pages is not None:
-            ready_len = max(ready_len, req.host_len)
-        elif sibling is not None and self._lacks_one_page(req, match):
-            ready_len = req.prompt_len - 1
-        return Prefix(match, ready_len)
+            if req.host_len <= ready_len:
+                return Prefix(match, ready_len)
+            return Prefix(match, req.host_len, pages_for(req.host_len, self.page_size) - match.num_pages)
+        if sibling is not None and self._lacks_one_page(req, match):
+            return Prefix(match, req.prompt_len - 1)
+        num_host_pages = self._num_on_host(req, match)
+        return Prefix(match, ready_len + num_host_pages * self.page_size, num_host_pages)
+
+    def _num_on_host(self, req: Req, match: PrefixMatch) -> int:
+        """Pages after a match that the host has; the last token is computed to sample."""
+        max_pages = (req.fill_len - 1) // self.page_size
+        if not self._host.num_cached or req.needs_all_tokens or match.num_pages >= max_pages:
+            return 0
+        return self._host.count_cached(self._page_keys(req, max_pages)[match.num_pages :])
+
+    def _page_keys(self, req: Req, num_pages: int) -> list[bytes]:
+        """The keys of the first pages of a request, which keeps them."""
+        num_known, page_bytes = len(req.page_keys), self.page_size * TOKEN_ID_BYTES
+        if num_known < num_pages:
+            last = req.page_keys[-1] if num_known else root_key(b"", req.extra_key)
+            token_ids = req.fill_ids[num_known * page_bytes : num_pages * page_bytes]
+            req.page_keys += page_keys(last, token_ids, self.page_size)
+        return req.page_keys[:num_pages]
 
     def _lacks_one_page(self, req: Req, match: PrefixMatch) -> bool:
         """Whether the rest of a new request's prompt, without the last token, is within one page of a sibling."""
@@ -199,11 +223,23 @@ class KVMemory:
         """Number of available pages that locking this match takes."""
         return self._cache.unlocked_pages(match)
 
-    def lock(self, req: Req, match: PrefixMatch) -> None:
-        """Lease the match for a request that is being admitted; leased pages cannot be evicted."""
+    def lock(self, req: Req, prefix: Prefix) -> None:
+        """Lease the match for a request that is being admitted; leased pages cannot be evicted.
+
+        Pages of the host stay there, too, until `restore` has planned their copies.
+        """
+        match, num_host_pages = prefix.match, prefix.num_host_pages
+        if num_host_pages and req.host_pages is None:
+            keys = self._page_keys(req, match.num_pages + num_host_pages)[match.num_pages :]
+            self._host_hits[req] = keys
+            self._host.admit(num_host_pages, keys)
+        else:
+            self._host.admit(num_host_pages)
         if req.status is ReqStatus.WAITING:
-            miss = self._explain(req, match)
+            req.host_tokens = num_host_pages * self.page_size
+            miss = self._explain(req, match)._replace(host_tokens=req.host_tokens)
             self._misses.append(miss)
+            self._host.lookups_total += 1
             if req.session is not None and req.turn > 1:
                 self.session_turns[self._outcome(req.session, match, miss.kind)] += 1
         req.checkpoint, req.tree_len = match.checkpoint, match.num_known * self.page_size
@@ -245,6 +281,8 @@ class KVMemory:
             end = pages_for(ready_len, self.page_size)
             self._host.swap_in(req.host_pages[first:end], self._pool.pages[req.row, first:end].copy())
             self.drop_host_pages(req)
+        elif keys := self._host_hits.pop(req, None):
+            self._host.copy_in(keys, self._pool.pages[req.row, first : first + len(keys)].copy())
         elif sibling is not None and ready_len > first * self.page_size:
             source, target = self._pool.pages[sibling.row, first], self._pool.pages[req.row, first]
             self._copies.append((int(source), int(target)))
@@ -364,6 +402,8 @@ class KVMemory:
             self._cache.release(req.lease, once=once, session=req.session)
         else:
             self._supply.give_back(self._cache.forget(req.lease))
+            if self._host.num_cached:
+                self._host.forget(self._page_keys(req, req.fill_len // self.page_size))
         req.lease = None
         self._moved.pop(row, None)
         self._pool.release(row)
@@ -434,6 +474,10 @@ class KVMemory:
         self._supply.give_back(dropped)
         return len(dropped), self._cache.locked_pages
 
+    def flush_host(self) -> None:
+        """Drop what the host has of evicted pages."""
+        self._host.flush()
+
 
 @dataclass(frozen=True, slots=True)
 class RowMemory:
@@ -443,10 +487,10 @@ class RowMemory:
         states: lengths and token ids, by row.
         pool: the rows, and the pages of each.
         kv: gives pages to rows and takes them back.
-        host: pages of swapped requests.
+        host: pages of swapped requests, and pages that were evicted.
     """
 
     states: RowStates
     pool: ReqToTokenPool
     kv: KVMemory
-    host: SwapPool
+    host: HostPages

@@ -1,5 +1,6 @@
 """The page equation: `free + cached(evictable + locked) + held + incoming == total`, and every lock has an owner.
 
+Host memory has an equation of its own (`host_pages.py`): `free + swapped + cached == total`.
 In a model with state layers also that of checkpoints (`state_slots.py`): `free + planned + loading + cached == total`.
 
 A page without an owner is lost until the process ends. A page with two owners corrupts an answer. Both bugs show late
@@ -44,6 +45,13 @@ class Ledger:
                 f"page equation: free {free} + evictable {evictable} + locked {locked} + held {held} + incoming "
                 f"{incoming} = {counted}, but the pool has {total} pages"
             )
+        host = self._host
+        counted = host.num_free + host.num_swapped + host.num_cached
+        if counted != host.num_pages:
+            raise LedgerError(
+                f"host equation: free {host.num_free} + swapped {host.num_swapped} + cached {host.num_cached} = "
+                f"{counted}, but there are {host.num_pages} pages of host memory"
+            )
         slots = self._kv.state_slots
         free, planned, cached = slots.num_free, len(slots.planned()), self._cache.num_checkpoints
         loading = len(slots.loading)
@@ -74,9 +82,10 @@ class Ledger:
             raise LedgerError(
                 f"no request is left, but the checkpoints {sorted(copied)} are loaded or stored"
             )
-        if self._host.num_free != self._host.num_pages:
-            taken = self._host.num_pages - self._host.num_free
-            raise LedgerError(f"no request is left, but {taken} pages of host memory are taken")
+        if self._host.num_swapped:
+            raise LedgerError(
+                f"no request is left, but {self._host.num_swapped} pages of host memory are taken"
+            )
 
     def audit(
         self, reqs: Iterable[Req], swapped: Iterable[Req] = (), other_leases: Iterable[Lease] = ()
@@ -111,11 +120,13 @@ class Ledger:
             wrong = np.flatnonzero(owners != 1)[1 - min(1, int(owners[0])) :][:8]
             raise LedgerError(f"pages {wrong.tolist()} have {owners[wrong].tolist()} owners instead of one")
         host_pages = [int(page) for req in swapped if req.host_pages is not None for page in req.host_pages]
-        taken = self._host.num_pages - self._host.num_free
+        taken = self._host.num_swapped
         if len(set(host_pages)) != len(host_pages) or len(host_pages) != taken:
             raise LedgerError(
                 f"{taken} pages of host memory are taken, swapped requests have {sorted(host_pages)}"
             )
+        if len({*host_pages, *self._host.pages_cached()}) != taken + self._host.num_cached:
+            raise LedgerError("pages of host memory are cached twice, or of swapped requests besides")
         slots = self._kv.state_slots
         cached = self._cache.checkpoints()
         checkpoints = sorted([*slots.free_slots(), *slots.planned(), *slots.loading, *cached])

@@ -1,5 +1,5 @@
-"""Pages by id, without their contents: free ones (`PageAllocator`), those that eviction can free (`PageSupply`), those
-that another engine writes (`IncomingPages`), and those of the host (`SwapPool`).
+"""Pages by id, without their contents: free ones (`PageAllocator`), those that eviction can free (`PageSupply`), and
+those that another engine or a tier writes (`IncomingPages`).
 
 Pages are 1..num_pages. Page 0 is the dummy page, which is never handed out. Free pages are a stack: the page that was
 freed last is used first, because it is the likeliest to be in a cache.
@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from ...runtime.errors import EngineError
-from ..arrays import EMPTY, AnyIntArray, BoolArray, IntArray
+from ..arrays import AnyIntArray, BoolArray, IntArray
 from ..prefix_cache.base import Lease, PrefixCache
 
 
@@ -103,15 +103,19 @@ class PageSupply:
         """The highest page id that was ever allocated; 0 if none was."""
         return self._allocator.highest_used
 
-    def take(self, count: int) -> IntArray:
+    def take(self, count: int, *, to_host: bool = True) -> IntArray:
         """Take `count` pages, [count] int32; evict if too few are free.
+
+        Args:
+            count: number of pages.
+            to_host: nothing writes to them before the next step, so the host may copy what is evicted.
 
         Raises:
             LedgerError: fewer are available. A bug: the caller checks `num_available`.
         """
         missing = count - self._allocator.num_free
         if missing > 0:
-            evicted = self._cache.evict(missing)
+            evicted = self._cache.evict(missing, to_host=to_host)
             self.evicted_total += len(evicted)
             self._allocator.free(evicted)
         return self._allocator.allocate(count)
@@ -145,7 +149,7 @@ class IncomingPages:
 
     def take(self, count: int) -> IntArray:
         """Allocate pages, [count] int32; evict if needed. The caller checks `KVMemory.available_pages`."""
-        pages = self._supply.take(count)
+        pages = self._supply.take(count, to_host=False)
         self._is_incoming[pages] = True
         self.num_pages += count
         return pages
@@ -175,76 +179,3 @@ class IncomingPages:
         assert self._is_incoming[pages].all(), pages
         self._is_incoming[pages] = False
         self.num_pages -= len(pages)
-
-
-class SwapPool:
-    """Host pages for the KV of swapped requests. Ids are 0..num_pages-1; with 0 pages no request is swapped.
-
-    The runner copies to the host before anything else of a step, so the device pages can be reused in the same pass.
-    It copies to the device before the step reads KV, so host pages are free as soon as their copy is planned.
-
-    Attributes:
-        swapped_out_pages_total, swapped_in_pages_total: copies planned so far.
-    """
-
-    def __init__(self, num_pages: int) -> None:
-        self._allocator = PageAllocator(num_pages)
-        self._outs: list[IntArray] = []
-        self._ins: list[IntArray] = []
-        self._swap_in_reserved = False
-        self.swapped_out_pages_total = 0
-        self.swapped_in_pages_total = 0
-
-    @property
-    def num_pages(self) -> int:
-        """Pages of the pool."""
-        return self._allocator.num_pages
-
-    @property
-    def num_free(self) -> int:
-        """Pages that `swap_out` can take."""
-        return self._allocator.num_free
-
-    @property
-    def has_outs(self) -> bool:
-        """Whether copies to the host are planned for the next step. Then that step copies none to the device."""
-        return bool(self._outs)
-
-    @property
-    def swap_in_reserved(self) -> bool:
-        """Whether a swapped request returns in the next step. Then that step copies none to the host."""
-        return self._swap_in_reserved
-
-    def swap_out(self, pages: IntArray) -> IntArray:
-        """Plan to copy pages [n] to the host; return [n] host pages. The caller has checked `num_free`."""
-        assert not self._swap_in_reserved, "in and out in the same step"
-        host_pages = self._allocator.allocate(len(pages)) - 1
-        self._outs.append(np.stack([pages, host_pages], axis=1))
-        self.swapped_out_pages_total += len(pages)
-        return host_pages.astype(np.int32)
-
-    def reserve_swap_in(self) -> None:
-        """Note that a swapped request was admitted. `swap_in` follows at the end of the pass, with its pages."""
-        self._swap_in_reserved = True
-
-    def swap_in(self, host_pages: IntArray, pages: IntArray) -> None:
-        """Plan to copy host pages [n] to device pages [n]."""
-        if len(pages):
-            assert not self._outs, "in and out in the same step"
-            self._ins.append(np.stack([host_pages, pages], axis=1))
-            self.swapped_in_pages_total += len(pages)
-
-    def free(self, host_pages: IntArray) -> None:
-        """Free host pages."""
-        self._allocator.free(host_pages + 1)
-
-    def take_copies(self) -> tuple[IntArray, IntArray]:
-        """([O, 2] to the host, [I, 2] to the device): the copies planned since the last call, for `StepPlan`."""
-        outs, ins = self._outs, self._ins
-        self._outs, self._ins = [], []
-        self._swap_in_reserved = False
-        return _joined(outs), _joined(ins)
-
-
-def _joined(parts: list[IntArray]) -> IntArray:
-    return np.concatenate(parts) if parts else EMPTY

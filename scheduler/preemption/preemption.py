@@ -173,7 +173,7 @@ class Preemption:
         return []
 
     def _may_swap(self, victim: Req, num_pages: int) -> bool:
-        if self._host.swap_in_reserved or not 0 < num_pages <= self._host.num_free:
+        if not 0 < num_pages <= self._host.num_available:
             return False
         if victim.needs_all_tokens:
             return False

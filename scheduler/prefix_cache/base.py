@@ -66,10 +66,12 @@ class Prefix(NamedTuple):
         match: the pages of the prefix cache. They are leased and take no new memory.
         ready_len: tokens that need not be computed: those of the match, or more. The KV after the match is copied from
             the host, or from the last prompt page of a sibling. It takes new pages, but is not computed.
+        num_host_pages: pages that are copied from the host.
     """
 
     match: PrefixMatch
     ready_len: int
+    num_host_pages: int = 0
 
 
 class Lease:
@@ -235,10 +237,14 @@ class PrefixCache:
         """
         return EMPTY
 
-    def evict(self, num_pages: int) -> IntArray:
+    def evict(self, num_pages: int, *, to_host: bool = False) -> IntArray:
         """Drop at most `num_pages` unlocked pages, those of the lowest rank first, and return them.
 
         The prefixes of waiting requests are dropped when no others are left, and pinned pages after those.
+
+        Args:
+            num_pages: to be dropped.
+            to_host: the host may copy them in the next step, if it keeps evicted pages.
         """
         return EMPTY
 

@@ -35,7 +35,7 @@ from .miss_explainer import FLUSHED, Eviction, EvictionHistory, MissExplainer
 from .pins import PinKey, Pins
 from .radix_node import Checkpoints, RadixNode, nodes_of, pages_in, path_to_root, prefix_of, verify_nodes
 from .sessions import Sessions
-from .tier_pages import TierPages
+from .tier_pages import CopyOut, TierPages
 from .wants import Want, Wants
 
 MAX_TOMBSTONES: Final = 16_384
@@ -56,6 +56,7 @@ class RadixCache(PrefixCache):
         free_checkpoint: Callable[[int], None] | None = None,
         blocks: BlockRecorder | None = None,
         stored_window_pages: int = 0,
+        copy_out: CopyOut | None = None,
     ) -> None:
         """Make an empty cache.
 
@@ -66,7 +67,7 @@ class RadixCache(PrefixCache):
             max_evictions_remembered: the most evictions that `explain` knows about.
             free_checkpoint: takes back the slot of a checkpoint; None: the model has no state layers.
             blocks: records what enters and leaves the tree; None: nothing does.
-            stored_window_pages: of so many pages that are evicted next, those that a tier has go first.
+            stored_window_pages, copy_out: see `TierPages`.
         """
         self.page_size: Final = page_size
         self._page_bytes = page_size * TOKEN_ID_BYTES
@@ -85,7 +86,7 @@ class RadixCache(PrefixCache):
         self._eviction_history = EvictionHistory(max_evictions_remembered)
         self._explainer = MissExplainer(self._roots, self._eviction_history, page_size)
         self._blocks = blocks if blocks is not None else BlockRecorder()
-        self._tier_pages = TierPages(self._queue, stored_window_pages)
+        self._tier_pages = TierPages(self._queue, page_size, stored_window_pages, copy_out)
 
     @property
     def shares(self) -> bool:
@@ -294,8 +295,8 @@ class RadixCache(PrefixCache):
 
     # ------------------------------------------------------------ eviction
 
-    def evict(self, num_pages: int) -> IntArray:
-        return self._drop(num_pages, self._num_evictions + 1)
+    def evict(self, num_pages: int, *, to_host: bool = False) -> IntArray:
+        return self._drop(num_pages, self._num_evictions + 1, to_host=to_host)
 
     def flush(self) -> IntArray:
         dropped = self._drop(self._evictable_pages, FLUSHED)
@@ -303,7 +304,7 @@ class RadixCache(PrefixCache):
             self._blocks.cleared()
         return dropped
 
-    def _drop(self, num_pages: int, evicted_at: int) -> IntArray:
+    def _drop(self, num_pages: int, evicted_at: int, *, to_host: bool = False) -> IntArray:
         """Take pages from the lowest-ranked leaves; `evicted_at` goes into the eviction history."""
         freed: list[AnyIntArray] = []
         missing = num_pages
@@ -314,6 +315,8 @@ class RadixCache(PrefixCache):
             while len(node.pages) > max(_LONG_LEAF_PAGES, 2 * missing):
                 self._split(node, len(node.pages) // 2)
             surplus = len(node.pages) - missing
+            if to_host:
+                self._tier_pages.evicted(node, max(0, surplus))
             if surplus > 0:
                 freed.append(node.pages[surplus:])
                 missing = 0

@@ -38,6 +38,7 @@ class RadixNode:
         checkpoint: the slot of the state after the run, see `Checkpoints`; 0: it was not kept.
         truncated_key: the eviction history's entry for the page that was last cut off its end; 0 for none.
         num_stored: first pages of the run that a tier has or was given; also if that failed, so it is not tried again.
+        page_keys: the keys of the pages for the host, see `TierPages`; empty until pages here or below are evicted.
         in_memory: only requests have used it that forbid to store their prompts.
     """
 
@@ -55,6 +56,7 @@ class RadixNode:
         "num_stored",
         "num_uses",
         "num_wants",
+        "page_keys",
         "pages",
         "parent",
         "pin_ref",
@@ -93,6 +95,7 @@ class RadixNode:
         self.truncated_key = 0
         self.checkpoint = 0
         self.num_stored = 0
+        self.page_keys: list[bytes] = []
         self.in_memory = False
 
     @property

@@ -109,6 +109,8 @@ class Calls:
         match request:
             case FlushCache():
                 dropped, kept = self._kv.flush() if request.device else (0, 0)
+                if request.host:
+                    self._kv.flush_host()
                 answer = FlushCacheDone(dropped * self._kv.page_size, kept * self._kv.page_size)
                 if request.tier:
                     self._flushes[call.call_id] = answer

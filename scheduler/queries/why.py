@@ -214,7 +214,9 @@ def _miss_words(miss: CacheMiss) -> str:
         if miss.lost_s or miss.idle_s:
             where = f", {miss.lost_s:,.3f} s ago and {miss.idle_s:,.3f} s after its last use"
         where += f", eviction no. {miss.evicted_at:,}" if miss.evicted_at else ""
-    return f"{miss.prefix_len:,} of {miss.prompt_len:,} prompt tokens in the cache ({miss.kind.text}{where})"
+    on_host = f", and {miss.host_tokens:,} in host memory" if miss.host_tokens else ""
+    tokens = f"{miss.prefix_len:,} of {miss.prompt_len:,} prompt tokens"
+    return f"{tokens} in the cache ({miss.kind.text}{where}){on_host}"
 
 
 def _retraction_words(story: RequestStory) -> Iterator[str]:

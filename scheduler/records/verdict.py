@@ -46,6 +46,7 @@ class Reason(enum.StrEnum):
     BATCH_FORMING = "batch_forming"
     BATCH_RUNNING = "batch_running"
     NO_DEVICE_MEMORY = "no_device_memory"
+    COPY_BUDGET = "copy_budget"
 
     @property
     def text(self) -> str:
@@ -87,6 +88,7 @@ _TEXTS: Final = {
     Reason.BATCH_FORMING: "the policy waits until the batch is full",
     Reason.BATCH_RUNNING: "the policy waits for the slowest request of the batch that runs",
     Reason.NO_DEVICE_MEMORY: "the device had no memory for the smallest step, so no step is planned for a while",
+    Reason.COPY_BUDGET: "this step copies enough from the host for others",
 }
 
 
@@ -96,7 +98,7 @@ class Verdict(NamedTuple):
     Attributes:
         rid: the request.
         result, reason: the decision.
-        prefix_len: tokens that need not be computed, because the prefix cache or the host (SWAPPED_IN) has their KV.
+        prefix_len: tokens that need not be computed, because the prefix cache or the host has their KV.
         extend_len: tokens to compute: in all if the request is refused, in this step if it is admitted.
         output_len: tokens reserved for its output.
         need, have: the two sides of the deciding comparison, in tokens; in adapters for LORA_LIMIT.
@@ -168,6 +170,7 @@ class CacheMiss(NamedTuple):
         evicted_at: the cache's count of evictions when the missing page was evicted; 0 unless EVICTED.
         own_kind: for OTHER_NAMESPACE: the kind if no other namespace existed.
         lost_s: seconds since the missing page was evicted or flushed; `idle_s`: from its last use until then.
+        host_tokens: tokens after those found that come back from host memory.
     """
 
     rid: str
@@ -179,6 +182,7 @@ class CacheMiss(NamedTuple):
     own_kind: MissKind | None = None
     lost_s: float = 0.0
     idle_s: float = 0.0
+    host_tokens: int = 0
 
     def for_clients(self) -> CacheMiss:
         """A copy without information about other namespaces, which a cache salt must hide.

@@ -153,7 +153,14 @@ def _check_delivered(delivered: Delivered) -> None:
     usage = delivered.usage
     if not isinstance(usage, Usage):
         raise wrong_type("delivered.usage", usage, "a Usage")
-    for name in ("prompt_tokens", "completion_tokens", "cached_tokens", "num_retractions", "loaded_tokens"):
+    for name in (
+        "prompt_tokens",
+        "completion_tokens",
+        "cached_tokens",
+        "num_retractions",
+        "loaded_tokens",
+        "host_tokens",
+    ):
         check_integer(f"delivered.usage.{name}", getattr(usage, name), 0, MAX_COUNT)
     check_number("delivered.usage.queue_s", usage.queue_s, 0.0, _MAX_SECONDS)
     if usage.grammar is not None and not isinstance(usage.grammar, GrammarUsage):

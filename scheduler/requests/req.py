@@ -132,6 +132,8 @@ class Req:
         match, match_generation: the last look-up in the prefix cache, and the cache's generation at that time.
         cached_tokens: prompt tokens that the prefix cache had at the first admission.
         loaded_tokens: tokens that were loaded from a disk for it.
+        host_tokens: of `cached_tokens`, those that the host had.
+        page_keys: of its first pages, for the host, see `KVMemory`.
         num_retractions: how often it was retracted or preempted.
         looked_up_after: the number of retractions when it was last looked up in a tier.
         num_overtaken: passes in which it waited and a later arrival was admitted; see `MAX_OVERTAKEN`.
@@ -162,6 +164,7 @@ class Req:
         "handoff",
         "host_len",
         "host_pages",
+        "host_tokens",
         "in_memory",
         "is_checked_late",
         "keep_s",
@@ -181,6 +184,7 @@ class Req:
         "num_overtaken",
         "num_retractions",
         "output_len",
+        "page_keys",
         "pooling",
         "priority",
         "prompt_len",
@@ -241,7 +245,8 @@ class Req:
         self.match_generation = -1
         self.checkpoint = 0
         self.tree_len = 0
-        self.cached_tokens = self.loaded_tokens = 0
+        self.cached_tokens = self.loaded_tokens = self.host_tokens = 0
+        self.page_keys: list[bytes] = []
         self.received_s = now_s
         self.queue_s = 0.0
         self.num_retractions = self.looked_up_after = 0
@@ -265,6 +270,7 @@ class Req:
         self.num_delivered = self.output_len = len(delivered.output_ids) // TOKEN_ID_BYTES
         self.cached_tokens = delivered.usage.cached_tokens
         self.loaded_tokens = delivered.usage.loaded_tokens
+        self.host_tokens = delivered.usage.host_tokens
         self.queue_s = delivered.usage.queue_s
         self.num_retractions = self.looked_up_after = delivered.usage.num_retractions
         if self.grammar_figures is not None and delivered.usage.grammar is not None:
@@ -332,8 +338,9 @@ class Req:
             self.num_retractions,
             grammar,
             loaded_tokens=min(
-                self.loaded_tokens, self.cached_tokens
+                self.loaded_tokens, self.cached_tokens - self.host_tokens
             ),  # some may have been evicted before it started
+            host_tokens=self.host_tokens,
         )
 
     def __repr__(self) -> str:

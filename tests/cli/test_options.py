@@ -81,6 +81,8 @@ SERVE_FLAGS = """
 --kv-events-config
 --kv-events-replay
 --kv-fetch
+--kv-host-size
+--kv-offloading-size
 --kv-persist-salted
 --kv-store
 --kv-store-key

@@ -199,6 +199,7 @@ def test_recurrent_states_are_kept_too(request, name):
     [
         ({"preemption_mode": "swap"}, "preemption_mode is swap, but lfm2 has layers with a state"),
         ({"swap_space": 1.0}, "swap_space is 1.0, but lfm2 has layers with a state"),
+        ({"kv_host_size": 1.0}, "kv_host_size is 1, but lfm2 has layers with a state"),
         ({"model_impl": "transformers"}, "only the engine's own model keeps its states"),
     ],
 )

@@ -195,6 +195,7 @@ class FakeRunner:
         self.here: list[bool] = []  # which requests of the batch had their row when `masks` returned
         self.late = False
         self.num_masks = 0
+        self.caches_on_host = False
         self.swap_s = 0.0  # what every step with swaps says they took
 
     def launch(self, plan: StepPlan, go_on: GoOn = to_the_end, masks: GetMasks = no_masks) -> Launched:
@@ -309,7 +310,9 @@ class FakeRunner:
 
     def copy_pages(self, plan: StepPlan) -> None:
         """Out to the host, from page to page, in from the host: in this order."""
-        assert not (plan.swap_outs and plan.swap_ins), "in and out in the same step"
+        for copies in (pairs(plan.swap_outs), pairs(plan.swap_ins)):
+            targets = [target for _, target in copies]
+            assert len(set(targets)) == len(targets), "a page is copied to twice in a step"
         pages = self.kv.reshape(-1, self.page_size)
         for page, host_page in pairs(plan.swap_outs):
             self.host_kv[host_page] = pages[page]
@@ -320,7 +323,8 @@ class FakeRunner:
             pages[target] = pages[source]
         for host_page, page in pairs(plan.swap_ins):
             pages[page] = self.host_kv[host_page]
-            self.host_kv[host_page] = -1  # whoever reads it again is wrong
+            if not self.caches_on_host:
+                self.host_kv[host_page] = -1  # whoever reads it again is wrong
 
     def forward(self, plan: StepPlan, masks: GetMasks = no_masks) -> StepResult:
         rows, starts = ints(plan.rows), ints(plan.num_computed_tokens)

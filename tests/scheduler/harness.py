@@ -120,6 +120,7 @@ class Harness:
         max_model_len: int = 512,
         max_running_requests: int = 8,
         num_host_pages: int = 0,
+        kv_token_bytes: int = 1024,
         num_checkpoints: int = 0,
         checkpoint_pages: int = 0,
         num_stages: int = 1,
@@ -140,7 +141,7 @@ class Harness:
             max_running_requests,
             VOCAB_SIZE,
             num_host_pages=num_host_pages,
-            kv_token_bytes=1024,
+            kv_token_bytes=kv_token_bytes,
             num_adapter_slots=config.get("max_loras_per_batch", 8),
             num_checkpoints=num_checkpoints,
             checkpoint_pages=checkpoint_pages,
@@ -167,6 +168,7 @@ class Harness:
             num_pages, page_size, max_model_len, self.eos, VOCAB_SIZE, num_host_pages, memory
         )
         self.runner.has_states = checkpoint_pages > 0
+        self.runner.caches_on_host = (cache or {}).get("kv_host_size", 0.0) > 0
         if config.get("speculative", "off") != "off":
             self.runner.max_drafts = config.get("speculative_num_draft_tokens", 8)
         self._fake_runner = self.runner  # `runner` may become one around it
@@ -255,8 +257,8 @@ class Harness:
         assert isinstance(done.answer, HintDone)
         return done.answer
 
-    def flush(self, *, device: bool = True, tier: bool = True) -> FlushCacheDone:
-        self.scheduler.handle(Call(len(self.flushes) + 1, FlushCache(device, tier)), self.now_s)
+    def flush(self, *, device: bool = True, tier: bool = True, host: bool = True) -> FlushCacheDone:
+        self.scheduler.handle(Call(len(self.flushes) + 1, FlushCache(device, tier, host)), self.now_s)
         self.collect()
         self.scheduler.audit()
         return self.flushes[-1]

@@ -25,6 +25,16 @@ from .harness import VOCAB_SIZE, Harness
 
 BASE = [1 + (k * k + 3 * k) % (VOCAB_SIZE - 1) for k in range(80)]
 
+HOSTS = st.sampled_from(
+    [
+        ({}, 0.0),
+        ({"num_host_pages": 3}, 1.0),
+        ({"num_host_pages": 40, "preemption_mode": "swap"}, 1.0),
+        ({"num_host_pages": 40, "kv_token_bytes": 1 << 30}, 1.0),  # a step copies few of them
+    ]
+)
+"""Host memory and `--kv-host-size`."""
+
 
 class SchedulerMachine(RuleBasedStateMachine):
     """Anything may happen at any time."""
@@ -47,11 +57,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         multi_step_ms=st.sampled_from([0.0, 25.0, 1e9]),
         max_loras_per_batch=st.sampled_from([1, 2, 8]),
         cache=st.sampled_from([{}, {"pin_fraction": 0.5}]),
+        host=HOSTS,
         news=st.randoms(use_true_random=False),
     )
-    def make(self, overlap: int, multi_step_ms: float, news: random.Random, **config: Any) -> None:
+    def make(
+        self,
+        overlap: int,
+        multi_step_ms: float,
+        news: random.Random,
+        cache: dict[str, Any] | None = None,
+        host: tuple[dict[str, Any], float] = ({}, 0.0),
+        **config: Any,
+    ) -> None:
         burst_ms = 0.0 if overlap else multi_step_ms
-        self.harness = Harness(max_model_len=120, overlap=overlap, multi_step_ms=burst_ms, **config)
+        memory, kv_host_size = host
+        cache = {**(cache or {}), "kv_host_size": kv_host_size if config.get("radix_cache", True) else 0.0}
+        self.harness = Harness(
+            max_model_len=120, overlap=overlap, multi_step_ms=burst_ms, cache=cache, **memory, **config
+        )
         self.harness.has_news = lambda: news.random() < 0.2
 
     @rule(

@@ -39,13 +39,15 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
     page_size = draw(one_of(1, 2, 4, 16))
     max_partial = draw(one_of(1, 1, 2, 4))
     overlap = draw(one_of(0, 1, 2))
+    radix_cache = draw(one_of(True, True, False))
     return {
         "page_size": page_size,
         "num_pages": draw(st.integers(2, 14) if page_size == 16 else st.integers(4, 40)),
         "max_model_len": 120,
         "max_running_requests": draw(st.integers(1, 7)),
         "num_host_pages": draw(one_of(0, 3, 40)),
-        "radix_cache": draw(one_of(True, True, False)),
+        "kv_token_bytes": draw(one_of(1024, 1 << 30)),  # of the second, a step copies few
+        "radix_cache": radix_cache,
         "overlap": overlap,
         "speculative": "off" if overlap else draw(one_of("off", "ngram", "suffix")),
         "speculative_num_draft_tokens": draw(one_of(1, 3, 8)),
@@ -81,6 +83,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
         "cache": {
             "eviction_policy": draw(st.sampled_from(get_args(EvictionPolicyName))),
             "pin_fraction": draw(one_of(0.0, 0.25, 1.0)),
+            "kv_host_size": draw(one_of(0.0, 1.0)) if radix_cache else 0.0,
         },
     }
 

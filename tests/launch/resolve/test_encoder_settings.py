@@ -120,6 +120,7 @@ def test_own_values_are_kept():
             "chunked_prefill_size is 512, but bert is an encoder: each token attends",
         ),
         ({"swap_space": 1.0}, "swap_space is 1.0"),
+        ({"kv_host_size": 1.5}, "kv_host_size is 1.5"),
         ({"preemption_mode": "swap"}, "preemption_mode is swap"),
         ({"multi_step_ms": 40.0}, "multi_step_ms is 40.0"),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype is int8"),

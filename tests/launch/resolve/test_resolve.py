@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 
 import msgspec
@@ -700,6 +701,61 @@ def test_cuda_without_gpu_or_build_is_an_error():
 
 def pool_bytes_of(config: EngineConfig) -> int:
     return pool_of(config) * 2 * 30 * 3 * 64 * 2
+
+
+class TestHostSize:
+    def test_is_refused_on_the_cpu_whose_pool_is_host_memory(self):
+        with pytest.raises(ConfigError) as caught:
+            resolve(config(kv_host_size=4.0), SPEC, HOST)
+        assert str(caught.value) == (
+            "kv_host_size is 4 GiB, but on a CPU it must be 0: the KV pool is in host memory itself; leave "
+            "--kv-host-size out, and give the pool more with --max-total-tokens, or keep KV on disk with --kv-disk DIR"
+        )
+        assert resolve(config(kv_host_size=0.0), SPEC, HOST).config.cache.kv_host_size == 0.0
+
+    def test_beside_a_gpu_adds_pages_to_the_swap_space(self):
+        without = resolve(config(swap_space=1.0), SPEC, GPU_HOST).config
+        both = resolve(config(swap_space=1.0, kv_host_size=2.0), SPEC, GPU_HOST).config
+        alone = resolve(
+            config(preemption_mode="recompute", kv_host_size=2.0), SPEC, GPU_HOST
+        ).config  # swaps nothing
+        pages = [capacity_of(each, SPEC).num_host_pages for each in (without, both, alone)]
+        assert pages == [int(gib * GIB) // (16 * 23040) for gib in (1, 3, 2)]
+        assert both.cache.max_total_tokens == without.cache.max_total_tokens
+
+    def test_leaves_less_to_swap_space(self):
+        some = resolve(
+            config(kv_host_size=4.0), SPEC, dataclasses.replace(GPU_HOST, mem_available_bytes=8 * GIB)
+        )
+        assert some.config.cache.swap_space == (8 - 0.5 - 4) / 4
+        sums = "(8.0 GiB free on the host - 512 MiB runtime - 4.0 GiB --kv-host-size)"
+        assert some.notes["swap_space"] == f"a quarter of {sums}"
+
+    @pytest.mark.parametrize(
+        ("size", "words"),
+        [
+            (
+                20.0,
+                r"kv_host_size is 20 GiB, but \(16\.0 GiB free on the host - 512 MiB runtime\) leaves 15\.5 GiB; lower "
+                "--kv-host-size",
+            ),
+            (
+                0.0003,
+                r"kv_host_size is 0\.0003 GiB, less than one page of 360\.0 KiB; raise --kv-host-size, or",
+            ),
+            (-1.0, "kv_host_size is -1.0, but it must be 0 or more GiB"),
+            (math.inf, "kv_host_size is inf, but it must be 0 or more GiB"),
+        ],
+    )
+    def test_that_cannot_be_is_an_error(self, size, words):
+        with pytest.raises(ConfigError, match=words):
+            resolve(config(kv_host_size=size), SPEC, GPU_HOST)
+
+    def test_needs_the_prefix_cache(self):
+        with pytest.raises(
+            ConfigError, match=r"kv_host_size is 1 without the prefix cache, .* or --kv-host-size"
+        ):
+            config(kv_host_size=1.0, radix_cache=False)
 
 
 class TestSwapSpace:

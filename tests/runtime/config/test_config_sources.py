@@ -214,6 +214,7 @@ def test_python_arguments_are_checked_like_all_others():
         ("max_cpu_loras", 9, "max_loaded_loras", 9),
         ("max_loras", 3, "max_loras_per_batch", 3),
         ("kv_events_config", "tcp://*:5557", "kv_events", "tcp://*:5557"),
+        ("kv_offloading_size", 2.5, "kv_host_size", 2.5),
         ("decode_burst_ms", 25.0, "multi_step_ms", 25.0),
     ],
 )

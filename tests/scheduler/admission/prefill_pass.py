@@ -30,9 +30,9 @@ class CountedMemory:
     def unlocked_pages(self, match: PrefixMatch) -> int:
         return match.num_pages
 
-    def lock(self, req: Req, match: PrefixMatch) -> None:
+    def lock(self, req: Req, prefix: Prefix) -> None:
         assert req.rid not in self.locked, "locked twice"
-        self.locked[req.rid] = match.num_pages
+        self.locked[req.rid] = prefix.match.num_pages
 
 
 def make_req(rid: str, prompt_len: int, max_new_tokens: int = 1, *, ignore_eos: bool = False) -> Req:

@@ -157,7 +157,12 @@ CONFIGS = st.fixed_dictionaries(
         "length_estimate": st.sampled_from(["max-tokens", "tenant-average"]),
         "chaos": st.sampled_from([None, "retract=0.2:20"]),
         "static_batch_wait": st.just(0.05),
-        "cache": st.sampled_from(get_args(EvictionPolicyName)).map(lambda name: {"eviction_policy": name}),
+        "cache": st.fixed_dictionaries(
+            {
+                "eviction_policy": st.sampled_from(get_args(EvictionPolicyName)),
+                "kv_host_size": st.sampled_from([0.0, 1.0]),
+            }
+        ),
     }
 )
 

@@ -21,11 +21,10 @@ from engine.scheduler.kv_stores.identity import (
     identity_of,
     is_salted,
     kv_facts,
-    page_keys,
-    root_key,
     weights_content,
 )
 from engine.scheduler.prefix_cache.base import namespace_of
+from engine.scheduler.prefix_cache.tier_pages import page_keys, root_key
 
 SPEC = ModelSpec(
     model_type="llama",

@@ -20,7 +20,7 @@ class Cache(PrefixCache):
     def evictable_pages(self) -> int:
         return len(self.pages)
 
-    def evict(self, num_pages: int) -> IntArray:
+    def evict(self, num_pages: int, *, to_host: bool = False) -> IntArray:
         dropped, self.pages = self.pages[:num_pages], self.pages[num_pages:]
         return dropped
 

@@ -153,8 +153,8 @@ def test_preemption_changes_no_token_and_disturbs_only_lower_ones(data):
             assert max(priorities[rid] for rid in admitted) > max(priorities[rid] for rid in victims)
 
 
-def test_nobody_is_swapped_out_for_one_that_is_swapped_in(make_scheduler):
-    """What makes place for a request on the host is computed again: else the step would swap out and in."""
+def test_one_is_swapped_out_for_one_that_is_swapped_in_in_the_same_step(make_scheduler):
+    """The copies out come before the copies in, so what makes place for a request on the host is swapped, too."""
     harness = make_scheduler(
         schedule_policy="priority",
         priority_preemption_threshold=0,
@@ -175,6 +175,6 @@ def test_nobody_is_swapped_out_for_one_that_is_swapped_in(make_scheduler):
     harness.step()
 
     (retraction,) = harness.last_pass.retractions
-    assert (retraction.rid, retraction.mode, retraction.cause) == ("low", "recompute", "priority")
+    assert (retraction.rid, retraction.mode, retraction.cause) == ("low", "swap", "priority")
     assert [verdict.rid for verdict in harness.last_pass.verdicts] == ["high", "middle"]
     harness.run_until_idle()

@@ -24,7 +24,7 @@ from tests.selection import examples
 
 from ..harness import VOCAB_SIZE
 from ..journal.recorded import finish, record
-from ..test_scheduler_properties import BASE, SchedulerMachine
+from ..test_scheduler_properties import BASE, HOSTS, SchedulerMachine
 from .fake_disk import DiskHarness, FakeDisk
 
 
@@ -50,6 +50,7 @@ class DiskMachine(SchedulerMachine):
         answers_itself=st.booleans(),
         kv_write=st.sampled_from(["selective", "through", "evicted"]),
         kv_fetch=st.sampled_from(["timeout", "timeout", "timeout:700", "best_effort", "wait"]),
+        host=HOSTS,
         news=st.randoms(use_true_random=False),
     )
     def make(
@@ -63,8 +64,10 @@ class DiskMachine(SchedulerMachine):
         answers_itself: bool = False,
         kv_write: str = "through",
         kv_fetch: str = "timeout",
+        host: tuple[dict[str, Any], float] = ({}, 0.0),
         **config: Any,
     ) -> None:
+        memory, kv_host_size = ({}, 0.0) if checkpoints[1] else host
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(page_tier, "MIN_TOKENS", min_tokens)
         self.folder = tempfile.TemporaryDirectory()
@@ -77,7 +80,13 @@ class DiskMachine(SchedulerMachine):
             multi_step_ms=burst_ms,
             num_checkpoints=checkpoints[0],
             checkpoint_pages=checkpoints[1],
-            cache={"kv_disk": "folder", "kv_write": kv_write, "kv_fetch": kv_fetch},
+            cache={
+                "kv_disk": "folder",
+                "kv_write": kv_write,
+                "kv_fetch": kv_fetch,
+                "kv_host_size": kv_host_size,
+            },
+            **memory,
             **config,
         )
         self.harness.has_news = lambda: news.random() < 0.2

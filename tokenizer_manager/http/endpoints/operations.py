@@ -230,7 +230,7 @@ async def abort_request(exchange: Exchange, services: Services) -> None:
 
 
 async def flush_cache(exchange: Exchange, engine: Engine) -> None:
-    """Empty the prefix cache and its tier, or the one that `tier` names."""
+    """Empty the prefix cache and its tiers, or the one that `tier` names."""
     await _flush(exchange, engine, exchange.query.get("tier", ""))
 
 
@@ -241,14 +241,15 @@ async def clear_storage(exchange: Exchange, engine: Engine) -> None:
 
 async def _flush(exchange: Exchange, engine: Engine, only: str) -> None:
     """Empty one of the tiers, or all; answered by the tokens of the KV pool."""
-    tiers = ["device", *filter(None, [engine.config.cache.kv_tier])]
+    cache = engine.config.cache
+    tiers = ["device", *(["host"] if cache.kv_host_size else []), *([cache.kv_tier] if cache.kv_tier else [])]
     if only and only not in tiers:
         message = (
             f"tier is {show(only)}, but this server has {' and '.join(tiers)}; leave it out to flush all"
         )
         raise RequestError(message, param="tier", code="invalid_value")
     done = await engine.manager.control.flush_cache(
-        device=only in ("", "device"), tier=only in ("", engine.config.cache.kv_tier)
+        device=only in ("", "device"), tier=only in ("", cache.kv_tier), host=only in ("", "host")
     )
     if done.error:
         message = (

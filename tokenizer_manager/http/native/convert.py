@@ -307,8 +307,9 @@ def _body(engine: Engine, generation: Generation, choice: Choice, collected: Col
         queue_time=usage.queue_s,
         e2e_latency=(choice.last_token_s or generation.arrival_s) - generation.arrival_s,
     )
-    if usage.loaded_tokens:
-        meta.cached_tokens_by_tier = {engine.config.cache.kv_tier: usage.loaded_tokens}
+    by_tier = {"host": usage.host_tokens, engine.config.cache.kv_tier: usage.loaded_tokens}
+    if used := {tier: tokens for tier, tokens in by_tier.items() if tokens}:
+        meta.cached_tokens_by_tier = used
     if choice.guided is not None and choice.finish is not None:
         meta.grammar = choice.guided.report(tokenizer) or UNSET
         meta.truncated = truncated_of(choice, tokenizer)

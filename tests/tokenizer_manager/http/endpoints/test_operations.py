@@ -227,20 +227,21 @@ def test_the_docs_page_lists_every_route_and_loads_nothing_from_elsewhere(serve:
 
 
 @pytest.mark.parametrize(
-    ("path", "device", "tier"),
+    ("path", "device", "tier", "host"),
     [
-        ("/flush_cache", True, True),
-        ("/flush_cache?timeout=30", True, True),
-        ("/flush_cache?tier=", True, True),
-        ("/flush_cache?tier=device", True, False),
-        ("/flush_cache?tier=disk", False, True),
-        ("/clear_hicache_storage_backend", False, True),
+        ("/flush_cache", True, True, True),
+        ("/flush_cache?timeout=30", True, True, True),
+        ("/flush_cache?tier=", True, True, True),
+        ("/flush_cache?tier=device", True, False, False),
+        ("/flush_cache?tier=disk", False, True, False),
+        ("/flush_cache?tier=host", False, False, True),
+        ("/clear_hicache_storage_backend", False, True, False),
     ],
 )
-def test_a_flush_may_name_a_tier(serve: Serve, path: str, device: bool, tier: bool):
-    served = serve(cache={"kv_disk": "folder"})
+def test_a_flush_may_name_a_tier(serve: Serve, path: str, device: bool, tier: bool, host: bool):
+    served = serve(cache={"kv_disk": "folder", "kv_host_size": 1.0})
     assert served.client.post(path).json() == {"flushed_tokens": 32, "kept_tokens": 8}
-    assert served.engine.flushes == [FlushCache(device, tier)]
+    assert served.engine.flushes == [FlushCache(device, tier, host)]
 
 
 def test_a_flush_that_the_tier_has_not_done_is_an_error(serve: Serve):
