@@ -24,7 +24,6 @@ from ..runtime.messages import (
     TokenOutput,
 )
 from ..runtime.scheduler_report import SchedulerReport
-from ..runtime.transport.message_base import Logprobs
 from .incremental import IncrementalDecoder, TokenTable
 from .stop_strings import StopMatcher
 
@@ -206,7 +205,7 @@ def _stopped_row(row: TokenOutput, text: str, matched: str, num_tokens: int) -> 
         token_ids=row.token_ids[: num_tokens * _INT32_BYTES],
         usage=replace(row.usage, completion_tokens=row.usage.completion_tokens - num_surplus),
         finish=Finish(FinishKind.STOP, matched=matched),
-        logprobs=_first(row.logprobs, num_tokens),
+        logprobs=None if row.logprobs is None else row.logprobs.first(num_tokens),
         prompt_logprobs=row.prompt_logprobs,
     )
 
@@ -215,16 +214,3 @@ def _failed_row(row: TokenOutput) -> TextOutput:
     message = "the text of this request could not be decoded; see the server's log"
     finish = Finish(FinishKind.ERROR, message=message)
     return TextOutput(rid=row.rid, text="", token_ids=b"", usage=row.usage, finish=finish)
-
-
-def _first(logprobs: Logprobs | None, num_tokens: int) -> Logprobs | None:
-    """The entries of the first tokens; all arrays have 4-byte elements."""
-    if logprobs is None:
-        return None
-    row_bytes = _INT32_BYTES * logprobs.top_k
-    return replace(
-        logprobs,
-        token_logprobs=logprobs.token_logprobs[: num_tokens * _INT32_BYTES],
-        top_ids=logprobs.top_ids[: num_tokens * row_bytes],
-        top_logprobs=logprobs.top_logprobs[: num_tokens * row_bytes],
-    )

@@ -367,7 +367,7 @@ class PendingStep:
         return StepResult(
             step_id=self.step_id,
             next_token_ids=b"" if next_ids is None else next_ids.tobytes(),
-            logprobs=_pack_logprobs(batch, sampled),
+            logprobs=_pack_logprobs(batch, sampled, counts),
             prompt_logprobs=prompt_logprobs,
             errors=errors,
             forward_s=forward_s,
@@ -404,14 +404,22 @@ def _pairs(data: bytes) -> npt.NDArray[np.int64]:
     return np.frombuffer(data, dtype=np.int32).reshape(-1, 2).T.astype(np.int64, order="C")
 
 
-def _pack_logprobs(batch: InputBatch, sampled: Sampled | None) -> tuple[Logprobs | None, ...]:
-    """One entry per sampled request; empty if no request asks for logprobs. Requests with logprobs have no drafts."""
+def _pack_logprobs(
+    batch: InputBatch, sampled: Sampled | None, counts: npt.NDArray[np.int64] | None
+) -> tuple[Logprobs | None, ...]:
+    """One entry per sampled request; empty if no request asks for logprobs.
+
+    `counts`: [S] tokens of each request, of whose rows those are the first ones; None without drafts: one each.
+    """
     sampling = batch.sampling
     if sampling.logprobs is None or sampled is None or sampled.logprobs is None:
         return ()
-    packed: list[Logprobs | None] = [None] * sampling.num_rows
-    for n, (idx, top_k) in enumerate(
-        zip(sampling.logprobs.sampled_idx, sampling.logprobs.top_k, strict=True)
-    ):
-        packed[idx] = sampled.logprobs.pack(n, n + 1, top_k)
-    return tuple(packed if batch.drafts is None else (packed[row] for row in batch.drafts.firsts_np))
+    firsts, num_tokens = range(sampling.num_rows), [1] * sampling.num_rows
+    if batch.drafts is not None and counts is not None:
+        firsts, num_tokens = batch.drafts.firsts_np.tolist(), counts.tolist()
+    places = {row: n for n, row in enumerate(sampling.logprobs.sampled_idx)}
+    packed: list[Logprobs | None] = []
+    for first, count in zip(firsts, num_tokens, strict=True):
+        n = places.get(first)
+        packed.append(None if n is None else sampled.logprobs.pack(n, n + count, sampling.logprobs.top_k[n]))
+    return tuple(packed)

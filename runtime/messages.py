@@ -118,6 +118,7 @@ class Usage(Record, frozen=True):
         processed_tokens: prompt tokens with KV, in a row that says only this; None in all others.
         loaded_tokens: of `cached_tokens`, those that were loaded from a disk for this request.
         host_tokens: of `cached_tokens`, those that were copied from host memory.
+        draft_tokens, accepted_draft_tokens: drafts that were verified for it, and those that were accepted.
     """
 
     prompt_tokens: int
@@ -129,6 +130,8 @@ class Usage(Record, frozen=True):
     processed_tokens: int | None = None
     loaded_tokens: int = 0
     host_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
 
 
 _ATTEMPT: Final = "+"

@@ -115,6 +115,7 @@ class SamplingParams(
         prompt_logprobs: the same for the prompt's tokens (the first one has none).
         skip_special_tokens: special tokens do not appear in the text.
         include_stop_str_in_output: keep the matched stop string in the text.
+        speculative: False: no draft tokens for this request, whatever `--speculative` says. The answer is the same.
     """
 
     max_new_tokens: int | None = None
@@ -173,6 +174,7 @@ class SamplingParams(
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    speculative: bool = True
 
     @property
     def greedy(self) -> bool:
@@ -216,6 +218,7 @@ class SamplingParams(
             check_integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
         check_flag("skip_special_tokens", self.skip_special_tokens)
         check_flag("include_stop_str_in_output", self.include_stop_str_in_output)
+        check_flag("speculative", self.speculative)
 
 
 def _numbers() -> Iterator[tuple[str, type, Bounds]]:

@@ -109,6 +109,8 @@ class SchedulerReport(Message, frozen=True):
         tiers: with --kv-disk or --kv-store, by the tier's name.
         num_sessions: that the prefix cache keeps.
         session_turns: see `KVMemory.session_turns`.
+        drafts, accepted_drafts: `totals.draft_tokens` and `totals.accepted_draft_tokens` by method and position; see
+            `DraftStats`.
     """
 
     sent_s: float
@@ -134,6 +136,8 @@ class SchedulerReport(Message, frozen=True):
     tiers: dict[str, TierFigures] = msgspec.field(default_factory=dict)
     num_sessions: int = 0
     session_turns: dict[str, int] = msgspec.field(default_factory=dict)
+    drafts: dict[str, int] = msgspec.field(default_factory=dict)
+    accepted_drafts: dict[str, int] = msgspec.field(default_factory=dict)
 
     def flat(self) -> dict[str, Any]:
         """All figures by the names of `/metrics` and `/server_info`: `kv_used_tokens`, `prompt_tokens_total`."""

@@ -243,7 +243,7 @@ class StepResult(Record, frozen=True):
         step_id: of the plan.
         next_token_ids: [S] the sampled tokens, in batch order of the requests with `samples` = 1; after a step with
             drafts or a multi-step decode, `num_next_tokens` of each request, consecutively.
-        logprobs: one entry per sampled request (each of n = 1 token), or empty if no request in the batch needs them.
+        logprobs: one entry per sampled request, of its tokens in this step; empty if no request of the batch needs any.
         prompt_logprobs: batch index -> log-probabilities of the prompt tokens *predicted by* this chunk: the tokens at
             positions num_computed+1 .. min(num_computed+num_scheduled, prompt_len-1).
         errors: batch index -> message, for requests that failed on their own (values not finite, also in a chunk that

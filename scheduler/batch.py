@@ -35,6 +35,7 @@ class ScheduleBatch(msgspec.Struct, frozen=True, eq=False):
         end: [B] the number of tokens with KV after the step. Accepted drafts, and the further inner steps of a
             multi-step decode, add to it.
         num_drafts: the draft tokens of all requests together.
+        draft_methods: [num_drafts] uint8, see `Drafts`.
         sampled: [S] batch indices of the requests that sample. `StepResult.next_token_ids` is in this order.
         has_grammar: a request that samples has a grammar.
     """
@@ -48,6 +49,7 @@ class ScheduleBatch(msgspec.Struct, frozen=True, eq=False):
     num_drafts: int
     sampled: IntArray
     has_grammar: bool = False
+    draft_methods: bytes = b""
 
     def __len__(self) -> int:
         return len(self.reqs)

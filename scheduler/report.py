@@ -85,6 +85,8 @@ def report_of(
         num_sessions=kv.num_sessions,
         session_turns=dict(kv.session_turns),
         tiers=tiers,
+        drafts=stats.drafts.checked(),
+        accepted_drafts=stats.drafts.accepted(),
     )
 
 

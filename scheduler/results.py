@@ -242,8 +242,9 @@ class ResultSettler:
         counts = np.frombuffer(result.num_next_tokens, dtype=np.int32)
         assert len(counts) == len(batch.sampled), f"step {result.step_id}: {len(counts)} runs"
         token_ids = np.frombuffer(result.next_token_ids, dtype=np.int32)
-        num_drafts = np.frombuffer(batch.plan.num_drafts, dtype=np.int32).tolist()
-        if num_drafts:
+        num_drafts = np.frombuffer(batch.plan.num_drafts, dtype=np.int32)
+        if batch.num_drafts:
+            self._stats.drafts.count(num_drafts, batch.draft_methods, counts - 1)
             self._stats.draft_tokens += batch.num_drafts
             self._stats.accepted_draft_tokens += len(token_ids) - len(counts)
         else:
@@ -260,12 +261,14 @@ class ResultSettler:
             if refused:
                 self._count_overruled(req, run, refused.get(int(batch_idx), ()))
             self._stats.generation_tokens += len(run)
-            if num_drafts:
-                req.num_drafts += num_drafts[batch_idx]
+            if batch.num_drafts:
+                req.num_drafts += int(num_drafts[batch_idx])
                 req.num_accepted_drafts += len(run) - 1
             if len(run) > 1:
                 self._policy.gained(req, len(run) - 1)
-            logprobs = result.logprobs[idx] if result.logprobs else None  # for one token: see `may_speculate`
+            logprobs = result.logprobs[idx] if result.logprobs else None
+            if logprobs is not None and len(run) < counts[idx]:
+                logprobs = logprobs.first(len(run))
             id_bytes = run.tobytes()
             if finish is not None:
                 rows.append(self._end(req, finish, now_s, id_bytes, logprobs))
@@ -334,6 +337,8 @@ def _plain_rows(reqs: list[Req], id_bytes: bytes) -> list[TokenOutput]:
                 None,
                 min(req.loaded_tokens, req.cached_tokens - req.host_tokens) if req.loaded_tokens else 0,
                 req.host_tokens,
+                req.num_drafts,
+                req.num_accepted_drafts,
             ),
         )
         for req, start in zip(reqs, starts, strict=True)

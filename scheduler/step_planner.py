@@ -118,6 +118,7 @@ def plan_step(
         num_drafts=len(drafts.token_ids),
         sampled=sampled,
         has_grammar=bool(memory.states.has_grammar[tokens.rows[sampled]].any()),
+        draft_methods=drafts.methods,
     )
 
 

@@ -6,7 +6,7 @@ A replica is a scheduler with its detokenizer; there is one without `--dp`. The 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from msgspec.structs import astuple, replace
@@ -190,11 +190,6 @@ def combined(reports: Sequence[SchedulerReport], sent_s: float) -> SchedulerRepo
     """
     if len(reports) == 1:
         return replace(reports[0], sent_s=sent_s)
-    waiting: Counter[str] = Counter()
-    turns: Counter[str] = Counter()
-    for report in reports:
-        waiting.update(report.waiting_by_reason)
-        turns.update(report.session_turns)
     return SchedulerReport(
         sent_s=sent_s,
         num_running_reqs=sum(report.num_running_reqs for report in reports),
@@ -205,7 +200,7 @@ def combined(reports: Sequence[SchedulerReport], sent_s: float) -> SchedulerRepo
         new_token_ratio=max(report.new_token_ratio for report in reports),
         pinned_tokens=sum(report.pinned_tokens for report in reports),
         policy=", ".join(dict.fromkeys(report.policy for report in reports if report.policy)),
-        waiting_by_reason=dict(waiting),
+        waiting_by_reason=_sum_by_name(report.waiting_by_reason for report in reports),
         stalled=next((report.stalled for report in reports if report.stalled), ""),
         detokenizer_reqs=sum(report.detokenizer_reqs for report in reports),
         num_adapters=max(report.num_adapters for report in reports),
@@ -219,9 +214,18 @@ def combined(reports: Sequence[SchedulerReport], sent_s: float) -> SchedulerRepo
             for tier in sorted({tier for report in reports for tier in report.tiers})
         },
         num_sessions=sum(report.num_sessions for report in reports),
-        session_turns=dict(turns),
+        session_turns=_sum_by_name(report.session_turns for report in reports),
+        drafts=_sum_by_name(report.drafts for report in reports),
+        accepted_drafts=_sum_by_name(report.accepted_drafts for report in reports),
         transfer=_of_pair([report.transfer for report in reports if report.transfer is not None]),
     )
+
+
+def _sum_by_name(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for each in counts:
+        total.update(each)
+    return dict(total)
 
 
 def _sum(records: Sequence[R]) -> R:

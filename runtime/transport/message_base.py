@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
@@ -14,6 +15,9 @@ class Message(msgspec.Struct, tag=True, array_like=True, frozen=True, gc=False):
 
 class Record(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Base of what travels nested inside a message, so it needs no tag."""
+
+
+_ELEMENT_BYTES: Final = 4  # of int32 and float32
 
 
 class Logprobs(Record, frozen=True):
@@ -30,6 +34,17 @@ class Logprobs(Record, frozen=True):
     top_ids: bytes = b""
     top_logprobs: bytes = b""
     top_k: int = 0
+
+    def first(self, num_tokens: int) -> Logprobs:
+        """The entries of the first tokens."""
+        token_bytes = num_tokens * _ELEMENT_BYTES
+        top_bytes = token_bytes * self.top_k
+        return Logprobs(
+            self.token_logprobs[:token_bytes],
+            self.top_ids[:top_bytes],
+            self.top_logprobs[:top_bytes],
+            self.top_k,
+        )
 
 
 class ProcessIdentity(Record, frozen=True):

@@ -252,7 +252,9 @@ def _by_grammar(story: RequestStory | None) -> str:
 def _draft_words(left: Finished) -> str:
     if not left.num_drafts:
         return ""
-    return f"; {left.num_accepted_drafts:,} of {left.num_drafts:,} drafts were accepted"
+    per_step = left.output_len / max(1, left.output_len - left.num_accepted_drafts)
+    share = left.num_accepted_drafts / left.num_drafts
+    return f"; {per_step:.1f} tokens a step; {share:.0%} of {left.num_drafts:,} drafts right"
 
 
 def _overruled_words(left: Finished) -> str:

@@ -1,11 +1,55 @@
-"""`SchedulerStats`: totals since the start of the process; `StepLog`: a log line per interval, made of reports."""
+"""Figures since the start of the process: `SchedulerStats` and, of drafts, `DraftStats`; `StepLog`: log lines."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
 
 from ...runtime.scheduler_report import SchedulerReport
+from ..arrays import IntArray
+
+DRAFT_METHODS: Final = ("forced", "ngram", "suffix")
+"""Sources of drafts: a grammar that allows one text, the request's own text, finished answers."""
+FORCED, NGRAM, SUFFIX = range(len(DRAFT_METHODS))
+_MAX_POSITION: Final = 8
+"""Drafts further from the last token count as this far."""
+
+
+class DraftStats:
+    """Counts of checked and of accepted drafts, by method and position, 1 to _MAX_POSITION."""
+
+    def __init__(self) -> None:
+        shape = len(DRAFT_METHODS) * _MAX_POSITION
+        self._checked, self._accepted = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+
+    def count(self, counts: IntArray, methods: bytes, num_accepted: IntArray) -> None:
+        """Count the drafts of a step: [S] numbers of drafts, [D] their methods, [S] numbers of accepted ones."""
+        positions = np.arange(len(methods)) - np.repeat(np.cumsum(counts) - counts, counts)
+        cells = np.frombuffer(methods, dtype=np.uint8) * _MAX_POSITION + np.minimum(
+            positions, _MAX_POSITION - 1
+        )
+        accepted = cells[positions < np.repeat(num_accepted, counts)]
+        self._checked += np.bincount(cells, minlength=len(self._checked))
+        self._accepted += np.bincount(accepted, minlength=len(self._checked))
+
+    def checked(self) -> dict[str, int]:
+        """Drafts that were checked, by method and position: "suffix 1"."""
+        return {name: int(self._checked[cell]) for name, cell in _cells(self._checked)}
+
+    def accepted(self) -> dict[str, int]:
+        """The same of the accepted ones; 0 where some were checked."""
+        return {name: int(self._accepted[cell]) for name, cell in _cells(self._checked)}
+
+
+def _cells(counts: npt.NDArray[np.int64]) -> Iterator[tuple[str, int]]:
+    for cell in counts.nonzero()[0].tolist():
+        method, position = divmod(cell, _MAX_POSITION)
+        yield f"{DRAFT_METHODS[method]} {position + 1}", cell
 
 
 @dataclass(slots=True)
@@ -23,6 +67,7 @@ class SchedulerStats:
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
     overruled_tokens: int = 0
+    drafts: DraftStats = field(default_factory=DraftStats)
 
 
 logger = logging.getLogger(__name__)

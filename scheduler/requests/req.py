@@ -272,6 +272,8 @@ class Req:
         self.loaded_tokens = delivered.usage.loaded_tokens
         self.host_tokens = delivered.usage.host_tokens
         self.queue_s = delivered.usage.queue_s
+        self.num_drafts = delivered.usage.draft_tokens
+        self.num_accepted_drafts = delivered.usage.accepted_draft_tokens
         self.num_retractions = self.looked_up_after = delivered.usage.num_retractions
         if self.grammar_figures is not None and delivered.usage.grammar is not None:
             self.grammar_figures = GrammarFigures.going_on(delivered.usage.grammar)
@@ -341,6 +343,8 @@ class Req:
                 self.loaded_tokens, self.cached_tokens - self.host_tokens
             ),  # some may have been evicted before it started
             host_tokens=self.host_tokens,
+            draft_tokens=self.num_drafts,
+            accepted_draft_tokens=self.num_accepted_drafts,
         )
 
     def __repr__(self) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
 
 from ...runtime.feasibility import pages_for
-from ...runtime.sampling_params import SamplingParams
 from ..arrays import EMPTY, IntArray
 from ..memory.kv_memory import RowMemory
 from ..requests.req import Req
@@ -19,23 +19,25 @@ class Drafts(NamedTuple):
     Attributes:
         counts: [B] number of drafts of each of the step's B decoding requests; empty if there are no drafts.
         token_ids: [D] the drafts, request after request.
+        methods: [D] uint8, the source of each draft: an index into `DRAFT_METHODS`.
     """
 
     counts: IntArray
     token_ids: IntArray
+    methods: bytes
 
     def __bool__(self) -> bool:
         return len(self.token_ids) > 0
 
 
-NO_DRAFTS: Final = Drafts(EMPTY, EMPTY)
+NO_DRAFTS: Final = Drafts(EMPTY, EMPTY, b"")
 
 
-def drafts_of(per_request: list[list[int]]) -> Drafts:
-    """The drafts of B requests, from one list per request. Lists may be empty."""
+def drafts_of(per_request: list[list[int]], methods: Sequence[bytes]) -> Drafts:
+    """The drafts of B requests, from one list and the methods of as many drafts per request. Lists may be empty."""
     counts = np.array([len(each) for each in per_request], dtype=np.int32)
     flat = [token_id for each in per_request for token_id in each]
-    return Drafts(counts, np.array(flat, dtype=np.int32)) if flat else NO_DRAFTS
+    return Drafts(counts, np.array(flat, dtype=np.int32), b"".join(methods)) if flat else NO_DRAFTS
 
 
 class DraftMemory:
@@ -67,9 +69,12 @@ class DraftMemory:
 
 
 def may_speculate(req: Req) -> bool:
-    """Whether sampling at a position depends on the earlier tokens only through the model and the masks."""
-    return not (_has_penalties(req.sampling) or req.sampling.logprobs is not None)
+    """Whether a request may have drafts: it does not refuse them, and has no penalties.
 
-
-def _has_penalties(sampling: SamplingParams) -> bool:
-    return bool(sampling.repetition_penalty != 1.0 or sampling.frequency_penalty or sampling.presence_penalty)
+    With penalties the logits at a position depend on the tokens before it, which drafts only propose.
+    """
+    sampling = req.sampling
+    has_penalties = (
+        sampling.repetition_penalty != 1.0 or sampling.frequency_penalty or sampling.presence_penalty
+    )
+    return sampling.speculative and not has_penalties

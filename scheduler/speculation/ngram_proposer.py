@@ -20,6 +20,7 @@ from typing import Final
 import numpy as np
 
 from ..arrays import IntArray
+from ..records.stats import NGRAM, SUFFIX
 from .suffix_index import MAX_MATCH, MAX_PLACES, Match, SuffixIndex
 
 MIN_MATCH: Final = 2
@@ -189,6 +190,11 @@ class NgramProposer:
             chance *= self._rates.of(match_len, of_answers=self._of_answers)
             chances.append(chance)
         return chances
+
+    @property
+    def method(self) -> int:
+        """The source of the drafts: an index into `DRAFT_METHODS`."""
+        return SUFFIX if self._of_answers else NGRAM
 
     def drafts(self, count: int) -> list[int]:
         """The `count` tokens from the followed position on; there must be as many `chances`."""

@@ -26,7 +26,7 @@ their positions.
 
 There are no drafts in these cases:
 - A request has penalties: the logits at a position depend on the tokens before it, which drafts only propose.
-- A request has logprobs: their rows are packed one token at a time.
+- A request says `speculative: false`.
 - The step contains prompts: it is long already, and the requests of the prompts wait.
 - The next page of a request is not available: drafts never cause a retraction, and leave a page per running request.
 - The device ran out of memory, and the caps of `StepCaps` are still in force.
@@ -54,6 +54,7 @@ from ..batch import ScheduleBatch
 from ..grammar.grammar_rules import GrammarDrafts
 from ..memory.kv_memory import RowMemory
 from ..phases import Work
+from ..records.stats import FORCED, NGRAM
 from ..requests.req import Req
 from ..step_size.step_limits import StepCaps, StepLimits
 from .drafts import NO_DRAFTS, DraftMemory, Drafts, drafts_of, may_speculate
@@ -123,7 +124,7 @@ class NgramSpeculation(Speculation):
         self._states, self._memory = memory.states, DraftMemory(memory, most_drafts)
         self._caps = caps
         self._grammar_drafts = grammar_drafts
-        self._guided: dict[Req, list[int]] = {}  # the possible drafts of requests with a matcher in this step
+        self._guided: dict[Req, tuple[list[int], int]] = {}
         self._costs = StepCosts()
         self._shared = HitRates()
         self._answers = answers
@@ -141,11 +142,13 @@ class NgramSpeculation(Speculation):
         if not any(counts):
             return NO_DRAFTS
         counts = self._memory.take_pages(work.decode_reqs, counts)
+        drafts = [
+            self._drafts(req, count) if count else []
+            for req, count in zip(work.decode_reqs, counts, strict=True)
+        ]
         return drafts_of(
-            [
-                self._drafts(req, count) if count else []
-                for req, count in zip(work.decode_reqs, counts, strict=True)
-            ]
+            drafts,
+            [self._methods(req, len(each)) for req, each in zip(work.decode_reqs, drafts, strict=True)],
         )
 
     def needs_result(self, batch: ScheduleBatch) -> bool:
@@ -199,7 +202,7 @@ class NgramSpeculation(Speculation):
         )
         if not token_ids:
             return []
-        self._guided[req] = token_ids
+        self._guided[req] = token_ids, num_forced
         if not num_forced:
             return chances[: len(token_ids)]
         known = chances[num_forced - 1] if num_forced < len(token_ids) else 1.0
@@ -208,7 +211,13 @@ class NgramSpeculation(Speculation):
 
     def _drafts(self, req: Req, count: int) -> list[int]:
         guided = self._guided.get(req)
-        return self._ngram_drafts(req, count) if guided is None else guided[:count]
+        return self._ngram_drafts(req, count) if guided is None else guided[0][:count]
+
+    def _methods(self, req: Req, count: int) -> bytes:
+        """The methods of the `count` drafts of a request: forced ones come first."""
+        num_forced = min(count, self._guided[req][1]) if req in self._guided else 0
+        proposer = self._proposers.get(req)
+        return bytes([FORCED] * num_forced + [proposer.method if proposer else NGRAM] * (count - num_forced))
 
     def _ngram_drafts(self, req: Req, count: int) -> list[int]:
         proposer = self._proposers[req]
@@ -339,7 +348,8 @@ class ForcedSpeculation(Speculation):
         if not num_drafts or (self._has_inner_steps and num_drafts * _REQS_PER_DRAFT < len(reqs)):
             return NO_DRAFTS
         counts = self._memory.take_pages(reqs, [len(token_ids) for token_ids in proposed])
-        return drafts_of([token_ids[:count] for token_ids, count in zip(proposed, counts, strict=True)])
+        drafts = [token_ids[:count] for token_ids, count in zip(proposed, counts, strict=True)]
+        return drafts_of(drafts, [bytes([FORCED]) * count for count in counts])
 
     def needs_result(self, batch: ScheduleBatch) -> bool:
         return batch.num_drafts > 0

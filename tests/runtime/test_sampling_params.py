@@ -147,6 +147,7 @@ BAD_VALUES: Final[dict[str, list[Any]]] = {
     "prompt_logprobs": [*_NO_INTEGER, -1, 21],
     "skip_special_tokens": _NO_FLAG,
     "include_stop_str_in_output": _NO_FLAG,
+    "speculative": _NO_FLAG,
 }
 
 

@@ -391,8 +391,8 @@ class FakeRunner:
             if samples[idx]:
                 next_ids += runs[idx]
                 wants = row.sampling.logprobs is not None
-                assert not wants or len(runs[idx]) == 1
-                logprobs.append(Logprobs(np.float32(len(row.tokens)).tobytes()) if wants else None)
+                positions = len(row.tokens) + 1 + np.arange(-len(runs[idx]), 0, dtype=np.float32)
+                logprobs.append(Logprobs(positions.tobytes()) if wants else None)
                 if self.rids[row_id] in self.fail_next:
                     self.fail_next.discard(self.rids[row_id])
                     errors[idx] = "logits are not finite"

@@ -58,6 +58,7 @@ SAMPLING: Final[dict[str, list[Any]]] = {
     "prompt_logprobs": [1.5, "1", True, -1, 21],
     "skip_special_tokens": [None, 1, "yes"],
     "include_stop_str_in_output": [None, 1, "yes"],
+    "speculative": [None, 1, "yes"],
 }
 USAGE: Final = Usage(6, 1)
 OTHERS: Final[dict[str, list[Any]]] = {

@@ -87,8 +87,6 @@ _TOTALS: Final = (
     ("timed_out_reqs_total", "Requests that ran into queue_timeout or timeout."),
     ("num_steps_total", "Steps of the model; each round of a multi-step decode is one."),
     ("step_s_total", "Seconds that steps took."),
-    ("draft_tokens_total", "Draft tokens that steps have checked (--speculative)."),
-    ("accepted_draft_tokens_total", "Draft tokens that were right: each saved its request a step."),
     ("grammar_builds_total", "Grammars that the scheduler's process compiled, or could not compile."),
     ("grammar_build_s_total", "Seconds for that, on a thread of its own."),
     ("grammar_masks_total", "Token masks that grammars filled."),
@@ -288,6 +286,18 @@ class Metrics:
         yield from head("session_turns_total", text, "counter")
         for outcome, count in sorted(report.session_turns.items()):
             yield sample("session_turns_total", {**self._labels, "outcome": outcome}, count)
+        for name, text, counts in (
+            ("draft_tokens_total", "Draft tokens that steps have checked.", report.drafts),
+            (
+                "accepted_draft_tokens_total",
+                "Draft tokens that were right: each saved its request a step.",
+                report.accepted_drafts,
+            ),
+        ):
+            yield from head(name, f"{text} The last position stands for all further ones.", "counter")
+            for source, count in sorted(counts.items()):
+                method, position = source.split()
+                yield sample(name, {**self._labels, "method": method, "position": position}, count)
         yield from self._value(
             "stalled", "1 if requests wait and nothing moves.", "gauge", int(bool(report.stalled))
         )

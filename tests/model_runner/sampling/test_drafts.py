@@ -107,6 +107,26 @@ def test_the_last_token_stays_on_the_device(driver, sampling, alone):
     assert np.frombuffer(second.wait().next_token_ids, dtype=np.int32).tolist() == alone[4:5]
 
 
+@pytest.mark.parametrize("num_right", [0, 2, 4])
+def test_a_run_has_the_logprobs_of_single_steps(driver, num_right):
+    """Beside a request without any, whose run has another length."""
+    kinds = SamplingParams(temperature=0.0, seed=0, max_new_tokens=64, logprobs=2), KINDS["greedy"]
+    req, other = begun(driver, kinds[0]), begun(driver, kinds[1], prompt_of(9))
+    tokens, expected = list(req.output), []
+    single = begun(driver, kinds[0])
+    for _ in range(num_right + 1):
+        (logprobs,) = driver.step([(single, 1)]).logprobs
+        expected.append(logprobs)
+    drafts = [*single.output[len(tokens) :][:num_right], *[(single.output[-1] + 1) % 96] * (4 - num_right)]
+    result = driver.runner.launch(drafted(driver, [(other, [1]), (req, drafts)])).wait()
+    assert result.logprobs[0] is None and result.logprobs[1] is not None
+    run = result.logprobs[1]
+    assert run.top_k == 2
+    for name, dtype in (("token_logprobs", "f4"), ("top_ids", "i4"), ("top_logprobs", "f4")):
+        of_single = np.frombuffer(b"".join(getattr(each, name) for each in expected), dtype)
+        assert np.frombuffer(getattr(run, name), dtype) == pytest.approx(of_single, abs=1e-5)
+
+
 def test_logits_that_are_no_numbers_count_where_their_tokens_do(driver):
     req, other = begun(driver, KINDS["greedy"]), begun(driver, KINDS["greedy"], prompt_of(9, seed=1))
     plan = drafted(driver, [(req, [1, 2]), (other, [3])])

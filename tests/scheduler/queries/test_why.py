@@ -55,8 +55,8 @@ def test_drafts_that_were_right_are_told():
         12.0, 9, left=[Finished("r1", FinishKind.LENGTH, 50, num_drafts=40, num_accepted_drafts=31)]
     )
     answer = explain([ARRIVED, a_pass(1, admitted("r1")), ended], "r1")
-    assert answer.sentence.endswith("with 50 tokens (length; 31 of 40 drafts were accepted).")
-    assert answer.rows[-1][3] == "length, 50 tokens; 31 of 40 drafts were accepted"
+    assert answer.sentence.endswith("with 50 tokens (length; 2.6 tokens a step; 78% of 40 drafts right).")
+    assert answer.rows[-1][3] == "length, 50 tokens; 2.6 tokens a step; 78% of 40 drafts right"
 
 
 def test_equal_verdicts_are_one_line_with_the_last_arithmetic():

@@ -61,7 +61,14 @@ def test_a_text_that_repeats_itself_takes_few_steps(make_harness):
     assert [each.num_drafts for each in passes if each.step_id][: len(steps)] == drafts_of(steps)
     assert harness.answers["a"].tokens == plain.answers["a"].tokens
     told = explain(harness.scheduler.decisions, "a").sentence
-    assert f" of {report.totals.draft_tokens} drafts were accepted" in told
+    checked, accepted = report.totals.draft_tokens, report.totals.accepted_draft_tokens
+    per_step = 120 / (120 - accepted)
+    assert f"; {per_step:.1f} tokens a step; {accepted / checked:.0%} of {checked} drafts right" in told
+    usage = harness.answers["a"].rows[-1].usage
+    assert (usage.draft_tokens, usage.accepted_draft_tokens) == (checked, accepted)
+    assert {source.split()[0] for source in report.drafts} == {"ngram"}
+    assert sum(report.drafts.values()) == checked and sum(report.accepted_drafts.values()) == accepted
+    assert report.drafts["ngram 1"] == sum(map(bool, drafts_of(steps))) > report.drafts["ngram 8"] > 0
 
 
 @pytest.mark.parametrize(
@@ -152,6 +159,22 @@ def test_an_answer_ends_at_its_limit(make_harness, max_new_tokens):
     assert harness.scheduler.report(0.0).totals.generation_tokens == 40 + max_new_tokens
 
 
+@pytest.mark.parametrize("max_new_tokens", [30, 31, 35, 38])
+def test_a_run_has_the_logprobs_of_its_tokens(make_harness, max_new_tokens):
+    """The runner says the position of each token; the row of a run that is cut has as many as tokens."""
+    harness = make_harness()
+    harness.submit("a", prompt=CIRCLE, max_new_tokens=max_new_tokens, logprobs=0)
+    stop = make_harness(eos=(int(np.int32(7)),))
+    stop.submit("a", prompt=CIRCLE, max_new_tokens=100, logprobs=0, ignore_eos=False)
+    for each in (harness, stop):
+        drafted = sum(drafts_of(each.run_until_idle()))
+        rows = each.answers["a"].rows
+        assert drafted and max(len(row.token_ids) for row in rows) > 4
+        values = [np.frombuffer(row.logprobs.token_logprobs, np.float32).tolist() for row in rows]
+        assert [len(each) * 4 for each in values] == [len(row.token_ids) for row in rows]
+        assert [value for row in values for value in row] == list(range(6, 6 + len(each.answers["a"].tokens)))
+
+
 @pytest.mark.parametrize("position", range(14, 30))
 def test_an_answer_ends_at_its_stop_token_within_a_run(make_harness, position):
     """What follows it in the run is dropped, and its KV is not cached beyond it."""
@@ -183,7 +206,7 @@ def test_no_drafts_where_they_could_change_an_answer(make_harness):
     harness.submit("frequency", prompt=CIRCLE, max_new_tokens=60, frequency_penalty=0.5)
     harness.submit("presence", prompt=CIRCLE, max_new_tokens=60, presence_penalty=0.5)
     harness.submit("repetition", prompt=CIRCLE, max_new_tokens=60, repetition_penalty=1.5)
-    harness.submit("logprobs", prompt=CIRCLE, max_new_tokens=60, logprobs=1)
+    harness.submit("refuses", prompt=CIRCLE, max_new_tokens=60, speculative=False)
     drafted = set()
     for batch in harness.run_until_idle():
         counts = ints(batch.plan.num_drafts)
@@ -210,8 +233,13 @@ def test_tokens_that_were_drafted_are_charged_to_their_tenant(make_harness, poli
         schedule_policy=policy, tenant_quantum=46, max_running_requests=1, radix_cache=False
     )
     for _ in range(6):
-        for tenant, logprobs in (("drafted", None), ("plain", 0)):
-            harness.submit(prompt=CIRCLE, max_new_tokens=40, logprobs=logprobs, message={"tenant": tenant})
+        for tenant in ("drafted", "plain"):
+            harness.submit(
+                prompt=CIRCLE,
+                max_new_tokens=40,
+                speculative=tenant == "drafted",
+                message={"tenant": tenant},
+            )
     tenants, num_drafts = [], 0
     for batch in harness.run_until_idle():
         num_drafts += batch.num_drafts

@@ -57,6 +57,16 @@ def test_an_answer_in_one_piece(serve: Serve):
     }
 
 
+def test_usage_counts_right_and_wrong_drafts(serve: Serve):
+    served = serve(lambda request: [row(request, "Hello", finish=STOP, drafts=(7, 4))])
+    usage = served.client.post(PATH, json=HI | {"speculative": False, "n": 2}).json()["usage"]
+    assert usage["completion_tokens_details"] == {
+        "accepted_prediction_tokens": 8,
+        "rejected_prediction_tokens": 6,
+    }
+    assert served.engine.next_request().sampling.speculative is False
+
+
 def test_a_stream_is_role_deltas_finish_done(serve: Serve):
     served = serve(say_all("Hel", "", "lo"))
     reply = served.client.post(PATH, json=HI | {"stream": True})

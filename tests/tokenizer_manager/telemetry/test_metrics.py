@@ -100,6 +100,8 @@ def full_page() -> str:
         waiting_by_reason={"NO_KV": 3},
         stalled="x",
         session_turns={"hit": 2},
+        drafts={"suffix 1": 5},
+        accepted_drafts={"suffix 1": 3},
     )
     return metrics.render(report)
 

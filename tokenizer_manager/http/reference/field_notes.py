@@ -80,6 +80,7 @@ NOTES: Final[Mapping[str, str]] = {
     "include_stop_str_in_output": "The text keeps the stop string.",
     "no_stop_trim": "The text keeps the stop string.",
     "skip_special_tokens": "Special tokens do not appear in the text.",
+    "speculative": "False: no draft tokens for this answer, which is the same without.",
     "echo": "The text begins with the prompt.",
     # ---- the form of the response
     "stream": "Send the answer as it is generated.",

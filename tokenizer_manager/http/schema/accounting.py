@@ -17,9 +17,11 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class CompletionTokensDetails(msgspec.Struct):
-    """The purpose of the generated tokens."""
+    """The purpose of the generated tokens, and drafts that became tokens of the answer or did not."""
 
-    reasoning_tokens: int
+    reasoning_tokens: int | UnsetType = UNSET
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    rejected_prediction_tokens: int | UnsetType = UNSET
 
 
 class UsageBody(msgspec.Struct):
@@ -97,7 +99,14 @@ def usage_of(
     prompt = sum(len(choice.prompt_ids) for choice in generation.prompt_choices)
     completion = sum(choice.usage.completion_tokens for choice in generation.choices)
     cached = sum(choice.usage.cached_tokens for choice in generation.prompt_choices)
-    details = UNSET if reasoning_tokens is None else CompletionTokensDetails(reasoning_tokens)
+    details: CompletionTokensDetails | UnsetType = UNSET
+    drafts = sum(choice.usage.draft_tokens for choice in generation.choices)
+    if reasoning_tokens is not None or drafts:
+        details = CompletionTokensDetails(UNSET if reasoning_tokens is None else reasoning_tokens)
+    if drafts and details is not UNSET:
+        accepted = sum(choice.usage.accepted_draft_tokens for choice in generation.choices)
+        details.accepted_prediction_tokens = accepted
+        details.rejected_prediction_tokens = drafts - accepted
     grammar = UNSET if tokenizer is None else grammar_of(generation, tokenizer)
     return UsageBody(prompt, completion, prompt + completion, PromptTokensDetails(cached), details, grammar)
 

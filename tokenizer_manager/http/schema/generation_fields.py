@@ -71,6 +71,7 @@ class SamplingFields(_Numbers, kw_only=True):
     ignore_eos: bool | None = None
     logit_bias: LogitBias | None = None
     skip_special_tokens: bool | None = None
+    speculative: bool | None = None
 
     def num_choices(self, limits: RequestLimits) -> int:
         """Answers per prompt.
