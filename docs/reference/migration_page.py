@@ -9,6 +9,7 @@ from engine.runtime.config.migration import ANSWERS, CHAT_ANSWERS, COMMANDS, SAM
 
 from .common_flags import COMMON
 from .markdown import bullet, code, link_to, page, paragraph
+from .peer_names import SETTINGS
 
 NAME: Final = "migration.md"
 
@@ -69,6 +70,8 @@ def _line(name: str) -> str:
     link = f"[{code(setting.field.flag)}](configuration.md#{setting.field.name})"
     if setting.alias is None:
         return bullet(f"{code(flag_of(name))}: the same, {link}")
+    if setting.alias.translate is not None:
+        return bullet(f"{code(flag_of(name))}: {link}. {SETTINGS[setting.field.name].note}")
     if setting.switch is None:
         return bullet(f"{code(flag_of(name))}: {link}")
     values = ", ".join(f"{str(on).lower()} is {str(value).lower()}" for on, value in setting.switch.items())

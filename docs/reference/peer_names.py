@@ -93,6 +93,17 @@ SETTINGS: Final[Mapping[str, PeerNames]] = {
         vllm=("kv_offloading_size",),
         note="SGLang `hicache_size` is in GB of each rank, `hicache_ratio` a multiple of the KV pool.",
     ),
+    "kv_disk": PeerNames(
+        sglang=("hicache_storage_backend",),
+        vllm=("kv_transfer_config",),
+        note="SGLang's file, with its folder in SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR, and mooncake, with "
+        "MOONCAKE_MASTER; vLLM's OffloadingConnector with a secondary tier fs.",
+    ),
+    "kv_write": _sglang(
+        "hicache_write_policy",
+        note="write_through_selective is selective, write_through is through, write_back is evicted.",
+    ),
+    "kv_fetch": _sglang("hicache_storage_prefetch_policy", note="wait_complete is wait."),
     "swap_space": PeerNames(note="The V0 engine of vLLM has `swap_space`, in GiB per GPU."),
     "kv_events": _both(
         "kv_events_config",

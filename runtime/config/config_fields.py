@@ -159,6 +159,17 @@ class SettingName:
     def switch(self) -> Mapping[bool, object] | None:
         return None if self.alias is None else self.alias.switch
 
+    def values(self, value: object) -> dict[str, object]:
+        """The values of settings, by their names, for `value` under this name; most names stand for one setting.
+
+        Raises:
+            ConfigError: as for `ConfigField.check`.
+        """
+        if self.alias is None or self.alias.translate is None:
+            return {self.field.name: self.check(value)}
+        fields = config_fields()
+        return {name: fields[name].check(each) for name, each in self.alias.translate(value).items()}
+
     def check(self, value: object) -> object:
         """The field's value for `value` under this name; errors call the setting by this name.
 

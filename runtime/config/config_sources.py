@@ -143,10 +143,10 @@ def from_flags(given: Mapping[str, object]) -> dict[str, Value]:
         setting = setting_names()[name]
         if value is not None and value != []:  # typer's value for a repeatable option that is not given
             try:
-                checked = setting.check(value)
+                values = setting.values(value)
             except ConfigError as error:
                 raise ConfigError(str(error).replace(name, setting.flag, 1)) from None
-            put(layer, setting, Value(checked, setting.flag))
+            put(layer, values, setting.flag)
     return layer
 
 
@@ -155,7 +155,7 @@ def from_arguments(arguments: Mapping[str, object]) -> dict[str, Value]:
     layer: dict[str, Value] = {}
     for key, value in arguments.items():
         setting = find_setting(key)
-        put(layer, setting, Value(setting.check(value), f"argument {setting.name}"))
+        put(layer, setting.values(value), f"argument {setting.name}")
     return layer
 
 
@@ -197,23 +197,22 @@ def from_yaml_file(path: Path) -> dict[str, Value]:
                 raise ConfigError(
                     f"{key} has no value, and without one {_GUARDS[setting.field.name]}; write one, or null"
                 )
-            value = setting.check(_node_value(loader, node, setting))
-            layer[setting.field.name] = Value(value, origin)
+            put(layer, setting.values(_node_value(loader, node, setting)), origin)
         except ConfigError as error:
             raise ConfigError(f"{origin}: {error}") from None
     return layer
 
 
-def put(layer: dict[str, Value], setting: SettingName, value: Value) -> None:
-    """Add a value to a layer where each setting is given once.
+def put(layer: dict[str, Value], values: Mapping[str, object], origin: str) -> None:
+    """Add values of settings, by their names, to a layer where each setting is given once.
 
     Raises:
         ConfigError: it has already been given under another name.
     """
-    first = layer.get(setting.field.name)
-    if first is not None:
-        raise ConfigError(f"{first.origin} and {value.origin} are two names of one setting; give one of them")
-    layer[setting.field.name] = value
+    for name, value in values.items():
+        if (first := layer.get(name)) is not None:
+            raise ConfigError(f"{first.origin} and {origin} are two names of one setting; give one of them")
+        layer[name] = Value(value, origin)
 
 
 def _preset_layer(preset: Value | None) -> dict[str, Value]:

@@ -20,6 +20,12 @@ from .chaos_spec import parse_chaos
 from .device_config import KernelConfig, ParallelConfig
 from .kv_store_address import parse_kv_store
 from .model_choice import PoolingType, Quantization, TaskChoice, TaskName
+from .peer_tiers import (
+    hicache_storage_backend,
+    hicache_storage_prefetch_policy,
+    hicache_write_policy,
+    kv_transfer_config,
+)
 from .server_config import LogConfig, OverloadMode, ServerConfig
 from .setting_declaration import Alias, check_at_least, check_finite
 
@@ -197,6 +203,8 @@ class CacheConfig:
     kv_disk: Annotated[
         str | None,
         "Folder that keeps the KV of prompts on disk, also after a restart; it holds what users wrote.",
+        Alias("hicache_storage_backend", translate=hicache_storage_backend, in_help=False),
+        Alias("kv_transfer_config", translate=kv_transfer_config, in_help=False),
     ] = None
     kv_disk_size: Annotated[
         float, "With --kv-disk: GiB that the folder may take; never more than half of the free space."
@@ -214,12 +222,14 @@ class CacheConfig:
         KVWriteName,
         "With --kv-disk or --kv-store: store what a second request uses, and the rest while no request runs "
         "(selective); each prompt at its end (through); or what is about to be evicted (evicted).",
+        Alias("hicache_write_policy", translate=hicache_write_policy, in_help=False),
     ] = "selective"
     kv_fetch: Annotated[
         str,
         "With --kv-disk or --kv-store: load a prompt if that is estimated to be faster than computing it, for at most "
         "twice the estimate (timeout) or MS milliseconds (timeout:MS), or until it could start (best_effort); "
         "or all that is found, however long it takes (wait).",
+        Alias("hicache_storage_prefetch_policy", translate=hicache_storage_prefetch_policy, in_help=False),
     ] = "timeout"
     kv_persist_salted: Annotated[
         bool,

@@ -53,7 +53,7 @@ def from_environment(
         if setting is None or not text or _is_link(name, text):
             continue
         if names is None or setting.field.name in names:
-            put(layer, setting, Value(_checked(setting, name, environ), f"${name}"))
+            put(layer, _checked(setting, name, environ), f"${name}")
     return layer
 
 
@@ -86,13 +86,13 @@ def _is_link(name: str, text: str) -> bool:
     return name == variable_of("port") and _LINK.fullmatch(text) is not None
 
 
-def _checked(setting: SettingName, name: str, environ: Mapping[str, str]) -> object:
+def _checked(setting: SettingName, name: str, environ: Mapping[str, str]) -> dict[str, object]:
     text = variable(name, environ)
     field = setting.field
     value: object = text
     if field.many and field.name not in SECRETS and text is not None:  # a key may have a comma
         value = [part.strip() for part in text.split(",") if part.strip()]
     try:
-        return setting.check(value)
+        return setting.values(value)
     except ConfigError as error:
         raise ConfigError(str(error).replace(setting.name, f"${name}", 1)) from None

@@ -59,11 +59,6 @@ ANSWERS: Final[Mapping[str, str]] = {
     "hicache_size": "use --kv-host-size, which is in GiB and for all ranks together",
     "hicache_ratio": _HOST_TIER,
     "kv_offloading_backend": f"{_ALWAYS}: --kv-host-size is enough",
-    "hicache_write_policy": "use --kv-write selective (write_through_selective), through (write_through) or evicted "
-    "(write_back)",
-    "hicache_storage_backend": "use --kv-disk DIR for file, --kv-store mooncake://master:port for mooncake, and "
-    "--kv-store redis://host:port/db for others that several servers share",
-    "hicache_storage_prefetch_policy": "use --kv-fetch best_effort, wait (wait_complete) or timeout",
     # devices
     "n_gpu_layers": "use --device cuda or --device cpu; a model is on one kind of device",
     "gpu_layers": "use --device cuda or --device cpu; a model is on one kind of device",
@@ -78,8 +73,6 @@ ANSWERS: Final[Mapping[str, str]] = {
     "split_mode": _ONE_GPU,
     "main_gpu": _ONE_GPU,
     "base_gpu_id": _ONE_GPU,
-    "kv_transfer_config": "use --disaggregation-mode and --transfer-backend; for OffloadingConnector --kv-disk DIR, "
-    "and for stores that several servers share (MooncakeStoreConnector, LMCacheConnectorV1) --kv-store",
     "api_server_count": f"{_ALWAYS}: there is one process for HTTP",
     "threads_batch": "use --num-threads, for prompts and answers",
     "skip_server_warmup": f"{_ALWAYS}: the server is ready when it says so",

@@ -9,7 +9,7 @@ setting's own name is: flag, YAML file, `LLM(...)`. A name with another meaning 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -27,12 +27,14 @@ class Alias:
         name: as a field's, with underscores.
         switch: for a boolean name of a setting that is not boolean: the values for true and, if present, for false;
             None for a name that takes the setting's own values.
+        translate: for a name whose values are others: gives values of settings by their names, raises `ConfigError`.
         in_help: whether `--help` names it; docs/configuration.md names all.
     """
 
     name: str
     switch: Mapping[bool, object] | None = None
     in_help: bool = True
+    translate: Callable[[object], Mapping[str, object]] | None = None
 
 
 def check_finite(name: str, value: float, low: float, *, open_end: bool) -> None:

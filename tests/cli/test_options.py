@@ -68,6 +68,9 @@ SERVE_FLAGS = """
 --executor
 --grammar-timeout
 --header-timeout
+--hicache-storage-backend
+--hicache-storage-prefetch-policy
+--hicache-write-policy
 --host
 --in-batch-prefix-caching
 --isolate-tenants
@@ -86,6 +89,7 @@ SERVE_FLAGS = """
 --kv-persist-salted
 --kv-store
 --kv-store-key
+--kv-transfer-config
 --kv-write
 --language-model-only
 --length-ageing

@@ -11,10 +11,20 @@ from engine.runtime.config.config_sources import from_flags, merge
 from engine.runtime.config.environment import doubtful_variables, from_environment, variable_of
 from engine.runtime.errors import ConfigError
 
+TRANSLATED = {
+    "hicache_storage_backend": "file",
+    "kv_transfer_config": '{"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"spec_name": '
+    '"TieringOffloadingSpec", "secondary_tiers": [{"type": "fs", "root_dir": "/kv"}]}}',
+    "hicache_write_policy": "write_back",
+    "hicache_storage_prefetch_policy": "timeout",
+}
+
 
 def text_for(setting):
     """A value that a setting takes under this name, as text."""
     field = setting.field
+    if setting.name in TRANSLATED:
+        return TRANSLATED[setting.name]
     if setting.is_switch:
         return "true" if setting.switch is None or True in setting.switch else "false"
     if field.choices:
