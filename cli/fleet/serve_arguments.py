@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -11,8 +11,9 @@ from typer.main import get_command
 
 from ...launch.resolve.host_facts import HostFacts, usable_threads
 from ...launch.resolve.resolve import CPU_MEM_FRACTION
-from ...runtime.config.config_fields import config_fields
+from ...runtime.config.config_fields import SECRETS, config_fields, flag_of
 from ...runtime.config.config_sources import MergedConfig
+from ...runtime.config.environment import variable_of
 from ...runtime.errors import ConfigError
 from ...supervisor.ray.cluster import absolute_model
 from ..options import merge_options
@@ -36,13 +37,15 @@ class ServeArguments:
     """Arguments with which each server is started.
 
     Attributes:
-        arguments: the model and the options, as they were given.
+        arguments: the model and the options, as they were given, without secrets.
+        secrets: these, as environment variables; a command line is shown to all users of a machine.
         merged: as `engine serve` will read them.
         device: cpu or cuda.
         host: the facts of this machine.
     """
 
     arguments: tuple[str, ...]
+    secrets: Mapping[str, str]
     merged: MergedConfig
     device: str
     host: HostFacts
@@ -63,8 +66,9 @@ class ServeArguments:
         return max(1, usable_threads(self.host) // share) if asked == "auto" else int(asked)
 
     def env(self) -> dict[str, str]:
-        """The engine's settings of this environment; Ray assigns the GPUs."""
-        return {name: value for name, value in os.environ.items() if name.startswith("ENGINE_")}
+        """The engine's settings of this environment, and the secrets; Ray assigns the GPUs."""
+        settings = {name: value for name, value in os.environ.items() if name.startswith("ENGINE_")}
+        return {**settings, **self.secrets}
 
     def needs(self, share: int) -> dict[str, float]:
         """Resources of a machine that one server takes, in Ray's units."""
@@ -101,7 +105,27 @@ def parse_serve(model: str | None, options: Sequence[str], host: HostFacts) -> S
         origin = merged.origins[name]
         if origin.startswith("--") or (name != "port" and _differs(merged, name)):
             raise ConfigError(f"{name} is set ({origin}), but {fix}")
-    return ServeArguments(tuple(words), merged, _device(merged, host), host)
+    given = {name: values[name] if isinstance(values[name], list) else [values[name]] for name in SECRETS}
+    secrets = {
+        variable_of(name): found[0] for name, found in given.items() if found != [None] and len(found) == 1
+    }
+    return ServeArguments(
+        tuple(_without(words, [flag_of(name) for name in SECRETS if variable_of(name) in secrets])),
+        secrets,
+        merged,
+        _device(merged, host),
+        host,
+    )
+
+
+def _without(words: Sequence[str], flags: Collection[str]) -> Iterator[str]:
+    """The words without these options and their values."""
+    each = iter(words)
+    for word in each:
+        if word in flags:
+            next(each)
+        elif word.partition("=")[0] not in flags:
+            yield word
 
 
 def _differs(merged: MergedConfig, name: str) -> bool:

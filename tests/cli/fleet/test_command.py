@@ -14,6 +14,7 @@ from engine.cli.fleet.run import FleetPlan, ready_text
 from engine.cli.fleet.serve_arguments import ServeArguments, parse_serve
 from engine.launch.resolve.host_facts import HostFacts
 from engine.launch.resolve.nvidia_gpus import GpuFacts
+from engine.runtime.config.environment import variable_of
 from engine.runtime.errors import ConfigError
 
 
@@ -89,6 +90,19 @@ def test_a_port_that_is_written_elsewhere_is_replaced(tmp_path):
     path = tmp_path / "engine.yaml"
     path.write_text("port: 4000\nlog_name: west\n")
     assert serve("--config", str(path)).command(3, 1)[-8:-4] == ["--port", "0", "--log-name", "west3"]
+
+
+@pytest.mark.parametrize("form", [("--kv-store", "URL"), ("--kv-store=URL",)])
+def test_a_password_is_on_no_command_line(form):
+    url = "redis://:s3cret@127.0.0.1:6379/0"
+    options = [word.replace("URL", url) for word in form]
+    found = serve("--strict", *options, "--api-key", "k3y", "--tp", "1")
+
+    assert found.command(0, 1)[:5] == ["serve", "default", "--strict", "--tp", "1"]
+    assert "s3cret" not in str(found.command(0, 1)) and "k3y" not in str(found.command(0, 1))
+    names = [variable_of(name) for name in ("kv_store", "api_key")]
+    assert [found.env()[name] for name in names] == [url, "k3y"]
+    assert found.merged.config.cache.kv_store == url
 
 
 @pytest.fixture
