@@ -109,10 +109,16 @@ def start_engine(prepared: Prepared, tokenizer: Tokenizer, *, on_step: Callable[
                 None,
                 lambda: scheduler.settled_step,
             )
-            mover.wait_until_open()  # a script asks at once, and only once
-        for adapter in prepared.adapters:
-            pipeline.handle(Call(0, LoadAdapter(adapter.store_id, adapter.spec)))
-        pipeline.finish_reads()
+        try:
+            if mover is not None:
+                mover.wait_until_open()  # a script asks at once, and only once
+            for adapter in prepared.adapters:
+                pipeline.handle(Call(0, LoadAdapter(adapter.store_id, adapter.spec)))
+            pipeline.finish_reads()
+        except BaseException:
+            if mover is not None:
+                mover.close()
+            raise
         return EngineParts(
             scheduler,
             pipeline,

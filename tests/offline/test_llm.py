@@ -17,6 +17,7 @@ from engine import LLM, ConfigError, EngineDeadError, RequestError, SamplingPara
 from engine.offline.batch import Batch, CheckedRequest
 from engine.offline.outputs import OutputBuilder
 from engine.runtime.config.presets import PRESETS
+from engine.scheduler.kv_stores.page_mover import PageMover
 from engine.scheduler.tiers import page_tier
 from engine.tokenizer_manager.scheduling_options import Scheduling
 
@@ -563,3 +564,13 @@ def test_prompts_outlive_an_engine_on_a_disk(tiny_model, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="kv_disk is .*, which is or is in a file"):
         LLM(str(tiny_model), **settings | {"kv_disk": str(tmp_path / "file")})
+
+
+def test_an_error_after_the_start_of_a_tier_ends_its_threads(tiny_model, tmp_path, monkeypatch):
+    def fail(_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(PageMover, "wait_until_open", fail)
+    with pytest.raises(ZeroDivisionError):
+        LLM(str(tiny_model), dtype="float32", num_threads=1, kv_disk=str(tmp_path / "kv"))
+    assert not {"kv-store", "kv-store-calls"} & {thread.name for thread in threading.enumerate()}
