@@ -170,7 +170,7 @@ class TierFigures(Record, frozen=True):
         lookups, loaded_tokens, load_s, store_s: totals.
         timeouts, lookup_errors, load_errors, store_errors: answers that took too long, and commands that failed.
         loaded_bytes, stored_bytes: that were read and written, of KV and of states.
-        used_bytes: all that the store holds, as its thread has said last.
+        used_bytes: all that the store holds, as its thread has said last; -1: not known.
     """
 
     waiting: int = 0
@@ -186,4 +186,4 @@ class TierFigures(Record, frozen=True):
     loaded_bytes: int = 0
     stored_bytes: int = 0
     lookup_errors: int = 0
-    used_bytes: int = 0
+    used_bytes: int = -1

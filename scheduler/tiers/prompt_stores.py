@@ -52,7 +52,7 @@ class TierCounts:
     loaded_tokens: int = 0
     loaded_bytes: int = 0
     stored_bytes: int = 0
-    used_bytes: int = 0
+    used_bytes: int = -1
     load_s: float = 0.0
     store_s: float = 0.0
     errors: Counter[str] = field(default_factory=Counter)

@@ -17,7 +17,7 @@ def test_every_metric_is_in_the_list_once():
     listed = text.partition("\n## Metrics\n")[2].partition("\n## ")[0].partition("\n- ")[2]
     names = re.findall(r"`([a-z0-9_]+)(?:\{[a-z_,]+\})?`", listed)
     page = Metrics().render(
-        SchedulerReport(sent_s=1.0, transfer=TransferFigures(), tiers={"disk": TierFigures()})
+        SchedulerReport(sent_s=1.0, transfer=TransferFigures(), tiers={"disk": TierFigures(used_bytes=0)})
     )
 
     assert sorted(names) == sorted(re.findall(r"^# TYPE engine:(\w+) ", page, re.MULTILINE))

@@ -329,8 +329,9 @@ class Metrics:
             ),
             ("kv_tier_used_bytes", "Bytes that the tier holds.", "gauge", figures.used_bytes),
         ):
-            yield from head(name, text, kind)
-            yield sample(name, labels, value)
+            if value >= 0:  # else it is not known: a server has it
+                yield from head(name, text, kind)
+                yield sample(name, labels, value)
         for name, text, values in (
             (
                 "kv_tier_bytes_total",
