@@ -97,7 +97,7 @@ class MooncakeClient:
         code = self._store.remove(name, True)  # also one that was asked about just now
         _check([] if code == _NOT_FOUND else [code])
 
-    def remove_all(self, prefix: str) -> None:
+    def remove_all(self, prefix: str, limit_s: float) -> None:  # its own limit holds, see the module
         _check([self._store.remove_by_regex(f"^{re.escape(prefix)}.*", True)])
 
     def close(self) -> None:

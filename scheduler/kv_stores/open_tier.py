@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from ...models.source import ModelSource
     from ...models.spec.model_spec import ModelSpec
     from ..transfer.link.ranks import Ranks
+
+
+logger = logging.getLogger(__name__)
 
 
 class Tier(NamedTuple):
@@ -50,6 +54,12 @@ def check_tier(cache: CacheConfig) -> Tier | None:
     address = parse_kv_store(cache.kv_store)
     seal = None if cache.kv_store_key is None else Seal(read_key(Path(cache.kv_store_key).expanduser()))
     client = open_client(address)
+    if address.scheme == "mooncake" and seal is None:
+        logger.warning(
+            "%s: its master may place prompts' KV in the memory of other machines, without encryption; encrypt it "
+            "with --kv-store-key",
+            address,
+        )
     memo = cache_dir() / "kv_store" / "weights.json"
     with contextlib.suppress(OSError):  # then the weights are read at each start
         memo.parent.mkdir(parents=True, exist_ok=True)

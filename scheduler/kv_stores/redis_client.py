@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
@@ -102,10 +103,15 @@ class RedisClient:
         with self._calling():
             self._client.unlink(name)
 
-    def remove_all(self, prefix: str) -> None:
+    def remove_all(self, prefix: str, limit_s: float) -> None:
+        ends_s, cursor = time.monotonic() + limit_s, 0
         with self._calling():
-            for name in self._client.scan_iter(match=prefix + "*", count=_SCAN_COUNT):
-                self._client.unlink(name)
+            while True:
+                cursor, names = self._client.scan(cursor, match=prefix + "*", count=_SCAN_COUNT)
+                if names:
+                    self._client.unlink(*names)
+                if not cursor or time.monotonic() > ends_s:
+                    return
 
     def close(self) -> None:
         with contextlib.suppress(self._errors.RedisError, OSError):

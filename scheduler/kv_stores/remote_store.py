@@ -1,6 +1,11 @@
 """`RemoteStore`: records on a server that several engines on several machines may share, through a `StoreClient`.
 
-    engine:kv:IDENTITY:KEY    a record without the zeros at its end; with a key file sealed, and KEY hidden
+    engine:kv:IDENTITY:generation         random; to forget is to write another one, which all engines read
+    engine:kv:IDENTITY:GENERATION:KEY     a record without the zeros at its end; with a key file sealed, and KEY hidden
+
+The records of another generation are not found. They are deleted for as long as `FORGET_LIMIT_S`, and the rest is left
+to the eviction of the server, so that to forget does not wait for a scan of a large database. A generation that was
+evicted is replaced, with which all is forgotten.
 
 The server evicts records as it is set up; looking a prompt up counts as a use of it. A server that does not answer in
 time, or fails, is not asked for 30 s: one warning, and until then calls fail at once. One that takes nothing is read.
@@ -35,6 +40,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OFF_S: Final = 30.0
+FORGET_LIMIT_S: Final = 5.0
+_GENERATION_BYTES: Final = 8
 KEY_FILE_BYTES: Final = 32
 _NONCE_BYTES: Final = 12
 _TAG_BYTES: Final = 16
@@ -132,7 +139,9 @@ class RemoteStore:
         self._client = client
         self._seal = seal
         self._now_s = now_s
-        self._prefix = f"engine:kv:{identity.hex()}:"
+        self._root = f"engine:kv:{identity.hex()}:"
+        self._generation_name = f"{self._root}generation"
+        self._generation = ""
         self._off_until_s: float | None = None
         self._no_writes_until_s: float | None = None
         self._why = ""
@@ -142,17 +151,21 @@ class RemoteStore:
 
     def find(self, keys: Sequence[bytes]) -> int:
         with self._asking():
-            found = self._client.touch([self._name(key) for key in keys]) if keys else []
+            self._read_generation()
+            _, *found = self._client.touch([self._generation_name, *map(self._name, keys)])
         return found.index(False) if False in found else len(found)
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         with self._asking():
+            self._read_generation()
             return self._client.exists([self._name(key) for key in keys]) if keys else []
 
     def read(self, keys: Sequence[bytes], buffer: RecordBuffer) -> int:
-        names = [self._name(key) for key in keys]
         num_bytes = buffer.records.shape[1] + (0 if self._seal is None else _NONCE_BYTES + _TAG_BYTES)
         with self._asking():
+            if not self._generation:
+                self._read_generation()
+            names = self._names(keys)
             values = self._client.get(names, num_bytes) if names else []
         for row, (key, name, value) in enumerate(zip(keys, names, values, strict=True)):
             if value is None:
@@ -168,13 +181,19 @@ class RemoteStore:
     def write(self, keys: Sequence[bytes], buffer: RecordBuffer) -> int:
         if self._no_writes_until_s is not None and self._now_s() < self._no_writes_until_s:
             return 0
-        names, values = [self._name(key) for key in keys], []
-        for row, (key, name) in enumerate(zip(keys, names, strict=True)):
-            buffer.seal(row, key)
-            record = buffer.records[row].data
-            values.append(record.tobytes() if self._seal is None else self._seal.close(name.encode(), record))
         try:
             with self._asking():
+                if not self._generation:
+                    self._read_generation()
+                if not self._generation:
+                    raise WritesRefusedError("it takes no generation")
+                names, values = self._names(keys), []
+                for row, (key, name) in enumerate(zip(keys, names, strict=True)):
+                    buffer.seal(row, key)
+                    record = buffer.records[row].data
+                    values.append(
+                        record.tobytes() if self._seal is None else self._seal.close(name.encode(), record)
+                    )
                 self._client.put(names, values)
         except WritesRefusedError as error:  # it is full, or may only be read
             if self._no_writes_until_s is None:
@@ -194,7 +213,31 @@ class RemoteStore:
         self._client.close()
 
     def _name(self, key: bytes) -> str:
-        return self._prefix + (key if self._seal is None else self._seal.name(key)).hex()
+        return (
+            f"{self._root}{self._generation}:" + (key if self._seal is None else self._seal.name(key)).hex()
+        )
+
+    def _names(self, keys: Sequence[bytes]) -> list[str]:
+        return [self._name(key) for key in keys]
+
+    def _read_generation(self) -> None:
+        """Learn whether another engine has forgotten. A server that may not be written can have no generation."""
+        [value] = self._client.get([self._generation_name], _GENERATION_BYTES)
+        self._generation = ""
+        if value is None or len(value) != _GENERATION_BYTES:
+            value = os.urandom(_GENERATION_BYTES)
+            try:
+                self._client.put([self._generation_name], [value])
+            except WritesRefusedError:
+                return
+        self._generation = value.hex()
+
+    def _forget(self) -> None:
+        [value] = self._client.get([self._generation_name], _GENERATION_BYTES)
+        self._client.remove(self._generation_name)
+        self._generation = ""
+        if value is not None:
+            self._client.remove_all(f"{self._root}{value.hex()}:", FORGET_LIMIT_S)
 
     def _lose(self, name: str) -> None:
         """Delete a damaged record, so that it is stored again."""
@@ -215,7 +258,7 @@ class RemoteStore:
             raise StoreError(self._why)
         try:
             if self._must_forget:
-                self._client.remove_all(self._prefix)
+                self._forget()
                 self._must_forget = False
             yield
         except StoreError as error:

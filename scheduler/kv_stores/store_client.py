@@ -40,8 +40,8 @@ class StoreClient(Protocol):
         """Delete a value."""
         ...
 
-    def remove_all(self, prefix: str) -> None:
-        """Delete all values whose names begin so."""
+    def remove_all(self, prefix: str, limit_s: float) -> None:
+        """Delete values whose names begin so, all of them if that takes no longer."""
         ...
 
     def close(self) -> None:

@@ -208,6 +208,48 @@ def test_a_rank_that_is_killed_while_it_loads_and_stores(
     assert "LedgerError" not in engine.log
 
 
+@pytest.mark.parametrize("end", [kill, stop])
+def test_what_the_pool_evicts_is_found_again(
+    start: Callable[..., EngineServe], model: Path, end: Callable[[EngineServe], None]
+) -> None:
+    """Six prompts of 1,600 tokens in a pool of 4,096 with `--kv-write evicted`; SIGTERM stores what is left in it."""
+    settings = ("--kv-write", "evicted", "--max-total-tokens", "4096")
+    engine = start(str(model), *settings)
+    prompts = [[20 + number, *PROMPT[:1599]] for number in range(6)]
+    cold = [ask(engine, prompt) for prompt in prompts]
+    assert sum(answer["meta_info"]["cached_tokens"] for answer in cold) == 0
+    engine.idle_metrics()
+    for prompt, answer in zip(prompts[:3], cold, strict=False):
+        again = ask(engine, prompt)
+        assert again["output_ids"] == answer["output_ids"]
+        assert again["meta_info"]["cached_tokens_by_tier"]["disk"] >= 1024
+    end(engine)
+
+    engine = start(str(model), *settings)
+    found = [ask(engine, prompt) for prompt in prompts]
+
+    assert [each["output_ids"] for each in found] == [each["output_ids"] for each in cold]
+    loaded = [each["meta_info"].get("cached_tokens_by_tier", {}).get("disk", 0) for each in found]
+    if end is stop:
+        assert loaded == [1584] * 6
+    else:
+        assert sorted(loaded)[-3] == 1584, "those that were evicted were stored"
+    stop(engine)
+
+
+def test_a_flush_survives_a_crash(start: Callable[..., EngineServe], model: Path) -> None:
+    engine = start(str(model), "--kv-write", "through")
+    ask(engine, PROMPT)
+    wait_until_stored(engine, 1984 * 256)
+    assert httpx.post(f"{engine.url}/flush_cache", timeout=WITHIN_S).status_code == 200
+    kill(engine)
+
+    engine = start(str(model))
+
+    assert ask(engine, PROMPT)["meta_info"]["cached_tokens"] == 0
+    stop(engine)
+
+
 def test_a_folder_that_cannot_be_used_is_named_at_the_start(
     start_serve: StartServe, model: Path, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -123,7 +124,7 @@ def test_records_on_a_real_server(start_redis: Callable[..., RedisServer], seal:
     assert store.read([*keys, key_of(1000)], read) == 300
     assert np.array_equal(read.payloads[:300], written.payloads)
     store.forget()
-    assert store.find(keys) == 0 and num_records(url) == 0
+    assert num_records(url) == 0 and store.find(keys) == 0
 
 
 def test_a_full_server_is_still_read(start_redis: Callable[..., RedisServer], caplog: Any) -> None:
@@ -261,6 +262,66 @@ def test_a_stopped_server_delays_a_request_and_fails_none(
     server.end()
     assert ask(engine, [4, *PROMPT])["meta_info"]["cached_tokens"] == 0
     stop(engine)
+
+
+class Proxy:
+    """Passes bytes between an engine and a server; `limit`: after so many bytes of answers the server is stopped."""
+
+    def __init__(self, server: RedisServer) -> None:
+        self.limit: int | None = None
+        self._server = server
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"redis://127.0.0.1:{self._listener.getsockname()[1]}/0"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                server = socket.create_connection(("127.0.0.1", self._server.port))
+                threading.Thread(target=self._pass, args=(client, server, False), daemon=True).start()
+                threading.Thread(target=self._pass, args=(server, client, True), daemon=True).start()
+
+    def _pass(self, source: socket.socket, target: socket.socket, answers: bool) -> None:
+        with contextlib.suppress(OSError), source, target:
+            while data := source.recv(1 << 16):
+                if answers and self.limit is not None:
+                    self.limit -= len(data)
+                    if self.limit < 0:
+                        os.kill(self._server.process.pid, signal.SIGSTOP)
+                        data = data[: len(data) // 2]
+                        self.limit = 1 << 40
+                target.sendall(data)
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+@pytest.mark.real_process
+def test_a_server_that_is_stopped_in_the_middle_of_a_load(
+    start: Callable[..., EngineServe], start_redis: Callable[..., RedisServer]
+) -> None:
+    """The request is answered, its pages come back, and the store is off for 30 s."""
+    server = start_redis()
+    engine = start(server.url())
+    expected = ask(engine, PROMPT)["output_ids"]
+    engine.metrics_when(lambda metrics: metrics[STORED] >= 1984 * 256)
+    kill(engine)
+    with contextlib.closing(Proxy(server)) as proxy:
+        engine = start(proxy.url)
+        proxy.limit = 100_000  # of 500,000: the answers to the look-up are 500 bytes
+
+        answer = ask(engine, PROMPT)
+
+        assert (answer["output_ids"], answer["meta_info"]["cached_tokens"]) == (expected, 0)
+        engine.wait_for_log("not used, and tried again every 30 s")
+        metrics = engine.idle_metrics()
+        assert metrics['kv_tier_loading_pages{tier="store"}'] == 0
+        assert metrics['kv_tier_failures_total{tier="store",kind="load"}'] == 1
+        assert metrics['kv_tier_hit_tokens_total{tier="store"}'] == 0
+        assert ask(engine, [3, *PROMPT])["meta_info"]["cached_tokens"] == 0
+        stop(engine)
+        assert engine.log.count("not used, and tried again every 30 s") == 1
 
 
 @pytest.mark.real_process

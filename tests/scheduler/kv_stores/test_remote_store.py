@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,11 @@ class FakeServer:
         self.touched: list[str] = []
         self.is_closed = False
 
+    @property
+    def records(self) -> dict[str, bytes]:
+        """The values without the generations of identities."""
+        return {name: value for name, value in self.values.items() if not name.endswith(":generation")}
+
     def _ask(self, command: str) -> None:
         self.asked.append(command)
         if self.failure is not None:
@@ -68,9 +73,14 @@ class FakeServer:
         for name in names:
             self.values.pop(name, None)
 
-    def scan_iter(self, match: str, count: int) -> Iterator[str]:
+    def scan(self, cursor: int, match: str, count: int) -> tuple[int, list[str]]:
+        """A step of two keys."""
         self._ask("scan")
-        return iter([name for name in self.values if fnmatch.fnmatchcase(name, match)])
+        names = [*self.values][cursor : cursor + 2]
+        end = cursor + 2
+        return (0 if end >= len(self.values) else end), [
+            name for name in names if fnmatch.fnmatchcase(name, match)
+        ]
 
     def pipeline(self, *, transaction: bool) -> FakePipeline:
         assert not transaction
@@ -181,7 +191,8 @@ def test_records_come_back_in_another_process(server, seal):
     assert (store.find([]), store.has([]), got(store)) == (0, [], 0)
     assert got(store, 1, 2, 3) == 3
     assert got(store, 1, 4, 3) == 1
-    assert len(server.touched) == 4, "a look-up is a use, other questions are not"
+    touched = [name for name in server.touched if not name.endswith(":generation")]
+    assert len(touched) == 4, "a look-up is a use, other questions are not"
     store.close()
     assert server.is_closed
 
@@ -198,12 +209,12 @@ def test_a_sealed_store_shows_neither_values_nor_keys(server):
     put(open_store(server, Seal(SECRET)), 1)
     put(open_store(server, Seal(SECRET)), 1)
 
-    ((name, value),) = server.values.items()
+    ((name, value),) = server.records.items()
     assert key_of(1).hex() not in name
     assert payload_of(1)[:16] not in value and payload_of(1)[-16:] not in value
     clear = FakeServer()
     put(open_store(clear), 1)
-    ((name, value),) = clear.values.items()
+    ((name, value),) = clear.records.items()
     assert name.endswith(key_of(1).hex()) and value.endswith(payload_of(1))
 
 
@@ -213,7 +224,7 @@ def test_a_sealed_store_shows_neither_values_nor_keys(server):
 def test_a_damaged_record_is_a_miss_and_is_stored_again(server, seal, caplog, damage):
     store = open_store(server, seal)
     put(store, 1, 2)
-    first, second = server.values
+    first, second = server.records
     value = bytearray(server.values[first])
     at = {"first": 0, "middle": len(value) // 2, "last": -1}.get(damage)
     if at is None:
@@ -314,7 +325,44 @@ def test_what_is_forgotten_is_never_found_again(server, seal):
     assert got(other, 2) == 1
     put(store, 1)
     store.forget()
-    assert got(store, 1) == 0 and len(server.values) == 1
+    assert got(store, 1) == 0 and len(server.records) == 1
+
+
+def test_to_forget_is_bounded_and_seen_by_other_engines(server, seal, monkeypatch):
+    """What a scan of a large database has no time to delete is not found either."""
+    monkeypatch.setattr("engine.scheduler.kv_stores.remote_store.FORGET_LIMIT_S", -1.0)
+    one, other = open_store(server, seal), open_store(server, seal)
+    put(one, *range(20))
+    assert other.find([key_of(1)]) == 1
+
+    one.forget()
+
+    assert server.asked.count("scan") == 1 and len(server.records) > 10
+    assert other.find([key_of(1)]) == 0 and one.has([key_of(1)]) == [False]
+    put(other, 1)
+    assert one.find([key_of(1)]) == 1
+
+
+def test_all_is_forgotten_if_the_generation_was_evicted(server):
+    store = open_store(server)
+    put(store, 1)
+    for name in server.values.keys() - server.records.keys():
+        del server.values[name]
+    assert store.find([key_of(1)]) == 0
+    put(store, 1)
+    assert open_store(server).find([key_of(1)]) == 1
+
+
+def test_a_server_that_takes_nothing_has_nothing(server):
+    store = open_store(server)
+    server.refusal = exceptions.ResponseError("OOM command not allowed")
+    assert (store.find([key_of(1)]), store.has([key_of(1)]), got(store, 1), put(store, 1)) == (
+        0,
+        [False],
+        0,
+        0,
+    )
+    store.forget()
 
 
 @pytest.mark.parametrize(
