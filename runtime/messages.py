@@ -203,13 +203,14 @@ class PinDone(Message, frozen=True):
 
 class HintAction(enum.StrEnum):
     """Orders about the pages of a session: OPEN counts no turn; CLOSE and DEMOTE let them be evicted first, and CLOSE
-    forgets the session; RETAIN keeps them for a time.
+    forgets the session; RETAIN keeps them for a time. PREFETCH is answered by the tokenizer manager.
     """
 
     OPEN = "open"
     CLOSE = "close"
     DEMOTE = "demote"
     RETAIN = "retain"
+    PREFETCH = "prefetch"
 
 
 class HintOutcome(enum.StrEnum):

@@ -209,7 +209,19 @@ class Engine(ServerFacts):
             EngineDeadError: the scheduler does not answer.
         """
         outcome, detail = HintOutcome.REJECTED, hint.reason
-        if hint.action is not None and in_turn and not (session and hint.action is HintAction.CLOSE):
+        tier = self.config.cache.kv_tier
+        if hint.action is HintAction.PREFETCH and tier and in_turn:
+            outcome, detail = (
+                HintOutcome.ACCEPTED,
+                f"this prompt is looked up in the {tier} before it is computed",
+            )
+        elif hint.action is HintAction.PREFETCH:
+            detail = (
+                "the tokens of evicted pages are not kept; send the prompt with prewarm or max_tokens 0 to load it"
+                if tier
+                else "the server has no tier to load from; start it with --kv-disk or --kv-store"
+            )
+        elif hint.action is not None and in_turn and not (session and hint.action is HintAction.CLOSE):
             outcome = HintOutcome.DEFERRED
             kept = f"kept for {hint.ttl_s:g} s, within --pin-fraction" if hint.ttl_s else "evicted first"
             detail = f"once it is computed, this prompt is {kept}"

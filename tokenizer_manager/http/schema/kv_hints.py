@@ -25,7 +25,12 @@ _ACTIONS: Final = {
     "demote": HintAction.DEMOTE,
     "retain": HintAction.RETAIN,
     "pin": HintAction.RETAIN,
+    "expect": HintAction.RETAIN,
+    "prefetch": HintAction.PREFETCH,
 }
+_PAYLOADS: Final = {"expect": ("return_s", 2.0)}
+"""The field with a time, and how many times that pages are kept; `ttl_s` and once for the others. A client's estimate
+of its return is a guess, and pages that go just before it are of no use."""
 
 
 class KvHints(msgspec.Struct, kw_only=True):
@@ -94,16 +99,18 @@ def _hint(action_fields: Body, at: str) -> Hint:
     elif fields.action_version != 1:
         reason = f"action_version is {fields.action_version}, but it must be 1"
     elif action is HintAction.RETAIN:
-        ttl_s, reason = _ttl_of(fields.payload)
+        field, factor = _PAYLOADS.get(fields.action_type, ("ttl_s", 1.0))
+        ttl_s, reason = _ttl_of(fields.payload, field)
+        ttl_s = min(factor * ttl_s, MAX_TTL_S)
     return Hint(fields.action_id, None if reason else action, ttl_s, reason)
 
 
-def _ttl_of(payload: Body) -> tuple[float, str]:
+def _ttl_of(payload: Body, field: str) -> tuple[float, str]:
     """The time of a payload, and why it is none."""
-    value = payload.get("ttl_s")
+    value = payload.get(field)
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= MAX_TTL_S:
         return float(value), ""
-    return 0.0, f"payload.ttl_s is {show(value)}, but it must be a number in (0, {MAX_TTL_S:g}] seconds"
+    return 0.0, f"payload.{field} is {show(value)}, but it must be a number in (0, {MAX_TTL_S:g}] seconds"
 
 
 def keep_s_with(hints: tuple[Hint, ...], keep_s: float | None, *, has_session: bool) -> float | None:

@@ -79,26 +79,53 @@ def test_hints_are_answered_one_by_one(serve: Serve):
         action("pin", "8", ttl_s=True),
         action("pin", "9", ttl_s=86_401),
         action("demote", "10") | {"action_version": 2},
+        action("expect", "11", return_s=30),
+        action("expect", "12", ttl_s=30),
         message_id="m",
     )
     reply = served.client.post(HINTS, json=body).json()
 
-    hints = [served.engine.hints.get(timeout=WAIT_S) for _ in range(4)]
+    hints = [served.engine.hints.get(timeout=WAIT_S) for _ in range(5)]
     assert [(hint.action, hint.ttl_s) for hint in hints] == [
         (HintAction.RETAIN, 60.0),
         (HintAction.RETAIN, 0.5),
         (HintAction.DEMOTE, 0.0),
         (HintAction.CLOSE, 0.0),
+        (HintAction.RETAIN, 60.0),
     ]
     assert {hint.session for hint in hints} == {key_of(served, session_id="s")}
     assert reply["message_id"] == "m"
-    assert [each["action_id"] for each in reply["results"]] == [str(number) for number in range(1, 11)]
-    assert [each["outcome"] for each in reply["results"]] == ["accepted"] * 4 + ["rejected"] * 6
+    assert [each["action_id"] for each in reply["results"]] == [str(number) for number in range(1, 13)]
+    assert [each["outcome"] for each in reply["results"]] == ["accepted"] * 4 + ["rejected"] * 6 + [
+        "accepted",
+        "rejected",
+    ]
     details = [each["detail"] for each in reply["results"][4:]]
-    assert details[0] == '"share" is not supported; release, demote, retain, pin are'
+    assert details[0] == '"share" is not supported; release, demote, retain, pin, expect, prefetch are'
+    assert details[1] == "the server has no tier to load from; start it with --kv-disk or --kv-store"
+    assert details[7] == "payload.return_s is null, but it must be a number in (0, 86400] seconds"
     assert details[2] == "payload.ttl_s is null, but it must be a number in (0, 86400] seconds"
     assert "payload.ttl_s is 86401, but" in details[4]
     assert details[5] == "action_version is 2, but it must be 1"
+
+
+def test_a_prompt_is_prefetched_from_a_tier_by_its_turn(serve: Serve):
+    served = serve(say_all("x"), cache={"kv_disk": "folder"})
+    hints = {"protocol_version": 1, "actions": [action("prefetch", "1"), action("expect", "2", return_s=9)]}
+    results = results_of(served.client.post("/v1/completions", json={"prompt": "hi", "kv_hints": hints}))
+    assert results[0] == {
+        "action_id": "1",
+        "outcome": "accepted",
+        "detail": "this prompt is looked up in the disk before it is computed",
+    }
+    assert results[1]["outcome"] == "deferred"
+    assert served.engine.next_request().keep_s == 18.0
+
+    [result] = served.client.post(HINTS, json=envelope(action("prefetch"))).json()["results"]
+    assert (
+        result["outcome"] == "rejected" and "send the prompt with prewarm or max_tokens 0" in result["detail"]
+    )
+    assert served.engine.hints.empty()
 
 
 def test_a_header_names_the_session_of_hints(serve: Serve):
@@ -183,7 +210,7 @@ TURNS = [
 @pytest.mark.parametrize(("path", "body"), TURNS)
 def test_a_turn_has_hints_for_its_prompt_and_for_its_session(serve: Serve, path: str, body: dict[str, Any]):
     served = serve(say_all("x"))
-    hints = envelope(action("retain", "1", ttl_s=60), action("release", "2"), action("expect", "é"))
+    hints = envelope(action("retain", "1", ttl_s=60), action("release", "2"), action("share", "é"))
     session = hints.pop("session_id")
 
     results = results_of(served.client.post(path, json=body | {"kv_hints": hints, "session_id": session}))
