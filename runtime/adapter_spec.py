@@ -25,6 +25,10 @@ class AdapterModule(msgspec.Struct, frozen=True):
         heads: number of heads whose rows of B are stored in llama.cpp's order, see `model_runner.weights.gguf`; 0: the
             rows are in Hugging Face's order.
         a_is_transposed: A is stored as [inputs, rank].
+        num_experts: the tensors are those of a module of each expert, which `name` has as `experts.*`: A
+            [experts * rank, inputs], B [outputs, rank * experts] with the experts of a rank side by side. Where
+            `a_is_transposed`, both are: A [inputs, rank * experts], B [experts * rank, outputs]. 0: of one.
+        rows: start, stop and step of the outputs of such a B that are this module's.
     """
 
     name: str
@@ -34,6 +38,8 @@ class AdapterModule(msgspec.Struct, frozen=True):
     b: str
     heads: int = 0
     a_is_transposed: bool = False
+    num_experts: int = 0
+    rows: tuple[int, int, int] | None = None
 
 
 class AdapterSpec(msgspec.Struct, frozen=True):

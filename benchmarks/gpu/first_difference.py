@@ -220,6 +220,7 @@ class _Source:
     def __init__(self, source: ExpertSource) -> None:
         self.clamp, self.activation = source.clamp, source.activation
         self.scales_inputs, self.gated = source.scales_inputs, source.gated
+        self.is_adapted = source.is_adapted
         self._stacked, self._biases = source.stacked(), source.biases()
 
     def stacked(self) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from ...models.adapters.base_modules import EMBEDDING, HEAD, BaseModules
+from ...models.adapters.base_modules import BaseModules, target_of
 from ...models.adapters.read_adapter import read_adapter
 from ...runtime.adapter_spec import LoadedAdapter
 from ...runtime.config.adapter_config import ALL_LINEAR
@@ -76,7 +76,7 @@ def resolve_adapters(config: EngineConfig, spec: ModelSpec, model_name: str = ""
         )
     targets = group.lora_target_modules
     if not targets:
-        found = sorted({module.name.rpartition(".")[2] for each in adapters for module in each.spec.modules})
+        found = sorted({target_of(module.name) for each in adapters for module in each.spec.modules})
         targets = (ALL_LINEAR, *found) if group.can_load_more else tuple(found)
         notes["lora_target_modules"] = "what the adapters change" + (
             ", and all linear layers for later ones" if group.can_load_more else ""
@@ -89,7 +89,7 @@ def resolve_adapters(config: EngineConfig, spec: ModelSpec, model_name: str = ""
 def _check_targets(adapters: Iterable[LoadedAdapter], targets: frozenset[str]) -> None:
     for adapter in adapters:
         for module in adapter.spec.modules:
-            if (last := module.name.rpartition(".")[2]) not in targets:
+            if (last := target_of(module.name)) not in targets:
                 raise ConfigError(
                     f"the adapter {adapter.spec.name!r} changes {module.name}, but lora_target_modules is "
                     f"{', '.join(sorted(targets))}; add {last}, or leave the setting out"
@@ -103,8 +103,8 @@ def adapted_names(config: AdapterConfig, spec: ModelSpec) -> frozenset[str]:
         ConfigError: a target is no module of the model.
     """
     modules = BaseModules(spec)
-    linears = {name.rpartition(".")[2] for name in modules.linears()}
-    known = linears | {name.rpartition(".")[2] for name in (EMBEDDING, HEAD)}
+    linears = {target_of(name) for name in modules.linears()}
+    known = {target_of(name) for name in modules.by_name}
     names: set[str] = set()
     for target in config.lora_target_modules:
         if target == ALL_LINEAR:
@@ -129,6 +129,6 @@ def adapter_bytes(config: EngineConfig, spec: ModelSpec, dtype_bytes: int) -> in
     widths = sum(
         module.inputs + module.outputs
         for module in BaseModules(spec).by_name.values()
-        if module.name.rpartition(".")[2] in names
+        if target_of(module.name) in names
     )
     return num_slots * group.max_lora_rank * widths * dtype_bytes

@@ -8,33 +8,39 @@ one cut by inputs the columns of A.
 from __future__ import annotations
 
 import mmap
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ...models.adapters.base_modules import EMBEDDING, HEAD, BaseModules
+from ...models.adapters.base_modules import EMBEDDING, EXPERTS, HEAD, BaseModules, target_of
 from ...models.adapters.read_adapter import adapter_fingerprint
 from ...models.gguf.gguf_file import GGUFFile, is_gguf
 from ...models.weight_files.safetensors_header import read_header
 from ...runtime.errors import ConfigError
+from ..adapter_runs import runs_of
 from ..kernels.plain_lora import PlainDelta, PlainEmbeddingDelta
-from ..ops.deltas import DeltaShape
+from ..ops.deltas import DeltaShape, ExpertChanges, PackedDelta
 from ..weights.gguf_order import pairs_apart
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
 
+    from ...models.spec.experts_spec import ExpertsSpec
     from ...models.spec.model_spec import ModelSpec
-    from ...runtime.adapter_spec import AdapterSpec
-    from ..ops.deltas import LowRankDelta, MakeDeltas, PackedDelta
+    from ...runtime.adapter_spec import AdapterModule, AdapterSpec
+    from ..adapter_runs import AdapterRuns
+    from ..ops.deltas import LowRankDelta, MakeDeltas
 
     Span = tuple[int, int]
 
+_NUMBER: Final = re.compile(rf"\.{EXPERTS}\.\d+\.")
 _DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -63,8 +69,23 @@ def read_modules(spec: AdapterSpec) -> dict[str, LowRank]:
             a = a.T
         if module.heads:
             b = pairs_apart(b, module.heads)
-        modules[module.name] = LowRank(a, b * module.scale)
+        found = LowRank(a, b * module.scale)
+        for n, part in enumerate(_of_experts(module, found)) if module.num_experts else ():
+            modules[module.name.replace(f"{EXPERTS}.*.", f"{EXPERTS}.{n}.")] = part
+        if not module.num_experts:
+            modules[module.name] = found
     return modules
+
+
+def _of_experts(module: AdapterModule, stack: LowRank) -> Iterator[LowRank]:
+    """The matrices of each expert of a stack, see `AdapterModule`."""
+    assert module.rows is not None
+    num, rows = module.num_experts, slice(*module.rows)
+    if module.a_is_transposed:
+        a, b = stack.a.unflatten(0, (-1, num)), stack.b[:, rows].unflatten(0, (num, -1))
+        return (LowRank(a[:, n], b[n].T) for n in range(num))
+    a, b = stack.a.unflatten(0, (num, -1)), stack.b[rows].unflatten(1, (-1, num))
+    return (LowRank(a[n], b[:, :, n]) for n in range(num))
 
 
 def _safetensors_reader(path: Path) -> Callable[[str], Tensor]:
@@ -128,6 +149,16 @@ class AdaptedLayer:
     parts: tuple[_Part, ...]
     scale: float = 1.0
 
+    def put(self, slot: int, packed: PackedLayer | None) -> None:
+        """Copy an adapter into a slot; None: it does not change this layer."""
+        assert packed is None or isinstance(packed, PackedDelta)
+        self.delta.put(slot, packed)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all slots."""
+        return self.delta.num_bytes
+
     def pack(self, modules: Mapping[str, LowRank]) -> PackedDelta | None:
         """The layer's part of an adapter in the layout of its kernel; None if the adapter does not change it."""
         found = [modules.get(part.name) for part in self.parts]
@@ -142,6 +173,52 @@ class AdaptedLayer:
                 None if matrices is None else LowRank(matrices.a, matrices.b * self.scale) for matrices in cut
             ]
         return self.delta.pack(cut)
+
+
+PackedLayer = PackedDelta | tuple[tuple[PackedDelta | None, ...], tuple[PackedDelta | None, ...]]
+"""A layer's part of an adapter; of experts that of each for both products."""
+
+
+class AdaptedExperts:
+    """The experts of a layer. Slot s of expert e is slot s * E + e of the memory of its two products, for E experts."""
+
+    def __init__(self, first: Sequence[AdaptedLayer], second: Sequence[AdaptedLayer], num_slots: int) -> None:
+        """Take the two products of each expert, each with one memory for all."""
+        self._products = (first, second)
+        self._is_changed = [False] * num_slots
+        self.parts = tuple(part for layer in (*first, *second) for part in layer.parts)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all slots."""
+        return sum(product[0].num_bytes for product in self._products)
+
+    def pack(self, modules: Mapping[str, LowRank]) -> PackedLayer | None:
+        """See `AdaptedLayer`."""
+        first, second = (tuple(layer.pack(modules) for layer in product) for product in self._products)
+        return (first, second) if any(first) or any(second) else None
+
+    def put(self, slot: int, packed: PackedLayer | None) -> None:
+        """See `AdaptedLayer`."""
+        assert not isinstance(packed, PackedDelta)
+        self._is_changed[slot] = packed is not None
+        for n, product in enumerate(self._products):
+            for expert, layer in enumerate(product):
+                layer.put(slot * len(product) + expert, None if packed is None else packed[n][expert])
+
+    def of_step(self, expert_ids: Tensor, adapters: AdapterRuns) -> ExpertChanges | None:
+        """The changes of tokens with these experts, [T, k] int64, which are read on the host; None: there are none."""
+        runs = adapters.on_host()
+        if not any(self._is_changed[run.slot] for run in runs):
+            return None
+        num_experts, (first, second) = len(self._products[0]), self._products
+        ids = expert_ids.flatten().cpu().numpy()
+        slots = np.repeat([run.slot for run in runs], [run.last - run.first for run in runs])
+        order = np.argsort(ids, kind="stable")
+        own = slots[order // expert_ids.shape[1]] * num_experts + ids[order]
+        device = expert_ids.device
+        rows = runs_of(own.astype(np.int64), lambda plan: torch.from_numpy(plan).to(device))
+        return ExpertChanges(first[0].delta, second[0].delta, rows)
 
 
 class AdapterLayers:
@@ -176,7 +253,7 @@ class AdapterLayers:
         self.max_rank = max_rank
         self.dtype = dtype
         self._device = device
-        self.layers: list[AdaptedLayer] = []
+        self.layers: list[AdaptedLayer | AdaptedExperts] = []
         self._known = BaseModules(spec).by_name
         self._targets = None if targets is None else frozenset(targets)
 
@@ -185,8 +262,8 @@ class AdapterLayers:
         if name not in self._known:  # such as a router
             return False
         if self._targets is None:
-            return name not in (EMBEDDING, HEAD)
-        return name.rpartition(".")[2] in self._targets
+            return name not in (EMBEDDING, HEAD) and target_of(name) != EXPERTS
+        return target_of(name) in self._targets
 
     def linear(
         self,
@@ -215,6 +292,34 @@ class AdapterLayers:
         self.layers.append(AdaptedLayer(delta, parts))
         return delta
 
+    def experts(
+        self, make: MakeDeltas, name: str, experts: ExpertsSpec, size: int, span: Span | None
+    ) -> AdaptedExperts | None:
+        """Add the experts of a layer; None if they are not adapted.
+
+        Args:
+            name: of the module of all of them.
+            size: inputs of an expert.
+            span: (start, stop) of its width that the layer has; None: all.
+        """
+        if self._targets is None or EXPERTS not in self._targets:
+            return None
+        names, num = experts.names, experts.num_experts
+        width = experts.intermediate_size if span is None else _length(span)
+        outputs = (width,) * len(experts.first_parts)
+        shapes = (self._shape(size, outputs), self._shape(width, (size,)))
+        first, second = (make.linear(shape._replace(num_slots=self.num_slots * num)) for shape in shapes)
+        added = AdaptedExperts(
+            [
+                AdaptedLayer(first, tuple(_Part(f"{name}.{n}.{part}", span) for part in experts.first_parts))
+                for n in range(num)
+            ],
+            [AdaptedLayer(second, (_Part(f"{name}.{n}.{names.down}", None, span),)) for n in range(num)],
+            self.num_slots,
+        )
+        self.layers.append(added)
+        return added
+
     def embedding(
         self, make: MakeDeltas, name: str, vocab_size: int, size: int, scale: float | None
     ) -> LowRankDelta | None:
@@ -230,15 +335,19 @@ class AdapterLayers:
 
     @property
     def module_names(self) -> set[str]:
-        """Names of the modules that adapters can change."""
-        return {part.name for layer in self.layers for part in layer.parts if self.has(part.name)}
+        """Names of the modules that adapters can change; those of experts also as in stacks."""
+        found = {part.name for layer in self.layers for part in layer.parts if self.has(part.name)}
+        return found | {_NUMBER.sub(f".{EXPERTS}.*.", name) for name in found}
 
     @property
     def are_recordable(self) -> bool:
         """Whether no layer reads on the host which tokens use which slot."""
-        return not any(isinstance(layer.delta, PlainDelta | PlainEmbeddingDelta) for layer in self.layers)
+        host = PlainDelta | PlainEmbeddingDelta
+        return not any(
+            isinstance(layer, AdaptedExperts) or isinstance(layer.delta, host) for layer in self.layers
+        )
 
     @property
     def num_bytes(self) -> int:
         """Memory of all slots."""
-        return sum(layer.delta.num_bytes for layer in self.layers)
+        return sum(layer.num_bytes for layer in self.layers)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from ...models.adapters.base_modules import target_of
 from ...runtime.errors import ConfigError
 from .adapter_layers import read_modules
 
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from ...runtime.adapter_spec import AdapterSpec
-    from ..ops.deltas import PackedDelta
-    from .adapter_layers import AdapterLayers
+    from .adapter_layers import AdapterLayers, PackedLayer
 
 
 class SlotSizes(NamedTuple):
@@ -48,7 +48,7 @@ class AdapterSlots:
             assert 0 < slot < self.layers.num_slots, f"adapter slot {slot} of {self.layers.num_slots}"
             stored = self.store.get(store_id)
             for layer, packed in zip(self.layers.layers, stored.layers, strict=True):
-                layer.delta.put(slot, packed)
+                layer.put(slot, packed)
 
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class StoredAdapter(NamedTuple):
     """One adapter: for each of `AdapterLayers.layers` its part, None where it changes nothing."""
 
     name: str
-    layers: tuple[PackedDelta | None, ...]
+    layers: tuple[PackedLayer | None, ...]
 
 
 class AdapterStore:
@@ -97,7 +97,7 @@ class AdapterStore:
             if module.name not in known:
                 raise ConfigError(
                     f"{spec.path}: the adapter changes {module.name}, for which the server has no memory; start it "
-                    f"with {module.name.rpartition('.')[2]} in --lora-target-modules"
+                    f"with {target_of(module.name)} in --lora-target-modules"
                 )
         modules = read_modules(spec)
         packed = StoredAdapter(spec.name, tuple(layer.pack(modules) for layer in self._layers.layers))

@@ -76,6 +76,7 @@ class NativeOps:
                 scales_inputs=experts.scales_inputs,
                 gated=experts.gated,
                 activation=experts.activation,
+                fuses=not experts.is_adapted,
             )
         if not self._has_warned_of_loops:
             self._has_warned_of_loops = True

@@ -23,6 +23,7 @@ from .native_matmul import NativeMatmul
 
 if TYPE_CHECKING:
     from ...models.spec.experts_spec import ClampedSwiGLU, ExpertActivation, Routing
+    from ..ops.deltas import ExpertChanges
 
 _SQUARED_RELU: Final = 3  # of `Activation` in `kernels/cpu/activations.h`
 _WEIGHT: Final = np.dtype(
@@ -88,6 +89,7 @@ class NativeExperts:
         scales_inputs: bool = False,
         gated: bool = True,
         activation: ExpertActivation = "silu",
+        fuses: bool = True,
     ) -> None:
         """Take the packed weights of each expert, [2N, K] and [K, N]. `gate_up` must not be shared: it is modified.
 
@@ -97,6 +99,7 @@ class NativeExperts:
             scales_inputs: see `ExpertSource`.
             gated: see `ExpertSource`; if not, `gate_up` is [N, K].
             activation: see `ExpertSource`; other than silu only without biases.
+            fuses: the first product may apply the activation; then adapters cannot change it.
         """
         self._has_gelu = activation == "gelu_tanh"
         assert not self._has_gelu or (gated and clamp is None and biases is None)
@@ -109,7 +112,8 @@ class NativeExperts:
             self._gate_up_bias, self._down_bias = biases
         for bias in biases or ():
             assert bias.dtype == torch.bfloat16 and bias.is_contiguous(), bias.dtype
-        for one in gate_up if gated and clamp is None and biases is None and not self._has_gelu else ():
+        can_fuse = fuses and gated and clamp is None and biases is None and not self._has_gelu
+        for one in gate_up if can_fuse else ():
             one.fuse_silu_and_mul()
         self._has_gates = gated
         self._is_gated = gate_up[0].fuses_silu_and_mul  # the same for all experts: their shapes are equal
@@ -117,7 +121,9 @@ class NativeExperts:
         self._down = _Weights(library, down)
         self._num_experts = len(gate_up)
 
-    def __call__(self, x: Tensor, shares: Tensor, expert_ids: Tensor) -> Tensor:
+    def __call__(
+        self, x: Tensor, shares: Tensor, expert_ids: Tensor, changes: ExpertChanges | None = None
+    ) -> Tensor:
         num_tokens, num_active = expert_ids.shape
         size, num_rows, num_experts = self._gate_up.inputs, num_tokens * num_active, self._num_experts
         assert x.dtype == torch.bfloat16 and x.shape == (num_tokens, size), (x.dtype, x.shape)
@@ -142,9 +148,14 @@ class NativeExperts:
             size,
         )
         hidden = self._gate_up.multiply(rows, groups)
+        if changes is not None:
+            assert not self._is_gated, "the experts are not those of an adapted layer"
+            hidden = changes.gate_up.add(rows, hidden, changes.runs)
         if not self._is_gated:
             hidden = self._activated(hidden, groups)
         rows = self._down.multiply(hidden, groups)
+        if changes is not None:
+            rows = changes.down.add(hidden, rows, changes.runs)
         out = x.new_empty((num_tokens, size))
         library.add_shares(
             rows.data_ptr(),

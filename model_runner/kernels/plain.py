@@ -25,6 +25,7 @@ from ..ops.rotation import HeadNorms, LayerKV, RotaryStore
 
 if TYPE_CHECKING:
     from ...models.spec.experts_spec import ClampedSwiGLU, ExpertActivation, Routing
+    from ..ops.deltas import ExpertChanges
 
 _mkldnn: Final[Any] = torch.ops.mkldnn
 _MOST_INT8: Final = 127.0
@@ -330,15 +331,21 @@ class GroupedExperts:
     down: Tensor
     form: ExpertForm
 
-    def __call__(self, x: Tensor, shares: Tensor, expert_ids: Tensor) -> Tensor:
+    def __call__(
+        self, x: Tensor, shares: Tensor, expert_ids: Tensor, changes: ExpertChanges | None = None
+    ) -> Tensor:
         """Tokens are sorted by expert: each expert multiplies all of its tokens at once."""
         sorted_ids, order = expert_ids.flatten().sort(stable=True)
         rows = self.form.rows(x, shares, order)
         expert_range = torch.arange(self.gate_up.shape[0], device=x.device)
         ends = torch.searchsorted(sorted_ids, expert_range, right=True).to(torch.int32)
         hidden = F.grouped_mm(rows, self.gate_up.transpose(1, 2), offs=ends)
+        if changes is not None:
+            hidden = changes.gate_up.add(rows, hidden, changes.runs)
         hidden = self.form.activate(hidden, sorted_ids)
         out = F.grouped_mm(hidden, self.down.transpose(1, 2), offs=ends)
+        if changes is not None:
+            out = changes.down.add(hidden, out, changes.runs)
         return self.form.combine(self.form.add_bias(out, sorted_ids), order, shares, x)
 
 
@@ -351,21 +358,30 @@ class LoopedExperts:
         down: Sequence[LinearWeight],
         form: ExpertForm | None = None,
     ) -> None:
-        self._experts = list(zip(gate_up, down, strict=True))
+        self._gate_up, self._down = gate_up, down
         self._form = form or ExpertForm()
 
-    def __call__(self, x: Tensor, shares: Tensor, expert_ids: Tensor) -> Tensor:
+    def __call__(
+        self, x: Tensor, shares: Tensor, expert_ids: Tensor, changes: ExpertChanges | None = None
+    ) -> Tensor:
         sorted_ids, order = expert_ids.flatten().sort(stable=True)
         rows = self._form.rows(x, shares, order)
-        counts = torch.bincount(sorted_ids, minlength=len(self._experts)).tolist()
-        out = torch.empty_like(rows)
-        start = 0
-        for count, (gate_up, down) in zip(counts, self._experts, strict=True):
-            if count:
-                mine = slice(start, start + count)
-                out[mine] = down(self._form.activate(gate_up(rows[mine]), sorted_ids[mine]))
-                start += count
+        counts = torch.bincount(sorted_ids, minlength=len(self._down)).tolist()
+        hidden = _multiplied(self._gate_up, rows, counts)
+        if changes is not None:
+            hidden = changes.gate_up.add(rows, hidden, changes.runs)
+        hidden = self._form.activate(hidden, sorted_ids)
+        out = _multiplied(self._down, hidden, counts)
+        if changes is not None:
+            out = changes.down.add(hidden, out, changes.runs)
         return self._form.combine(self._form.add_bias(out, sorted_ids), order, shares, x)
+
+
+def _multiplied(weights: Sequence[LinearWeight], rows: Tensor, counts: list[int]) -> Tensor:
+    """Each expert's rows times its weight, [R, K] -> [R, N]; `counts`: rows of each."""
+    parts = zip(weights, rows.split(counts), counts, strict=True)
+    found = [weight(part) for weight, part, count in parts if count] or [weights[0](rows)]
+    return torch.cat(found)
 
 
 def pack_experts(experts: ExpertSource) -> ExpertWeights:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ...models.adapters.base_modules import EXPERTS
 from ..ops.linear import LinearToFloat32, LinearWeight
 from ..weights.reader import ModuleWeight, Slice
 from .linear import Linear
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
 
     from ...models.spec.experts_spec import ExpertsSpec
     from ..adapter_runs import AdapterRuns
+    from ..adapters.adapter_layers import AdaptedExperts
     from ..model_context import ModelContext
+    from ..ops.experts import ExpertWeights
     from .norm import RMSNorm
 
 
@@ -68,20 +71,22 @@ class SparseMLP:
                 Linear(context, [down], size, [inner], bias=False),
                 Linear(context, [up], inner, [size], bias=False),
             )
-        self.experts = context.ops.pack_experts(_CheckpointExperts(context, name, inner, experts))
+        self.changes = _changes(context, name, inner, experts)
+        source = _CheckpointExperts(context, name, inner, experts, is_adapted=self.changes is not None)
+        self.experts = context.ops.pack_experts(source)
         self.shared = _SharedExpert(context, layer, size, experts) if experts.shared_size else None
         self._all_reduce = context.group.all_reduce
 
     def __call__(self, x: Tensor, adapters: AdapterRuns | None = None) -> Tensor:
-        """[T, size] -> [T, size]; adapters do not change the experts and the router.
+        """[T, size] -> [T, size]; adapters do not change the router.
 
         The projection back is linear, so each rank projects its part of the experts' sum.
         """
-        if self.latent is None:
-            y = self.experts(x, *self.router(x))
-        else:
-            down, up = self.latent
-            y = up(self.experts(down(x, adapters), *self.router(x)), adapters)
+        shares, ids = self.router(x)
+        inner = x if self.latent is None else self.latent[0](x, adapters)
+        y = _computed(self.experts, inner, shares, ids, self.changes, adapters)
+        if self.latent is not None:
+            y = self.latent[1](y, adapters)
         if self.shared is not None:
             y = self.shared.add(x, y, adapters)
         return self._all_reduce(y)
@@ -111,17 +116,43 @@ class ExpertsBesideMLP:
         self.factors, self.eps = scales * size**-0.5, context.spec.rms_norm_eps
         shape = (experts.num_experts,)
         self.share_factors = context.weights.tensor(f"{name}.router.per_expert_scale", shape, torch.float32)
-        self.experts = context.ops.pack_experts(_CheckpointExperts(context, name, size, experts))
+        self.changes = _changes(context, name, size, experts)
+        source = _CheckpointExperts(context, name, size, experts, is_adapted=self.changes is not None)
+        self.experts = context.ops.pack_experts(source)
         self.ops, self._all_reduce = context.ops, context.group.all_reduce
 
     def __call__(self, x: Tensor, adapters: AdapterRuns | None = None) -> Tensor:
-        """[T, size] -> [T, size]; adapters change the MLP."""
+        """[T, size] -> [T, size]; adapters do not change the router."""
         before, after = self.mlp_norms
         dense = after(self.mlp(before(x), adapters))
         shares, ids = self.router(self.ops.rms_norm(x, self.factors, self.eps))
         shares = shares * self.share_factors[ids]
         before, after = self.norms
-        return self.ops.add(dense, after(self._all_reduce(self.experts(before(x), shares, ids))))
+        y = _computed(self.experts, before(x), shares, ids, self.changes, adapters)
+        return self.ops.add(dense, after(self._all_reduce(y)))
+
+
+def _changes(context: ModelContext, name: str, size: int, experts: ExpertsSpec) -> AdaptedExperts | None:
+    """The memory for changes of the experts of a block by adapters; None: adapters do not change them."""
+    if context.adapters is None:
+        return None
+    inner = experts.intermediate_size
+    span = None if context.group.size == 1 else equal_span(inner, context.group)
+    return context.adapters.experts(context.ops.deltas, f"{name}.{EXPERTS}", experts, size, span)
+
+
+def _computed(
+    experts: ExpertWeights,
+    x: Tensor,
+    shares: Tensor,
+    ids: Tensor,
+    changes: AdaptedExperts | None,
+    adapters: AdapterRuns | None,
+) -> Tensor:
+    """The experts of each token, changed by its adapter."""
+    if changes is None or adapters is None:
+        return experts(x, shares, ids)
+    return experts(x, shares, ids, changes.of_step(ids, adapters))
 
 
 class _Router:
@@ -190,7 +221,10 @@ def _logits(
 class _CheckpointExperts:
     """`ExpertSource` that reads this rank's part of a layer's experts from the checkpoint."""
 
-    def __init__(self, context: ModelContext, name: str, size: int, experts: ExpertsSpec) -> None:
+    def __init__(
+        self, context: ModelContext, name: str, size: int, experts: ExpertsSpec, *, is_adapted: bool
+    ) -> None:
+        self.is_adapted = is_adapted
         self._format, self._weights = context.linear_format, context.weights
         self.clamp, self._has_bias = experts.clamp, experts.has_bias
         self.scales_inputs, self.gated = experts.scales_inputs, experts.gated

@@ -83,6 +83,19 @@ class GatedDelta(LowRankDelta, Protocol):
         ...
 
 
+class ExpertChanges(NamedTuple):
+    """Changes of experts by the adapters of a step.
+
+    Attributes:
+        gate_up, down: of the two products; their slots are those of each expert of each adapter.
+        runs: of the rows in the order of experts.
+    """
+
+    gate_up: LowRankDelta
+    down: LowRankDelta
+    runs: AdapterRuns
+
+
 class MakeDeltas(NamedTuple):
     """Makes the memory of a layer's adapters, all slots empty; used only by servers with adapters."""
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from ...models.spec.experts_spec import ClampedSwiGLU, ExpertActivation, Routing
+    from .deltas import ExpertChanges
     from .linear import LinearWeight
 
 
@@ -24,7 +25,9 @@ Route: TypeAlias = "Callable[[Tensor, Routing, Tensor | None], tuple[Tensor, Ten
 class ExpertWeights(Protocol):
     """The weights of a layer's experts in the layout of their kernel."""
 
-    def __call__(self, x: Tensor, shares: Tensor, expert_ids: Tensor) -> Tensor:
+    def __call__(
+        self, x: Tensor, shares: Tensor, expert_ids: Tensor, changes: ExpertChanges | None = None
+    ) -> Tensor:
         """Compute each token's experts; their outputs are weighted and summed in float32.
 
         With `ExpertSource.scales_inputs` their inputs are weighted instead.
@@ -33,6 +36,7 @@ class ExpertWeights(Protocol):
             x: [T, K].
             shares: [T, k] float32.
             expert_ids: [T, k] int64.
+            changes: by adapters, of weights from a source that `is_adapted`.
 
         Returns:
             [T, K] in x's dtype.
@@ -61,6 +65,11 @@ class ExpertSource(Protocol):
     @property
     def gated(self) -> bool:
         """If not, gate_up is only up, with N rows, and the activation is relu(up) ** 2."""
+        ...
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether adapters may change the experts."""
         ...
 
     def stacked(self) -> tuple[Tensor, Tensor]:

@@ -26,6 +26,17 @@ EMBEDDING: Final = "model.embed_tokens"
 HEAD: Final = "lm_head"
 
 
+STACKS: Final = ("up_proj", "down_proj")
+"""Ends of transformers' parameters that stack the modules of all experts (gate_up_proj), in their order."""
+EXPERTS: Final = "experts"
+"""The modules of all experts, as a target of adapters."""
+
+
+def target_of(name: str) -> str:
+    """What `--lora-target-modules` calls a module: the last part of its name, or `EXPERTS`."""
+    return EXPERTS if f".{EXPERTS}." in name else name.rpartition(".")[2]
+
+
 class BaseModule(NamedTuple):
     """A module with its number of inputs and outputs; the inputs of the embedding are the tokens."""
 
@@ -42,7 +53,7 @@ class BaseModules:
             EMBEDDING: BaseModule(EMBEDDING, spec.hidden_size, spec.vocab_size)
         }
         for module in needed_modules(spec):
-            if module.is_linear and ".experts." not in module.name and not module.name.endswith(KV_UP):
+            if module.is_linear and not module.name.endswith(KV_UP):
                 self.by_name[module.name] = BaseModule(module.name, *module.shape)
         self.by_name[HEAD] = BaseModule(HEAD, spec.vocab_size, spec.hidden_size)
         self._spec, self._form = spec, spec.form
@@ -64,14 +75,49 @@ class BaseModules:
         return self._kind is not None and self._kind.usual_name(f"{name}.") is None
 
     def linears(self) -> list[str]:
-        """Names of the linear layers without the head: what peft calls "all-linear"."""
-        return [name for name in self.by_name if name not in (EMBEDDING, HEAD)]
+        """Names of the linear layers without the head and the experts: what peft calls "all-linear"."""
+        return [name for name in self.by_name if name not in (EMBEDDING, HEAD) and target_of(name) != EXPERTS]
+
+    def expert_parts(self, layer: int, *, is_down: bool) -> list[tuple[BaseModule, tuple[int, int, int]]]:
+        """The modules of an expert in a stack, called `experts.*`, with their rows of the stack.
+
+        Empty: the layer has no such experts.
+        """
+        experts = self._spec.experts
+        if experts is None:
+            return []
+        names = experts.names
+        block = f"{self._spec.layer_name(layer)}.{names.block}.{EXPERTS}"
+        parts = (names.down,) if is_down else experts.first_parts
+        modules = [self.by_name.get(f"{block}.0.{part}") for part in parts]
+        found = [module for module in modules if module is not None]
+        num, height = len(found), sum(module.outputs for module in found)
+        if names.stacks_in_turn:
+            rows = [(n, height, num) for n in range(num)]
+        else:
+            rows = [(n * height // num, (n + 1) * height // num, 1) for n in range(num)]
+        called = [
+            module._replace(name=module.name.replace(f"{EXPERTS}.0.", f"{EXPERTS}.*.")) for module in found
+        ]
+        return list(zip(called, rows, strict=True))
+
+    @property
+    def are_stacks_transposed(self) -> bool:
+        """Whether peft takes inputs of experts for outputs, as their stacks do not say that they are transposed."""
+        return self._spec.experts is not None and self._spec.experts.names.stacks_transposed
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of a layer."""
+        return 0 if self._spec.experts is None else self._spec.experts.num_experts
 
     def reason_against(self, name: str) -> str:
         """Reason why there is no such module."""
-        if ".experts" in name or name.endswith(("mlp.gate", ".router", "shared_expert_gate")):
-            return "adapters of experts and routers are not supported; train one without them"
+        if name.endswith(("mlp.gate", ".router", "shared_expert_gate")):
+            return "adapters of routers are not supported; train one without them"
         last = name.rpartition(".")[2]
+        if "_exps." in name:
+            return "adapters of experts in GGUF files are not supported; give the adapter's folder instead"
         if name.endswith(KV_UP):
             return f"its adapters are not supported, because queries take in a part of {last}; train one without it"
         own = (*self._form.qkv_names, *self._form.mlp_names)

@@ -50,7 +50,8 @@ def gguf_modules(path: Path, spec: ModelSpec, base: BaseModules) -> tuple[Adapte
     if tokens := file.metadata.get("adapter.alora.invocation_tokens"):
         raise fields.error("adapter.alora.invocation_tokens", tokens, "activated LoRA is not supported")
     alpha = fields.number("adapter.lora.alpha", 0.0, _MAX_ALPHA)
-    names = {gguf: hf.removesuffix(".weight") for hf, gguf, _ in stored_names(spec) if hf.endswith(".weight")}
+    known = stored_names(spec, experts=False)
+    names = {gguf: hf.removesuffix(".weight") for hf, gguf, _ in known if hf.endswith(".weight")}
     heads = {}
     family = GGUF_FAMILIES[architecture].gguf[architecture]
     if family.neighbors:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -17,10 +18,18 @@ from ..fields import Fields
 from ..model_files import read_json
 from ..weight_files.safetensors_header import read_header
 from ..weight_files.stored_forms import HeaderEntry
-from .base_modules import EMBEDDING, Targets, check_shapes, compiled_patterns, pattern_value
+from .base_modules import (
+    EMBEDDING,
+    STACKS,
+    BaseModule,
+    Targets,
+    check_shapes,
+    compiled_patterns,
+    pattern_value,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from .base_modules import BaseModules
 
@@ -35,6 +44,7 @@ _B_SUFFIXES: Final = (".lora_B.weight", ".lora_embedding_B")
 _BASE_LAYER: Final = (".base_layer.weight", ".base_layer.bias")
 """Copies of the base model's own weights, which peft writes with adapters of the embedding and the head."""
 _TIED_COPIES: Final = ("model.embed_tokens.weight", "lm_head.weight")
+_STACK: Final = re.compile(r"((?:.*\.)?layers\.(\d+)\.(?:\w+\.)?experts)((?:\.base_layer)?)")
 _MAX_RANK: Final = 1 << 16
 _OFF: Final = "the engine does not compute this; use an adapter without it"
 _REFUSED: Final[Mapping[str, str]] = {
@@ -42,7 +52,6 @@ _REFUSED: Final[Mapping[str, str]] = {
     "use_qalora": f"QALoRA: {_OFF}",
     "lora_bias": f"biases of adapters: {_OFF}",
     "alora_invocation_tokens": f"activated LoRA: {_OFF}",
-    "target_parameters": f"adapters of single parameters, such as experts: {_OFF}",
     "trainable_token_indices": f"trained tokens: {_OFF}",
     "layer_replication": f"repeated layers: {_OFF}",
     "use_bdlora": f"block-diagonal LoRA: {_OFF}",
@@ -103,6 +112,12 @@ def peft_modules(folder: Path, base: BaseModules) -> tuple[AdapterModule, ...]:
         if base.is_of_tower(called):
             num_of_towers += 1
             continue
+        if (stack := _STACK.fullmatch(called)) is not None:
+            parameter = _parameter_of(fields, path, entries, stack)
+            strength = _strength(f"{stack[1]}.{parameter}", ranks, rank, alphas, alpha, by_sqrt)
+            pair = (a_stored, a_entry), (b_stored, b_entry)
+            modules += _stack_modules(path, base, stack, parameter, strength, pair)
+            continue
         module = base.find(called)
         if module is None:
             raise ConfigError(f"{path}: tensor {a_stored!r}: {base.reason_against(called)}")
@@ -113,11 +128,10 @@ def peft_modules(folder: Path, base: BaseModules) -> tuple[AdapterModule, ...]:
                 "%s: %s has tensors, but the configuration does not select it: ignored", path, called
             )
             continue
-        mine = int(pattern_value(ranks, called, rank))
+        mine, scale = _strength(called, ranks, rank, alphas, alpha, by_sqrt)
         for stored, entry in ((a_stored, a_entry), (b_stored, b_entry)):
             _check_dtype(path, stored, entry)
         check_shapes(path, module, (a_stored, a_entry.shape), (b_stored, b_entry.shape), mine)
-        scale = pattern_value(alphas, called, alpha) / (math.sqrt(mine) if by_sqrt else mine)
         modules.append(AdapterModule(module.name, mine, scale, a_stored, b_stored))
     _check_rest(path, left, entries, base)
     if num_of_towers:
@@ -129,6 +143,73 @@ def peft_modules(folder: Path, base: BaseModules) -> tuple[AdapterModule, ...]:
             f"{path}: holds no LoRA tensors for this model; check that the adapter belongs to it"
         )
     return tuple(sorted(modules, key=lambda module: module.name))
+
+
+def _strength(
+    called: str,
+    ranks: Sequence[tuple[re.Pattern[str], float]],
+    rank: int,
+    alphas: Sequence[tuple[re.Pattern[str], float]],
+    alpha: float,
+    by_sqrt: bool,
+) -> tuple[int, float]:
+    """Rank and scale of a module; `rank`, `alpha`: where no pattern matches."""
+    mine = int(pattern_value(ranks, called, rank))
+    return mine, pattern_value(alphas, called, alpha) / (math.sqrt(mine) if by_sqrt else mine)
+
+
+def _stack_modules(
+    path: Path,
+    base: BaseModules,
+    stack: re.Match[str],
+    parameter: str,
+    strength: tuple[int, float],
+    pair: tuple[tuple[str, HeaderEntry], tuple[str, HeaderEntry]],
+) -> list[AdapterModule]:
+    """The modules of the experts of a layer that a stack changes.
+
+    Args:
+        strength: rank and scale.
+        pair: name and entry of A and of B.
+    """
+    (a_stored, a_entry), (b_stored, b_entry) = pair
+    parts = base.expert_parts(int(stack[2]), is_down=parameter.endswith(STACKS[1]))
+    if not parts:
+        raise ConfigError(f"{path}: tensor {a_stored!r}: {base.reason_against(stack[0])}")
+    whole = BaseModule(stack[0], sum(module.outputs for module, _ in parts), parts[0][0].inputs)
+    num, is_swapped = base.num_experts, base.are_stacks_transposed
+    if is_swapped:
+        whole = whole._replace(outputs=whole.inputs, inputs=whole.outputs)
+    for stored, entry in pair:
+        _check_dtype(path, stored, entry)
+    rank, scale = strength
+    check_shapes(path, whole, (a_stored, a_entry.shape), (b_stored, b_entry.shape), rank * num)
+    a, b = (b_stored, a_stored) if is_swapped else (a_stored, b_stored)
+    return [AdapterModule(module.name, rank, scale, a, b, 0, is_swapped, num, rows) for module, rows in parts]
+
+
+def _parameter_of(
+    fields: Fields, path: Path, entries: Mapping[str, tuple[str, HeaderEntry]], stack: re.Match[str]
+) -> str:
+    """The parameter that the tensors of a stack change; peft nests the adapters of several, the first one inside.
+
+    Raises:
+        ConfigError: the configuration names others, or none that there can be.
+    """
+    named = fields.get("target_parameters")
+    names = [str(one) for one in named] if isinstance(named, list) else []
+    if any(".experts." not in f".{one}" or not one.endswith(STACKS) for one in names):
+        raise fields.error(
+            "target_parameters", named, f"only {' and '.join(STACKS)} of experts are supported"
+        )
+    both = [[one.rpartition(".")[2] for one in names if one.endswith(end)] for end in STACKS]
+    nested = f"{stack[1]}.base_layer{_A_SUFFIXES[0]}" in entries
+    given = [found[0] for found in both if found]
+    if len(given) != 1 + nested:
+        raise ConfigError(
+            f"{path}: {stack[0]!r} has not the adapters of target_parameters, {named}; the file is incomplete"
+        )
+    return given[0] if stack[3] or not nested else given[1]
 
 
 def _canonical(name: str) -> str:

@@ -43,8 +43,8 @@ class AdapterConfig:
     ] = 1024
     lora_target_modules: Annotated[
         tuple[str, ...],
-        "Modules that adapters may change, such as q_proj; all-linear: all linear layers without the output head. Not "
-        "given: those of the adapters of --lora, all-linear if more can be loaded. May be repeated.",
+        "Modules that adapters may change, such as q_proj, or experts; all-linear: all linear layers but these and the "
+        "output head. Not given: those of the adapters of --lora, all-linear if more can be loaded. May be repeated.",
     ] = ()
 
     def __post_init__(self) -> None:

@@ -26,7 +26,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ....models.spec.experts_spec import ClampedSwiGLU
+from ...ops.deltas import ExpertChanges
 from ...ops.experts import ExpertSource, ExpertWeights
+from .. import plain
 from .kernel_variant import KernelVariant
 
 _CHUNK: Final = 1024  # rows that a program of `align` reads at a time
@@ -243,7 +245,10 @@ class TritonExperts:
             self._rows(x, shares, expert_ids, tile)
             _align(expert_ids, len(self._down), tile.rows, counted=True)
 
-    def __call__(self, x: Tensor, shares: Tensor, expert_ids: Tensor) -> Tensor:
+    def __call__(
+        self, x: Tensor, shares: Tensor, expert_ids: Tensor, changes: ExpertChanges | None = None
+    ) -> Tensor:
+        assert changes is None, "experts that adapters change are computed by torch"
         num_tokens, width = x.shape
         num_active = expert_ids.shape[1]
         out = torch.empty((num_tokens, width), dtype=x.dtype, device=x.device)
@@ -387,7 +392,9 @@ def _tiles(item_bytes: int) -> tuple[_Tile, _Tile, _Tile]:
 
 
 def pack_experts(experts: ExpertSource) -> ExpertWeights:
-    """Later layers of the same shapes find the kernels compiled."""
+    """Later layers of the same shapes find the kernels compiled; experts that adapters may change are in torch."""
+    if experts.is_adapted:
+        return plain.pack_experts(experts)
     packed = TritonExperts(
         *experts.stacked(), experts.clamp, experts.biases(), scales_inputs=experts.scales_inputs
     )

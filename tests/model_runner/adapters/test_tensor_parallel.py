@@ -18,6 +18,7 @@ from engine.runtime.feasibility import Capacity
 from tests.model_runner.conftest import Driver, SeeingExecutor, engine_config
 from tests.model_runner.distributed.thread_group import ThreadGroup, on_ranks
 
+from ..structures.families import QWEN3_MOE
 from .peft_adapters import ALL_LINEAR, PHI3_LINEAR, make_adapter
 
 PROMPT = [5, 60, 33, 7, 71, 12]
@@ -25,13 +26,18 @@ PROMPT = [5, 60, 33, 7, 71, 12]
 
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("model_type", ["llama", "phi3"])
+@pytest.mark.parametrize("model_type", ["llama", "phi3", "qwen3_moe"])
 def test_ranks_together_compute_what_one_computes(make_tiny_model, tmp_path, model_type, size):
     sizes: dict[str, Any] = {"intermediate_size": 96, "vocab_size": 97, "num_key_value_heads": size}
+    experts: dict[str, Any] = {}
+    if model_type == "qwen3_moe":
+        sizes |= QWEN3_MOE
+        experts = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
     tiny = make_tiny_model(model_type, **sizes)
-    linear = PHI3_LINEAR if model_type == "phi3" else ALL_LINEAR
+    linear = PHI3_LINEAR if model_type == "phi3" else ALL_LINEAR[: 4 if experts else None]
     targets = [*linear, "embed_tokens", "lm_head"]
-    adapter = make_adapter(tiny.reference, tmp_path / "adapter", target_modules=targets)
+    adapter = make_adapter(tiny.reference, tmp_path / "adapter", target_modules=targets, **experts)
+    targets += ["experts"] if experts else []
     spec = read_adapter(adapter.folder, "one", tiny.spec)
 
     def logits(group: ThreadGroup | None) -> torch.Tensor:

@@ -32,6 +32,7 @@ class StackedExperts:
     scales_inputs: bool = False
     gated: bool = True
     activation: ExpertActivation = "silu"
+    is_adapted: bool = False
 
     def stacked(self) -> tuple[Tensor, Tensor]:
         return self.gate_up, self.down

@@ -126,7 +126,6 @@ def test_modules_that_the_configuration_selects(tmp_path, config, selected):
         ({"modules_to_save": ["embed_tokens"]}, "modules_to_save is ['embed_tokens']"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
-        ({"target_parameters": ["experts.gate_up"]}, "target_parameters"),
         ({"r": 0}, "r is 0, expected a whole number"),
         (
             {"r": 8},
@@ -175,7 +174,7 @@ def other_tensors() -> dict[str, tuple[Tensors, str]]:
         "without B": ({f"{q}.lora_A.weight": torch.ones((4, 16))}, "is without its B"),
         "without A": (lora(V) | {f"{q}.lora_B.weight": torch.ones((16, 4))}, "is without its A"),
         "fused": (head, "separate modules"),
-        "experts": (expert, "adapters of experts and routers are not supported"),
+        "experts": (expert, "the base model has no such linear layer"),
         "layer": (far, "model.layers.7.mlp.up_proj.lora_A.weight': the base model has no such linear layer"),
         "DoRA": (lora(Q) | {f"{q}.lora_magnitude_vector": torch.ones(16)}, "is of DoRA"),
         "whole module": (
@@ -213,7 +212,10 @@ def test_experts_of_a_mixture(tmp_path):
     )
     name = "base_model.model.model.layers.0.mlp.experts.1.gate_proj.lora_{}.weight"
     tensors = {name.format("A"): torch.ones((4, 16)), name.format("B"): torch.ones((8, 4))}
-    assert "experts and routers" in refusal(write(tmp_path / "a", tensors), base)
+    found = read_adapter(write(tmp_path / "a", tensors), "one", base)
+    assert [module.name for module in found.modules] == ["model.layers.0.mlp.experts.1.gate_proj"]
+    router = {name.replace("experts.1.gate_proj", "gate"): tensor for name, tensor in tensors.items()}
+    assert "adapters of routers are not supported" in refusal(write(tmp_path / "c", router), base)
     assert read_adapter(write(tmp_path / "b"), "one", base).rank == 4
 
 
