@@ -1,4 +1,4 @@
-"""`--speculative ngram` on a real server: the same answers as without, also to clients that leave."""
+"""`--speculative` on a real server: the same answers as without, also to clients that leave."""
 
 from __future__ import annotations
 
@@ -25,16 +25,21 @@ ARGUMENTS = (
 def metric(engine: EngineServe, name: str) -> int:
     page = httpx.get(f"{engine.url}/metrics", timeout=DEADLINE_S).text
     assert f"# TYPE engine:{name} counter" in page
-    found = re.findall(rf'^engine:{name}{{.*method="ngram",position="\d"}} (\d+)$', page, re.MULTILINE)
+    found = re.findall(
+        rf'^engine:{name}{{.*method="(?:ngram|suffix)",position="\d"}} (\d+)$', page, re.MULTILINE
+    )
     return sum(map(int, found))
 
 
-def test_answers_are_the_same_in_fewer_steps(start_serve: StartServe, model: Path, tmp_path: Path):
+@pytest.mark.parametrize("options", [("ngram",), ("suffix",), ("suffix", "--tp", "2")], ids=" ".join)
+def test_answers_are_the_same_in_fewer_steps(
+    start_serve: StartServe, model: Path, tmp_path: Path, options: tuple[str, ...]
+):
     log = tmp_path / "decisions.log"
-    plain = start_serve(str(model), *ARGUMENTS)
+    plain = start_serve(str(model), *ARGUMENTS, *options[1:])
     # Whether drafts pay is measured: where a step takes 20 ms, whatever is in it, they do.
     slow = ("--chaos", "retract=0.02:10,slow=0.02")
-    arguments = (*ARGUMENTS, *slow, "--speculative", "ngram", "--decision-log", str(log))
+    arguments = (*ARGUMENTS, *slow, "--speculative", *options, "--decision-log", str(log))
     ngram = start_serve(str(model), *arguments)
     for engine in (plain, ngram):
         engine.wait_until_ready()
@@ -60,7 +65,7 @@ def test_answers_are_the_same_in_fewer_steps(start_serve: StartServe, model: Pat
     assert metric(ngram, "accepted_draft_tokens_total") > 50
     assert metric(plain, "draft_tokens_total") == 0
     info = json.loads(httpx.get(f"{ngram.url}/server_info", timeout=DEADLINE_S).text)
-    assert '"speculative": "ngram"' in json.dumps(info)
+    assert f'"speculative": "{options[0]}"' in json.dumps(info)
     for engine in (plain, ngram):
         assert engine.stop() == 0, engine.log
         assert "Traceback" not in engine.log

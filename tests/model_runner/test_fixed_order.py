@@ -30,6 +30,7 @@ from engine.runtime.step_plan import StepResult
 from tests.model_runner.attention.paged_batches import Pages, assert_close, spec_of
 from tests.model_runner.conftest import LATENT_MIXTURE, MIXTURE, Driver, Request
 from tests.model_runner.kernels.cpu.conftest import best_library
+from tests.scheduler.speculation.proposers import proposing
 from tests.selection import examples
 
 __all__ = ["best_library"]  # a fixture
@@ -322,6 +323,19 @@ class TestThroughTheWholeEngine:
             return [(one.token_ids, one.logprobs) for one in found]
 
         return generate
+
+    @pytest.mark.parametrize("right", [0.7, 1.0])
+    def test_drafts_change_nothing(self, outputs, right):
+        """To the last bit; the drafts are right, or wrong in between."""
+        expected = outputs(together=False, radix_cache=False)
+        texts = [[*prompt, *tokens] for prompt, (tokens, _) in zip(self.PROMPTS, expected, strict=True)]
+
+        def next_token(known: Sequence[int]) -> int | None:
+            begun = (text for text in texts if text[: len(known)] == known and len(text) > len(known))
+            return next((text[len(known)] for text in begun), None)
+
+        with proposing(next_token, right):
+            assert outputs(speculative="suffix") == expected
 
     def test_company_cache_chunks_and_retractions_change_nothing(self, outputs):
         expected = outputs(together=False, radix_cache=False)

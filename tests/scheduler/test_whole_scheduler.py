@@ -8,6 +8,7 @@ of a request with a grammar.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, get_args
 
 import numpy as np
@@ -20,12 +21,14 @@ from engine.runtime.messages import Call, FinishKind, GrammarReady, PinPrefix
 from engine.runtime.sampling_params import SamplingParams
 from tests.selection import examples
 
-from .fake_runner import expected_output
+from .fake_runner import expected_output, remembered
 from .grammar.toy_matcher import ToyGrammar
 from .harness import VOCAB_SIZE, Harness
+from .speculation.proposers import proposing
 
 BASE = [1 + (k * k + 3 * k) % (VOCAB_SIZE - 1) for k in range(80)]  # prompts share beginnings of it
 MOST_STEPS = 20_000
+RIGHT = st.sampled_from([None, 0.0, 0.7, 1.0])
 FAULTS = ["dead", "refuse", "accept", "allows", "fill", "fill_drafts", "validate", "forced"]
 
 
@@ -247,16 +250,27 @@ def live(harness: Harness, seed: int, num_acts: int) -> None:
     life.drain()
 
 
+def live_with_drafts(config: dict[str, Any], right: float | None, seed: int, num_acts: int) -> None:
+    """The same with a share of right drafts; None: the scheduler proposes them."""
+
+    def next_token(known: Sequence[int]) -> int:
+        """The model's wish: without its adapter, the grammar, and the tokens that are masked."""
+        return (remembered(list(known), config["memory"]) >> 7) % VOCAB_SIZE
+
+    with nullcontext() if right is None else proposing(next_token, right):
+        live(Harness(**config), seed, num_acts)
+
+
 @settings(max_examples=examples(120), deadline=None)
-@given(config=configs(), seed=st.integers(0, 2**32), num_acts=one_of(20, 60))
-def test_any_life_under_any_settings(config, seed, num_acts):
-    live(Harness(**config), seed, num_acts)
+@given(config=configs(), right=RIGHT, seed=st.integers(0, 2**32), num_acts=one_of(20, 60))
+def test_any_life_under_any_settings(config, right, seed, num_acts):
+    live_with_drafts(config, right, seed, num_acts)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("num_acts", [60, 120])
 @settings(max_examples=750, deadline=None)
-@given(config=configs(), seed=st.integers(0, 2**32))
-def test_many_long_lives(config, seed, num_acts):
-    live(Harness(**config), seed, num_acts)
+@given(config=configs(), right=RIGHT, seed=st.integers(0, 2**32))
+def test_many_long_lives(config, right, seed, num_acts):
+    live_with_drafts(config, right, seed, num_acts)

@@ -1,0 +1,106 @@
+"""Drafts of every source change no token and no log-probability, whatever else happens to a request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from engine import LLM, SamplingParams
+from tests.scheduler.speculation.proposers import RIGHT, free_drafts, proposing
+
+from .test_state_layers import tiny_lfm2
+
+__all__ = ["tiny_lfm2"]  # a fixture
+
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "num_threads": 1,
+    "page_size": 4,
+    "max_total_tokens": 2048,
+    "max_running_requests": 6,
+}
+BEGINNING = "one beginning that all of these prompts share, and then a b c a b c a b c a b "
+PROMPTS = [BEGINNING + "c a b " * n for n in range(4)]
+WORK = [
+    SamplingParams(temperature=0.0, max_new_tokens=40, ignore_eos=True, logprobs=2),
+    SamplingParams(temperature=1.0, seed=3, max_new_tokens=40, ignore_eos=True),
+    SamplingParams(temperature=0.9, top_p=0.9, seed=4, max_new_tokens=37, ignore_eos=True, logprobs=0),
+    SamplingParams(temperature=0.8, seed=5, max_new_tokens=40, ignore_eos=True, repetition_penalty=1.1),
+]
+LIVES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "chunks": {"chunked_prefill_size": 8},
+    "no cache": {"radix_cache": False},
+    "retraction": {"chaos": "retract=0.2:12", "preemption_mode": "recompute"},
+    "swap": {"chaos": "retract=0.2:12", "preemption_mode": "swap", "swap_space": 0.01},
+    "int8 KV": {"kv_cache_dtype": "int8"},
+    "bursts": {"multi_step_ms": 1000.0},
+    "overlap": {"overlap": True},
+}
+
+
+def run(folder: Path, **settings: Any) -> Any:
+    """Tokens and log-probabilities of the prompts, twice: the second time they, and the answers, are known.
+
+    Then the tokens of two answers to one prompt, and of one that ends at a stop token; and the figures of drafts.
+    """
+    with LLM(str(folder), **SETTINGS | settings) as llm:
+        outputs = [*llm.generate(PROMPTS, WORK), *llm.generate(PROMPTS, WORK)]
+        outputs += llm.sample(PROMPTS[1], 2, WORK[1])
+        first = outputs[1].token_ids
+        stop = next(token for n, token in enumerate(first) if n > 9 and token not in first[:n])
+        outputs += llm.generate([PROMPTS[1]], replace(WORK[1], stop_token_ids=(stop,)))
+        assert outputs[-1].token_ids == first[: first.index(stop) + 1]
+        texts = [
+            [*llm.tokenizer.encode(prompt), *each.token_ids]
+            for prompt, each in zip(PROMPTS, outputs[:4], strict=True)
+        ]
+        drafts = (
+            sum(each.usage.draft_tokens for each in outputs),
+            sum(each.usage.accepted_draft_tokens for each in outputs),
+        )
+    return [each.token_ids for each in outputs], [each.logprobs for each in outputs], texts, drafts
+
+
+def check(folder: Path, source: str, **settings: Any) -> None:
+    """Compare with the same life without drafts."""
+    tokens, logprobs, texts, drafts = run(folder, **settings)
+    assert drafts == (0, 0)
+
+    def next_token(known: Sequence[int]) -> int | None:
+        """That of the first text that begins so."""
+        begun = (text for text in texts if text[: len(known)] == known and len(text) > len(known))
+        return next((text[len(known)] for text in begun), None)
+
+    with proposing(next_token, RIGHT[source]) if source in RIGHT else free_drafts():
+        method = "suffix" if source == "suffix" else "ngram"
+        found, found_logprobs, _, (num_drafts, num_accepted) = run(folder, speculative=method, **settings)
+    assert found == tokens
+    for ours, theirs in zip(found_logprobs, logprobs, strict=True):
+        assert (ours is None) == (theirs is None)
+        for a, b in zip(ours or (), theirs or (), strict=True):
+            assert a.logprob == pytest.approx(b.logprob, abs=1e-3)
+    assert num_drafts > 0
+    if source == "adversary":
+        assert num_accepted == 0
+    elif source == "oracle":
+        assert num_accepted > 0.9 * num_drafts  # two answers to one prompt may begin with the same token
+    else:
+        assert 0 < num_accepted <= num_drafts
+
+
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize("source", ["ngram", "suffix", *RIGHT])
+@pytest.mark.parametrize("life", LIVES)
+def test_answers_are_those_without(tiny_model, source, life):
+    check(tiny_model, source, **LIVES[life])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["suffix", *RIGHT])
+def test_state_layers_too(tiny_lfm2, source):
+    check(tiny_lfm2, source)
