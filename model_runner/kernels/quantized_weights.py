@@ -174,17 +174,31 @@ class BlockWeight:
     def num_bytes(self) -> int:
         """Memory in the layout of the kernels: integers of `bits` bits, scales and minima of 16 bits, or of 8."""
         scale_bytes = 1 if self.factor is not None else 4 if self.minima is not None else 2
-        return self.numbers.numel() * self.bits // 8 + self.scales.numel() * scale_bytes
+        num_scales = self.scales.numel()
+        if self.bits == 4 and self.factor is None:
+            num_scales //= self.scale_len // BLOCK_SIZE
+        return self.numbers.numel() * self.bits // 8 + num_scales * scale_bytes
+
+    @property
+    def scale_len(self) -> int:
+        """Neighboring inputs that share a scale, as kernels know them; with 8 bits 64 only without minima."""
+        if self.factor is not None:
+            return HALF_BLOCK
+        if self.bits == 8:
+            return 2 * BLOCK_SIZE if self.minima is None and self.has_shared_scales(2) else BLOCK_SIZE
+        return next((n * BLOCK_SIZE for n in (4, 2) if self.has_shared_scales(n)), BLOCK_SIZE)
 
     @property
     def is_finite(self) -> bool:
         """Whether all values are: integers always are, NaN and inf can only be in the scales and minima."""
         return all(part is None or bool(part.isfinite().all()) for part in (self.scales, self.minima))
 
-    @property
-    def has_paired_scales(self) -> bool:
-        """Whether blocks 2k and 2k + 1 have the same scale everywhere: in effect groups of 64."""
-        return self.scales.shape[1] % 2 == 0 and torch.equal(self.scales[:, ::2], self.scales[:, 1::2])
+    def has_shared_scales(self, num: int) -> bool:
+        """Whether each `num` neighboring blocks have the same scale, and minimum: in effect larger groups."""
+        if self.scales.shape[1] % num:
+            return False
+        parts = (part for part in (self.scales, self.minima) if part is not None)
+        return all(torch.equal(part[:, ::num], part[:, n::num]) for part in parts for n in range(1, num))
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """[N, K], rounded once."""

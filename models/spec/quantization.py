@@ -63,7 +63,8 @@ class BlockForm(NamedTuple):
         is_exact: whether the numbers are those of the file.
         table: the values of the 16 numbers of 4 bits; None: numbers are their own values. `zero`
             differs from each by at most 127.
-        scale_len: inputs that share a scale: 32, or 16 with scales of 8 bits (e4m3).
+        scale_len: inputs that share a scale: 32, or 16 with scales of 8 bits (e4m3); 64 or 128 with 4 bits, where the
+            number of inputs allows it.
         superblock_bytes: bytes of 256 inputs in the layout of the file; 0: there is no kernel for it.
     """
 
@@ -72,7 +73,7 @@ class BlockForm(NamedTuple):
     has_minima: bool
     is_exact: bool = True
     table: tuple[int, ...] | None = None
-    scale_len: Literal[16, 32] = 32
+    scale_len: int = 32
     superblock_bytes: int = 0
 
     def num_bytes(self, rows: int, columns: int) -> int:
@@ -82,7 +83,10 @@ class BlockForm(NamedTuple):
         """
         if self.superblock_bytes and columns % SUPERBLOCK_LEN == 0:
             return rows * (columns // SUPERBLOCK_LEN) * self.superblock_bytes
-        return rows * columns * self.bits // 8 + rows * (columns // BLOCK_LEN) * (4 if self.has_minima else 2)
+        scale_len = max(self.scale_len, BLOCK_LEN)
+        while columns % scale_len:
+            scale_len //= 2
+        return rows * columns * self.bits // 8 + rows * (columns // scale_len) * (4 if self.has_minima else 2)
 
     def is_held_like(self, other: BlockForm) -> bool:
         """Whether weights of both forms can be stored as one, in blocks."""
@@ -231,6 +235,8 @@ class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True):
         block: fp8: (outputs, inputs) that share a scale; None: all inputs of an output share one.
         activation_bound: fp8: larger inputs are clamped to this value; None: no bound.
         weights_only: fp8: activations keep their dtype.
+        scales_inputs: modules may have factors of their inputs (`pre_quant_scale`), as those of AWQ and SmoothQuant in
+            ModelOpt's exports.
         parts: mixed: names of modules, as `plain_modules`, and their form; without names: of all that no other names.
             mlx: the modules of other bits or groups.
         types: gguf: the file's format of each module stored in blocks; names of experts omit the expert's number.
@@ -251,6 +257,7 @@ class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True):
     block: tuple[int, int] | None = None
     activation_bound: float | None = None
     weights_only: bool = False
+    scales_inputs: bool = False
     parts: tuple[tuple[tuple[str, ...], QuantizationSpec], ...] = ()
     types: dict[str, str] = {}
     plain_modules: tuple[str, ...] = ()
@@ -353,18 +360,23 @@ class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True):
         """mlx: the form in blocks, in which fewer bits are exact, too; None: there is none."""
         if self.symmetric:
             return None if self.bits == 8 else MXFP4 if self.group_size == BLOCK_LEN else NVFP4
-        return (
-            None if self.group_size % BLOCK_LEN else BlockForm(8 if self.bits > 4 else 4, 0, has_minima=True)
-        )
+        if self.group_size % BLOCK_LEN:
+            return None
+        return self._grouped(8 if self.bits > 4 else 4, 0, has_minima=True)
 
     @property
     def block_form(self) -> BlockForm | None:
         """awq, gptq, compressed-tensors: the form in blocks; None: groups are not whole blocks."""
         if self.group_size % BLOCK_LEN:
             return None
-        return BlockForm(
-            8 if self.bits == 8 else 4, 1 << (self.bits - 1) if self.symmetric else 0, not self.symmetric
-        )
+        zero = 1 << (self.bits - 1) if self.symmetric else 0
+        return self._grouped(8 if self.bits == 8 else 4, zero, has_minima=not self.symmetric)
+
+    def _grouped(self, bits: Literal[4, 8], zero: int, *, has_minima: bool) -> BlockForm:
+        """The form of groups of whole blocks, which share scales in 4 bits."""
+        lengths = (128, 64) if bits == 4 else ()
+        shared = next((n for n in lengths if self.group_size % n == 0), BLOCK_LEN)
+        return BlockForm(bits, zero, has_minima, scale_len=shared)
 
     def bytes_together(
         self, modules: Sequence[tuple[str, int]], columns: int, *, on_cpu: bool = False

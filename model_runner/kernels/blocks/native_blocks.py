@@ -123,7 +123,13 @@ class NativeBlockLinear(NativeMatmul):
 
     def _pair(self) -> None:
         self._library.pair_blocks(
-            self._address, self._outputs, self._inputs, self._bits, self._has_minima, self._is_super
+            self._address,
+            self._outputs,
+            self._inputs,
+            self._bits,
+            self._has_minima,
+            self._scale_len,
+            self._is_super,
         )
 
     def _take_rows(self, ids: Tensor, out: Tensor) -> None:

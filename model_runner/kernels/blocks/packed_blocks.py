@@ -40,7 +40,8 @@ class PackedBlocks(NamedTuple):
         packed: its bytes.
         factor: the scales and minima are to be multiplied by it.
         scale_len: inputs that share a scale: 32; 64, if blocks 2k and 2k + 1 of each output have the same, with 8 bits
-            and without minima; 16, with scales of 8 bits and a table.
+            and without minima; 64 or 128, if 2 or 4 neighboring blocks of 4 bits have the same scales and minima; 16,
+            with scales of 8 bits and a table.
         is_super: the layout is that of `kernels/cpu/super_blocks.h`, with 4, 5 or 6 bits.
     """
 
@@ -75,7 +76,7 @@ def pack(
 
 def _pack_stored(library: ctypes.CDLL, weight: StoredRows, memory: WeightMemory) -> PackedBlocks:
     form, shape = weight.form, weight.shape
-    packed = memory.take(library.packed_blocks_bytes(*shape, form.bits, form.has_minima))
+    packed = memory.take(library.packed_blocks_bytes(*shape, form.bits, form.has_minima, BLOCK_SIZE))
     num_stored = shape[0] - weight.padding
     if num_stored % _PANEL or weight.padding:
         packed.view(-(-shape[0] // _PANEL), -1)[num_stored // _PANEL :].zero_()
@@ -149,7 +150,8 @@ def _pack_unpacked(library: ctypes.CDLL, weight: BlockWeight, memory: WeightMemo
     _check(weight)
     has_minima = weight.minima is not None
     outputs, inputs = weight.shape
-    packed = memory.take(library.packed_blocks_bytes(outputs, inputs, weight.bits, has_minima))
+    scale_len = weight.scale_len
+    packed = memory.take(library.packed_blocks_bytes(outputs, inputs, weight.bits, has_minima, scale_len))
     largest = (
         float(part.abs().max()) if part is not None and part.numel() else 0.0
         for part in (weight.scales, weight.minima)
@@ -157,12 +159,11 @@ def _pack_unpacked(library: ctypes.CDLL, weight: BlockWeight, memory: WeightMemo
     exponent = _HALF_EXPONENT - _exponent_of([ScaleRange(*largest)])
     numbers = weight.numbers.contiguous()
     if weight.factor is None:
-        scales, factor, scale_len = _halves(weight.scales, exponent), 2.0**-exponent, BLOCK_SIZE
-        if weight.bits == 8 and not has_minima and weight.has_paired_scales:
-            scale_len = 2 * BLOCK_SIZE
+        step = scale_len // BLOCK_SIZE if weight.bits == 4 else 1
+        scales, factor = _halves(weight.scales[:, ::step], exponent), 2.0**-exponent
+        minima = None if weight.minima is None else _halves(weight.minima[:, ::step], exponent)
     else:
-        scales, factor, scale_len = _bytes(weight.scales), weight.factor * _E4M3_FACTOR, HALF_BLOCK
-    minima = None if weight.minima is None else _halves(weight.minima, exponent)
+        scales, factor, minima = _bytes(weight.scales), weight.factor * _E4M3_FACTOR, None
     library.pack_blocks(
         numbers.data_ptr(),
         scales.data_ptr(),
@@ -170,6 +171,7 @@ def _pack_unpacked(library: ctypes.CDLL, weight: BlockWeight, memory: WeightMemo
         outputs,
         inputs,
         weight.bits,
+        scale_len,
         packed.data_ptr(),
     )
     return PackedBlocks(

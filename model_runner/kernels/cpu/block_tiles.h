@@ -43,9 +43,8 @@ struct BlockTiles : BlockCall {
     }
 
     template <int BITS, bool MINIMA, bool HAS_TABLE, bool HALVES>
-    inline __attribute__((always_inline)) void unpack_block(const uint8_t* from, uint32_t* to) const {
+    inline __attribute__((always_inline)) void unpack_block(const uint8_t* from, const uint16_t* halves, uint32_t* to) const {
         constexpr int VALUE_BITS = HAS_TABLE ? 8 : BITS;
-        const uint16_t* halves = reinterpret_cast<const uint16_t*>(from + PANEL * BLOCK * BITS / 8);
 #pragma GCC unroll 2
         for (int v = 0; v < VECTORS; ++v, to += STEP_PAIRS * LANES) {
             f32x16 scale = (HALVES ? load_e4m3(halves + v * LANES, false) : load_halves(halves + v * LANES)) * splat(factor);
@@ -72,15 +71,18 @@ struct BlockTiles : BlockCall {
     // The blocks of a panel.
     template <int BITS, bool MINIMA, bool HAS_TABLE, bool HALVES>
     struct PanelOfBlocks {
-        static constexpr int64_t BYTES = block_bytes(BITS, MINIMA);
+        static constexpr int64_t NUMBERS = number_bytes(BITS), BYTES = block_bytes(BITS, MINIMA);
 
         const BlockTiles& call;
         const uint8_t* from;
+        const int64_t per_scale = call.blocks_per_scale(), group_bytes = call.group_bytes();
 
         inline __attribute__((always_inline)) void unpack(int64_t block, uint32_t* to) const {
-            const uint8_t* at = from + block * BYTES;
+            const uint8_t* group = from + block / per_scale * group_bytes;
+            const uint8_t* at = group + block % per_scale * NUMBERS;
             for (int64_t n = 0; n < BYTES; n += LINE) __builtin_prefetch(at + AHEAD + n);
-            call.unpack_block<BITS, MINIMA, HAS_TABLE, HALVES>(at, to);
+            const uint16_t* halves = reinterpret_cast<const uint16_t*>(group + per_scale * NUMBERS);
+            call.unpack_block<BITS, MINIMA, HAS_TABLE, HALVES>(at, halves, to);
         }
     };
 

@@ -47,10 +47,13 @@ enum Code {
 constexpr int bits_of(Code code) { return code == BYTES ? 8 : 4; }
 
 struct Blocks : BlockPanels<Blocks> {
-    template <Code CODE, bool MINIMA, int SPAN, int ROWS, class AtBlock>
+    // SHARED: `blocks_per_scale` blocks have one scale.
+    template <Code CODE, bool MINIMA, int SPAN, int ROWS, bool SHARED = false, class AtBlock>
     void multiply_row_tile(int64_t row, int64_t panel, const Quantized& from, const AtBlock& at_block) const {
         constexpr int BITS = bits_of(CODE);
-        constexpr int64_t SIZE = block_bytes(BITS, MINIMA);
+        constexpr int64_t NUMBERS = number_bytes(BITS), SIZE = SHARED ? NUMBERS : block_bytes(BITS, MINIMA);
+        const int64_t per_scale = SHARED ? blocks_per_scale() : 1;
+        int64_t left = per_scale;  // blocks before the next scales
         const Values<CODE> values(*this);
         const int64_t blocks = inputs / BLOCK, stride = inputs;
         const int8_t* numbers = from.numbers + row * inputs;
@@ -60,7 +63,8 @@ struct Blocks : BlockPanels<Blocks> {
         zero_tile(sums);
         for (int64_t block = 0; block < blocks;
              block += SPAN, weights += SPAN * SIZE, numbers += SPAN * BLOCK, scales += SPAN) {
-            const uint16_t* halves = reinterpret_cast<const uint16_t*>(weights + PANEL * BLOCK * BITS / 8);
+            if (SHARED && left == 0) left = per_scale, weights += scale_bytes(MINIMA);
+            const uint16_t* halves = reinterpret_cast<const uint16_t*>(weights + (SHARED ? left-- : 1) * NUMBERS);
             for (int n = 0; n < SPAN; ++n) at_block(block + n);
 #pragma GCC unroll 2
             for (int first = 0; first < VECTORS; first += AT_ONCE) {
@@ -269,6 +273,10 @@ struct Blocks : BlockPanels<Blocks> {
         if (has_half_scales())
             HAS_WORD_SUMS && has_small_values(table) ? multiply_row_tile_by_halves<SMALL_TABLE, ROWS>(row, panel, from, at_block)
                                                      : multiply_row_tile_by_halves<TABLE, ROWS>(row, panel, from, at_block);
+        else if (has_shared_scales())
+            table != nullptr ? multiply_row_tile<TABLE, false, 1, ROWS, true>(row, panel, from, at_block)
+            : has_minima     ? multiply_row_tile<NIBBLES, true, 1, ROWS, true>(row, panel, from, at_block)
+                             : multiply_row_tile<NIBBLES, false, 1, ROWS, true>(row, panel, from, at_block);
         else if (table != nullptr)
             HAS_WORD_SUMS && has_small_values(table) ? multiply_row_tile<SMALL_TABLE, false, 1, ROWS>(row, panel, from, at_block)
                                                      : multiply_row_tile<TABLE, false, 1, ROWS>(row, panel, from, at_block);
@@ -298,10 +306,13 @@ void engine::multiply_blocks_part(const BlockCall& call, const Quantized& tokens
 // Whether the ISA target has byte dot products; without them the matmul is exact, but slow.
 EXPORT int blocks_are_fast() { return HAS_BYTE_DOT || HAS_WORD_SUMS; }
 
-// Bytes of the packed form of [outputs, inputs]; inputs is a multiple of 32, bits 4 or 8.
-EXPORT int64_t packed_blocks_bytes(int64_t outputs, int64_t inputs, int bits, int has_minima) {
+// Bytes of the packed form of [outputs, inputs]; inputs is a multiple of 32, and of scale_inputs if that is larger; bits 4
+// or 8.
+EXPORT int64_t packed_blocks_bytes(int64_t outputs, int64_t inputs, int bits, int has_minima, int scale_inputs) {
     using namespace engine;
-    return (outputs + Blocks::PANEL - 1) / Blocks::PANEL * (inputs / BLOCK) * Blocks::block_bytes(bits, has_minima != 0);
+    BlockCall call = {{nullptr, nullptr, Form(0), outputs}};
+    call.inputs = inputs, call.bits = bits, call.has_minima = has_minima != 0, call.scale_inputs = scale_inputs;
+    return call.panels() * call.panel_bytes();
 }
 
 // Bytes of the workspace of `blocks`, for quantized tokens; 0 if the call uses tiles.
@@ -311,39 +322,46 @@ EXPORT int64_t blocks_workspace_bytes(int64_t num_tokens, int64_t inputs, int64_
     return Quantized::bytes(num_tokens, inputs);
 }
 
-// numbers: [outputs][inputs] uint8, below 16 for 4 bits; scales, minima (or null): [outputs][inputs / 32] float16;
-// packed: packed_blocks_bytes bytes.
+// numbers: [outputs][inputs] uint8, below 16 for 4 bits; scales, minima (or null): [outputs][inputs / 32] float16, or with 4
+// bits [outputs][inputs / scale_inputs] if that is larger; packed: packed_blocks_bytes bytes.
 EXPORT void pack_blocks(const uint8_t* numbers, const uint16_t* scales, const uint16_t* minima, int64_t outputs,
-                        int64_t inputs, int bits, uint8_t* packed) {
+                        int64_t inputs, int bits, int scale_inputs, uint8_t* packed) {
     using namespace engine;
-    int64_t blocks = inputs / BLOCK, bytes = Blocks::block_bytes(bits, minima != nullptr);
+    const int64_t per_scale = Blocks::blocks_per_scale(bits, scale_inputs), blocks = inputs / BLOCK, groups = blocks / per_scale;
+    const int64_t bytes = groups * Blocks::group_bytes(bits, minima != nullptr, scale_inputs);
     parallel_for((outputs + Blocks::PANEL - 1) / Blocks::PANEL, 1, [&](int64_t begin, int64_t end) {
-        if (end * Blocks::PANEL > outputs) std::memset(packed + (end - 1) * blocks * bytes, 0, blocks * bytes);
+        if (end * Blocks::PANEL > outputs) std::memset(packed + (end - 1) * bytes, 0, bytes);
         for (int64_t output = begin * Blocks::PANEL; output < std::min(end * Blocks::PANEL, outputs); ++output) {
-            uint8_t* to = packed + output / Blocks::PANEL * blocks * bytes;
+            uint8_t* to = packed + output / Blocks::PANEL * bytes;
             int64_t column = output % Blocks::PANEL;
-            for (int64_t block = 0; block < blocks; ++block, to += bytes) {
+            for (int64_t block = 0; block < blocks; ++block, to += Blocks::number_bytes(bits)) {
                 const uint8_t* from = numbers + output * inputs + block * BLOCK;
                 for (int64_t group = 0; group < GROUPS * bits / 8; ++group) {
                     uint32_t four = load_pair(from + group * 4);
                     if (bits == 4) four |= load_pair(from + (group + GROUPS / 2) * 4) << 4;
                     std::memcpy(to + (group * Blocks::PANEL + column) * 4, &four, sizeof four);
                 }
-                uint8_t* halves = to + Blocks::PANEL * BLOCK * bits / 8;
-                std::memcpy(halves + 2 * column, scales + output * blocks + block, 2);
+                if ((block + 1) % per_scale) continue;
+                uint8_t* halves = to + Blocks::number_bytes(bits);
+                std::memcpy(halves + 2 * column, scales + output * groups + block / per_scale, 2);
                 if (minima != nullptr)
-                    std::memcpy(halves + 2 * (Blocks::PANEL + column), minima + output * blocks + block, 2);
+                    std::memcpy(halves + 2 * (Blocks::PANEL + column), minima + output * groups + block / per_scale, 2);
+                to += Blocks::scale_bytes(minima != nullptr);
             }
         }
     });
 }
 
 // Rearranges a packed weight for a gated matmul (output.h), in place.
-EXPORT void pair_blocks(uint8_t* packed, int64_t outputs, int64_t inputs, int bits, int has_minima, int is_super) {
+EXPORT void pair_blocks(uint8_t* packed, int64_t outputs, int64_t inputs, int bits, int has_minima, int scale_inputs,
+                        int is_super) {
     using namespace engine;
     BlockCall call = {{nullptr, nullptr, GATED, outputs}};
     call.inputs = inputs, call.bits = bits, call.has_minima = has_minima != 0, call.is_super = is_super != 0;
-    const int64_t blocks = inputs / (is_super ? SUPERBLOCK : BLOCK), bytes = call.panel_bytes() / blocks;
+    call.scale_inputs = scale_inputs;
+    // Blocks with scales of their own, or all that share some.
+    const int64_t blocks = inputs / (is_super ? SUPERBLOCK : BLOCK * call.blocks_per_scale());
+    const int64_t bytes = call.panel_bytes() / blocks;
     const int64_t panels = call.panels(), halves = has_minima ? 2 : 1;  // half precision numbers, [vector of the panel]
     const int64_t lines = (bytes / BlockCall::LINE - halves) / BlockCall::VECTORS;  // the others: [line][vector]
     const int64_t before_halves = is_super ? (has_minima ? 3 : 4) : lines;          // see SuperLayout
@@ -371,7 +389,7 @@ EXPORT void pair_blocks(uint8_t* packed, int64_t outputs, int64_t inputs, int bi
 
 // x: [num_tokens][inputs] bfloat16, rows `x_stride` elements apart; bias: [outputs] bfloat16 or null; out: rows
 // `out_stride` elements apart, contiguous if gated, see output.h for `form`; workspace: blocks_workspace_bytes for the same `tiles_from`, which is at least 1;
-// scale_inputs: 32; 64 only with 8 bits and without minima; 16 only with a table, and `factor` includes E4M3_FACTOR;
+// scale_inputs: 32; 64 with 4 bits, or with 8 bits and without minima; 128 only with 4 bits; 16 only with a table, and `factor` includes E4M3_FACTOR;
 // table: [16] bytes that differ from `zero` by at most 127, or null;
 // only with 4 bits and without minima; is_super: in superblocks of 4, 5 or 6 bits (super_blocks.h), whose factor is 1 and
 // which have minima if they do not have 6 bits.
@@ -405,13 +423,16 @@ EXPORT void blocks_rows(const uint8_t* packed, const int64_t* ids, void* out_, i
                         int has_minima, int zero, float factor, const uint8_t* table, int scale_inputs) {
     using namespace engine;
     bf16* out = static_cast<bf16*>(out_);
-    int64_t blocks = inputs / BLOCK, bytes = Blocks::block_bytes(bits, has_minima != 0);
+    const int64_t per_scale = Blocks::blocks_per_scale(bits, scale_inputs), blocks = inputs / BLOCK;
+    const int64_t group_bytes = Blocks::group_bytes(bits, has_minima != 0, scale_inputs);
     parallel_for(num_rows, Blocks::MIN_NUMBERS / inputs + 1, [&](int64_t begin, int64_t end) {
         for (int64_t n = begin; n < end; ++n) {
-            const uint8_t* from = packed + ids[n] / Blocks::PANEL * blocks * bytes;
+            const uint8_t* panel = packed + ids[n] / Blocks::PANEL * (blocks / per_scale) * group_bytes;
             int64_t column = ids[n] % Blocks::PANEL;
-            for (int64_t block = 0; block < blocks; ++block, from += bytes) {
-                const uint8_t* halves = from + Blocks::PANEL * BLOCK * bits / 8;
+            for (int64_t block = 0; block < blocks; ++block) {
+                const uint8_t* group_of = panel + block / per_scale * group_bytes;
+                const uint8_t* from = group_of + block % per_scale * Blocks::number_bytes(bits);
+                const uint8_t* halves = group_of + per_scale * Blocks::number_bytes(bits);
                 float scale = half_to_float(halves + 2 * column) * factor, minimum = -float(zero) * scale, upper = scale;
                 if (scale_inputs < BLOCK) {
                     uint16_t both[LANES] = {};

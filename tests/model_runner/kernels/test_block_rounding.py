@@ -47,19 +47,19 @@ def test_8_bits_are_off_by_half_a_step_at_most(weight: Tensor) -> None:
 def test_two_blocks_of_8_bits_may_share_a_scale(weight: Tensor) -> None:
     rounded = round_to_blocks(weight, 8, paired_scales=True)
 
-    assert rounded.has_paired_scales and not round_to_blocks(weight, 8).has_paired_scales
+    assert rounded.has_shared_scales(2) and not round_to_blocks(weight, 8).has_shared_scales(2)
     steps = rounded.scales.repeat_interleave(32, dim=1)
     assert ((rounded.dequantized(torch.float32) - weight).abs() <= steps * 0.57).all()
     single = round_to_blocks(weight, 8).scales
     assert torch.equal(rounded.scales[:, ::2], torch.maximum(single[:, ::2], single[:, 1::2]))
     stacked = stack_blocks([rounded, round_to_blocks(weight, 8)])
-    assert not stacked.has_paired_scales and torch.equal(stacked.scales[: len(weight)], rounded.scales)
+    assert not stacked.has_shared_scales(2) and torch.equal(stacked.scales[: len(weight)], rounded.scales)
     # 96 inputs are no pairs, and 4 bits need finer scales.
     for odd in (
         round_to_blocks(weight[:, :96], 8, paired_scales=True),
         round_to_blocks(weight, 4, paired_scales=True),
     ):
-        assert not odd.has_paired_scales
+        assert not odd.has_shared_scales(2)
 
 
 def test_4_bits_lie_where_the_error_is_small(weight: Tensor) -> None:

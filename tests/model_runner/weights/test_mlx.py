@@ -270,11 +270,12 @@ def test_the_arithmetic_of_memory_is_that_of_the_loaded_model(make_tiny_llama, m
     spec = read_hf_spec(tiny.folder)
     driver = make_driver(spec, tiny.folder, dtype="bfloat16")
 
-    table = spec.vocab_size * spec.hidden_size * 20 // 32
+    table = spec.vocab_size * spec.hidden_size * 18 // 32
     norms = 2 * (2 * spec.num_layers + 1) * spec.hidden_size
     rest = weight_bytes(spec, 2, on_cpu=True) + tied_head_bytes(spec, 2) - norms - table * (2 - tied)
     linear = sum(module.num_parameters for module in needed_modules(spec) if module.is_linear)
-    assert rest == linear * 20 // 32
+    down = spec.num_layers * spec.hidden_size * spec.intermediate_size
+    assert rest == linear * 18 // 32, (rest, linear, down)
     embedding = driver.runner.model.embedding
     held = [value for value in vars(embedding).values() if isinstance(value, Tensor)]
     assert not held and embedding._take.func.__name__ == "rows"

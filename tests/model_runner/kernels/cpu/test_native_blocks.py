@@ -56,6 +56,16 @@ def paired(weight: BlockWeight) -> BlockWeight:
     return replace(weight, scales=weight.scales[:, 1::2].repeat_interleave(2, dim=1))
 
 
+def shared(weight: BlockWeight, num: int) -> BlockWeight:
+    """The same numbers, with the first scale and minimum of each `num` blocks for all of them."""
+    scales, minima = (
+        None if part is None else part[:, ::num].repeat_interleave(num, dim=1)
+        for part in (weight.scales, weight.minima)
+    )
+    assert scales is not None
+    return replace(weight, scales=scales, minima=minima)
+
+
 def quantized(x: torch.Tensor, block_size: int = BLOCK_SIZE) -> torch.Tensor:
     """What the kernel makes of x, in float64."""
     blocks: torch.Tensor = x.float().unflatten(1, (-1, block_size))
@@ -70,7 +80,7 @@ def check(
 ) -> None:
     """Against the product in float64, up to the rounding of float32 sums and of the result."""
     exact_weight = weight.dequantized(torch.float64)
-    is_paired = weight.bits == 8 and weight.minima is None and weight.has_paired_scales
+    is_paired = weight.bits == 8 and weight.minima is None and weight.has_shared_scales(2)
     numbers_of_x = quantized(x, 2 * BLOCK_SIZE if is_paired else BLOCK_SIZE)
     exact = numbers_of_x @ exact_weight.T + (0 if bias is None else bias.double())
     # Parts of a sum may be larger than the sum: numbers and minima are added up on their own.
@@ -113,6 +123,45 @@ def test_blocks_whose_scales_are_equal_in_pairs_are_added_up_in_pairs(library, i
 def test_other_weights_with_such_scales_are_multiplied_as_ever(library, bits, has_minima):
     weight = paired(block_weight(33, 192, bits, has_minima))
     check(NativeBlockLinear(library, weight, NO_TILES), weight, guarded((7, 192), 2))
+
+
+@pytest.mark.parametrize("kind", ["minima", "zero", "table"])
+@pytest.mark.parametrize(
+    ("num", "inputs", "outputs"), [(2, 64, 1), (2, 576, 200), (4, 128, 33), (4, 768, 97)]
+)
+def test_blocks_of_4_bits_share_scales_in_the_packed_weight(library, kind, num, inputs, outputs):
+    weight = shared(block_weight(outputs, inputs, 4, kind == "minima"), num)
+    if kind == "table":
+        weight = replace(weight, zero=123, table=(*range(0, 255, 17), 250))
+    linear = NativeBlockLinear(library, weight, NO_TILES)
+    assert weight.scale_len == num * BLOCK_SIZE
+    rows = -(-outputs // 32) * 32
+    assert linear.num_bytes == rows * inputs // 2 + rows * (inputs // 32 // num) * (
+        4 if kind == "minima" else 2
+    )
+    for num_tokens in (0, 1, 2, 5, 6, 7, 61, 130):
+        check(linear, weight, guarded((num_tokens, inputs), 2))
+    expected = weight.dequantized(torch.float32)
+    torch.testing.assert_close(linear.rows(torch.arange(outputs)).float(), expected, rtol=2**-8, atol=1e-6)
+    tiled = NativeBlockLinear(library, weight, tiles_from=2)
+    x = guarded((67, inputs), 3)
+    torch.testing.assert_close(
+        tiled.to_float32(x), x.float() @ expected.T, rtol=0.05, atol=0.05 * inputs**0.5
+    )
+
+
+@pytest.mark.parametrize("num", [2, 4])
+@pytest.mark.parametrize("has_minima", [False, True])
+@pytest.mark.parametrize("tiles_from", [2, NO_TILES])
+def test_a_gated_product_of_shared_scales(library, num, has_minima, tiles_from):
+    weight = shared(block_weight(160, 256, 4, has_minima), num)
+    linear, fused = (NativeBlockLinear(library, weight, tiles_from) for _ in range(2))
+    assert fused.fuse_silu_and_mul()
+    for num_tokens in (1, 6, 33, 61):
+        x = guarded((num_tokens, 256), 2)
+        assert torch.equal(fused(x), NativeOps(library).silu_and_mul(linear(x)))
+    ids = torch.arange(160)
+    assert torch.equal(fused.rows(ids), linear.rows(ids))
 
 
 @pytest.mark.parametrize(("bits", "has_minima"), FORMS)
