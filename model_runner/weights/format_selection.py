@@ -22,7 +22,7 @@ from .block_format import BlockFormat
 from .fp4_format import Fp4Parts
 from .fp8_format import Fp8Parts, MadeFp8Parts
 from .int_format import AwqParts, CompressedIntParts, GptqParts, TorchAoParts
-from .linear_format import LinearFormat, MixedParts, PartReader, PlainFormat, QuantizedFormat
+from .linear_format import InputFactors, LinearFormat, MixedParts, PartReader, PlainFormat, QuantizedFormat
 
 if TYPE_CHECKING:
     from ...models.spec.model_spec import ModelSpec
@@ -100,6 +100,11 @@ def quant_target(device: torch.device, dtype: torch.dtype) -> QuantTarget:
 
 
 def _part_reader(found: QuantizationSpec) -> PartReader:
+    parts = _parts_of_method(found)
+    return InputFactors(parts) if found.scales_inputs else parts
+
+
+def _parts_of_method(found: QuantizationSpec) -> PartReader:
     match found.method:
         case "fp8":
             return Fp8Parts(found) if found.stored else MadeFp8Parts(found)

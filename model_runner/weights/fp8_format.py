@@ -70,7 +70,9 @@ class Fp8Parts:
             blocks = (-(-rows // block[0]), -(-columns // block[1]))
             if block == _MX_BLOCK:
                 return powers_of_two(weights.tensor(name, blocks, torch.uint8)), block[1]
-            scales = weights.tensor(name, blocks, torch.float32)
+            apart = (blocks[0], 1, blocks[1], 1)  # ModelOpt's FP8_PB_WO
+            stored = apart if weights.shape(name, blocks) == apart else blocks
+            scales = weights.tensor(name, stored, torch.float32).view(blocks)
             return scales.repeat_interleave(block[0], dim=0)[:rows], block[1]
         found = weights.shape(name, (rows, 1))
         if found in ((), (1,), (1, 1)):

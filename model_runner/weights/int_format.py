@@ -28,6 +28,8 @@ Integers of compressed-tensors (vllm-project/compressed-tensors, llm-compressor)
     <name>.weight_g_idx       int32 [K], with `actorder` of groups: as GPTQ's
     <name>.weight_shape       [N, K]
 
+    <name>.weight             uint8 [N/2, K]               in ModelOpt's AWQ: of two outputs, the first in the low half
+
 Packed integers have half their range added, which makes them unsigned; bytes are signed.
 
 torchao (pytorch/ao:torchao/quantization/quantize_/workflows/int4/int4_tensor.py), as `safetensors_header` names it:
@@ -212,7 +214,7 @@ class CompressedIntParts:
         zeros = torch.full(scales.shape, zero, dtype=torch.uint8, device=scales.device)
         if not form.symmetric:
             zeros = self._zeros(module, form, num_groups)
-        for unused in ("weight_shape", "weight_zero_point"):
+        for unused in ("weight_shape", "weight_zero_point", "weight_scale_2"):
             weights.ignore(f"{name}.{unused}")
         tensor = f"{name}.weight_g_idx"
         order = None
@@ -227,6 +229,11 @@ class CompressedIntParts:
     def _numbers(self, module: ModuleWeight, form: QuantizationSpec) -> Tensor:
         """[N, K] uint8, or a rank's part of it."""
         weights, name, (rows, columns), part = module
+        halves = (rows // 2, columns)
+        if form.bits == 4 and not form.packed and weights.shape(f"{name}.weight", (rows, columns)) == halves:
+            pairs = weights.tensor(f"{name}.weight", halves, torch.uint8)
+            whole = torch.stack([pairs & 15, pairs >> 4], dim=1).flatten(0, 1) ^ 8  # plus 8
+            return whole if part is None else whole.narrow(part.axis, part.start, part.stop - part.start)
         if not form.packed:
             slices = None if part is None else [part]
             signed = weights.stacked([f"{name}.weight"], [(rows, columns)], torch.int8, slices)

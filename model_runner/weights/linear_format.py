@@ -10,6 +10,7 @@ are plain in the checkpoint stay plain.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -24,6 +25,9 @@ from .reader import ModuleWeight, Slice, read_plain
 if TYPE_CHECKING:
     from ...models.spec.quantization import QuantizationSpec
     from ..ops.linear import LinearWeight, LinearWithRows, PackLinear
+
+
+logger = logging.getLogger(__name__)
 
 
 class LinearFormat(Protocol):
@@ -102,6 +106,32 @@ class MixedParts:
     def read(self, module: ModuleWeight) -> Part:
         form = self._quantization.part_of(module.name)
         return read_plain([module]) if form is None else self._readers[id(form)].read(module)
+
+
+class InputFactors:
+    """`PartReader` of modules with factors of their inputs, which no kernel knows: those are dequantized."""
+
+    def __init__(self, parts: PartReader) -> None:
+        self._parts = parts
+        self._has_warned = False
+
+    def read(self, module: ModuleWeight) -> Part:
+        weights, name, (_, columns), cut = module
+        part = self._parts.read(module)
+        tensor = f"{name}.pre_quant_scale"
+        if weights.shape(tensor, (columns,)) is None:
+            return part
+        factors = weights.tensor(tensor, (columns,), torch.float32)
+        if cut is not None and cut.axis == 1:
+            factors = factors[cut.start : cut.stop]
+        if (factors == 1).all():
+            return part
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%s and others have factors of their inputs (pre_quant_scale): they are dequantized", name
+            )
+        return dequantized(part, torch.float32).mul(factors).to(weights.dtype)
 
 
 class QuantizedFormat:

@@ -196,8 +196,20 @@ _MODELOPT: Final[Mapping[str, QuantizationSpec]] = {
     **dict.fromkeys(("NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8"), QuantizationSpec(method="nvfp4")),
     **dict.fromkeys(("MXFP4", "W4A8_MXFP4_FP8"), QuantizationSpec(method="mxfp4")),
     "MXFP8": QuantizationSpec(method="fp8", block=(1, 32)),
+    "FP8_PB_WO": QuantizationSpec(method="fp8", block=(128, 128), weights_only=True),
+    "NVFP4_AWQ": QuantizationSpec(method="nvfp4", scales_inputs=True),
+    "W8A16": QuantizationSpec(method="compressed-tensors", bits=8, symmetric=True, packed=False),
+    "W8A8_SQ_PER_CHANNEL": QuantizationSpec(
+        method="compressed-tensors", bits=8, symmetric=True, packed=False, scales_inputs=True
+    ),
+    **dict.fromkeys(
+        ("W4A16_AWQ", "W4A8_AWQ"),
+        QuantizationSpec(
+            method="compressed-tensors", group_size=128, symmetric=True, packed=False, scales_inputs=True
+        ),
+    ),
 }
-"""The forms of weights by ModelOpt's names, in which A is for activations."""
+"""The forms of weights by ModelOpt's names, in which A is for activations. AWQ has a group of its own in the files."""
 _MIXED: Final = "MIXED_PRECISION"
 
 
@@ -207,16 +219,23 @@ def _read_modelopt(fields: Fields, plain: str) -> QuantizationSpec:
     names = tuple(_pattern_of_glob(name) for name in module_names(fields, plain))
     if algorithm == _MIXED:
         return QuantizationSpec(method="mixed", parts=_modelopt_parts(fields), plain_modules=names)
-    return structs.replace(_modelopt_form(fields, "quant_algo", algorithm), plain_modules=names)
+    return structs.replace(
+        _modelopt_form(fields, "quant_algo", algorithm, fields.get("group_size")), plain_modules=names
+    )
 
 
-def _modelopt_form(fields: Fields, name: str, algorithm: object) -> QuantizationSpec:
-    if algorithm not in _MODELOPT:
+def _modelopt_form(
+    fields: Fields, name: str, algorithm: object, group_size: object = None
+) -> QuantizationSpec:
+    form = _MODELOPT.get(str(algorithm).upper())
+    if form is None:
         supported = ", ".join((*_MODELOPT, _MIXED))
         raise fields.error(
             name, algorithm, f"supported of modelopt are {supported}; use the original weights"
         )
-    return _MODELOPT[str(algorithm)]
+    if form.group_size and isinstance(group_size, int) and group_size > 0:
+        return structs.replace(form, group_size=group_size)
+    return form
 
 
 def _modelopt_parts(fields: Fields) -> tuple[tuple[tuple[str, ...], QuantizationSpec], ...]:
@@ -224,19 +243,21 @@ def _modelopt_parts(fields: Fields) -> tuple[tuple[tuple[str, ...], Quantization
     layers = fields.get("quantized_layers")
     if not isinstance(layers, Mapping) or not layers:
         raise fields.error("quantized_layers", layers, "expected the modules and their quant_algo")
-    found: dict[str, object] = {}
+    found: dict[str, tuple[object, object]] = {}
     for name, settings in layers.items():
-        algorithm = settings.get("quant_algo") if isinstance(settings, Mapping) else settings
-        form = _modelopt_form(fields, f"quantized_layers.{name}.quant_algo", algorithm)
-        if _modelopt_form(fields, "", found.setdefault(unnumbered(name), algorithm)) != form:
+        own = settings if isinstance(settings, Mapping) else {"quant_algo": settings}
+        one = own.get("quant_algo"), own.get("group_size")
+        form = _modelopt_form(fields, f"quantized_layers.{name}.quant_algo", *one)
+        first = found.setdefault(unnumbered(name), one)
+        if _modelopt_form(fields, "", *first) != form:
             raise fields.error(
                 f"quantized_layers.{name}.quant_algo",
-                algorithm,
-                f"which is {found[unnumbered(name)]} for another expert; experts of one form are supported",
+                one[0],
+                f"which is {first[0]} for another expert; experts of one form are supported",
             )
+    forms = {one: _modelopt_form(fields, "", *one) for one in found.values()}
     return tuple(
-        (tuple(name for name, one in found.items() if one == algorithm), _MODELOPT[str(algorithm)])
-        for algorithm in dict.fromkeys(found.values())
+        (tuple(name for name, each in found.items() if each == one), form) for one, form in forms.items()
     )
 
 
@@ -359,6 +380,7 @@ def _read_bitsandbytes(fields: Fields) -> QuantizationSpec:
     return QuantizationSpec(
         method="bitsandbytes",
         bits=4 if in_4_bits else 8,
+        group_size=64 if in_4_bits else 0,
         symmetric=True,
         plain_modules=module_names(fields, "llm_int8_skip_modules"),
     )

@@ -27,7 +27,7 @@ from engine.models.spec.quantization import FP4_CODES, NF4_CODES, CodeTable, Qua
 from engine.models.weight_files.check_weights import check_folder_weights
 from engine.runtime.errors import ConfigError
 
-from .test_fp4 import assert_means_the_same, quantize_folder
+from .test_fp4 import as_nvfp4, assert_means_the_same, quantize_folder
 from .test_quantized import PROMPT, SIZES, Tensors, format_of, prompt_logprobs, reader_of
 
 CPU = torch.device("cpu")
@@ -368,3 +368,106 @@ def test_tensors_mean_what_torchao_takes_them_for(tmp_path, kind):
     dequantize: Any = model[0].weight.dequantize
     weights.finish()
     torch.testing.assert_close(ours, dequantize().float(), rtol=1e-5, atol=1e-7)
+
+
+# ---------------------------------------------------------------- ModelOpt's integers and blocks of FP8
+
+
+def as_awq_of_modelopt(weight: Tensor, size: int = 32) -> tuple[Tensors, Tensor]:
+    """As `pack_int4_in_uint8` of ModelOpt: two outputs in a byte."""
+    scales = weight.unflatten(1, (-1, size)).abs().amax(2) / 7
+    whole = scales.repeat_interleave(size, 1)
+    signed = (weight / whole).round().clamp(-8, 7)
+    numbers = signed.to(torch.int32) & 15
+    packed = (numbers[::2] | numbers[1::2] << 4).to(torch.uint8)
+    return {"weight": packed, "weight_scale": scales, "weight_scale_2": torch.tensor(0.1)}, signed * whole
+
+
+def as_int8_of_modelopt(weight: Tensor) -> tuple[Tensors, Tensor]:
+    scales = weight.abs().amax(1) / 127
+    signed = (weight / scales[:, None]).round()
+    return {"weight": signed.to(torch.int8), "weight_scale": scales}, signed * scales[:, None]
+
+
+def with_factors(
+    quantize: Callable[[Tensor], tuple[Tensors, Tensor]], weight: Tensor
+) -> tuple[Tensors, Tensor]:
+    """Factors of the inputs, which the weights are divided by before they are quantized."""
+    factors = torch.linspace(0.5, 2, weight.shape[1])
+    stored, meant = quantize(weight / factors)
+    return stored | {"pre_quant_scale": factors}, meant * factors
+
+
+def as_fp8_blocks(weight: Tensor) -> tuple[Tensors, Tensor]:
+    rows, columns = (-(-size // 128) for size in weight.shape)
+    scales = torch.full((rows, columns), float(weight.abs().max()) / 448)
+    numbers = (weight / scales[0, 0]).to(torch.float8_e4m3fn)
+    return {"weight": numbers, "weight_scale": scales.view(rows, 1, columns, 1)}, numbers.float() * scales[
+        0, 0
+    ]
+
+
+def modelopt(algorithm: str, **more: Any) -> dict[str, Any]:
+    return {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head"], **more}
+
+
+OF_MODELOPT: dict[str, tuple[dict[str, Any], Callable[[Tensor], tuple[Tensors, Tensor]]]] = {
+    "W4A16_AWQ": (modelopt("W4A16_AWQ", group_size=32), as_awq_of_modelopt),
+    "W4A8_AWQ": (modelopt("W4A8_AWQ", group_size=32), partial(with_factors, as_awq_of_modelopt)),
+    "W8A16": (modelopt("W8A16"), as_int8_of_modelopt),
+    "W8A8_SQ": (modelopt("W8A8_SQ_PER_CHANNEL"), partial(with_factors, as_int8_of_modelopt)),
+    "NVFP4_AWQ": (modelopt("NVFP4_AWQ", group_size=16), partial(with_factors, as_nvfp4)),
+    "FP8_PB_WO": (modelopt("fp8_pb_wo"), as_fp8_blocks),
+}
+
+
+@pytest.mark.fast_cases(3)
+@pytest.mark.parametrize("form", OF_MODELOPT)
+def test_forms_of_modelopt(make_tiny_llama, make_driver, unpack, form):
+    tiny = make_tiny_llama(**SIZES)
+    description, quantize = OF_MODELOPT[form]
+    quantize_folder(tiny, description, lambda module: None if module == "lm_head" else quantize)
+    spec = read_hf_spec(tiny.folder)
+
+    check_folder_weights(tiny.folder, spec)
+    assert_means_the_same(make_driver(spec, tiny.folder), tiny, unpack)
+
+
+@NATIVE
+@pytest.mark.parametrize("form", ["W4A16_AWQ", "W4A8_AWQ"])
+def test_only_factors_of_inputs_are_dequantized(make_tiny_llama, make_driver, unpack, caplog, form):
+    tiny = make_tiny_llama(**SIZES)
+    description, quantize = OF_MODELOPT[form]
+    quantize_folder(tiny, description, lambda module: None if module == "lm_head" else quantize)
+    driver = make_driver(read_hf_spec(tiny.folder), tiny.folder, dtype="bfloat16")
+
+    assert ("factors of their inputs (pre_quant_scale)" in caplog.text) == (form == "W4A8_AWQ")
+    meant = tiny.logprobs(PROMPT)[torch.arange(len(PROMPT) - 1), PROMPT[1:]]
+    assert np.abs(prompt_logprobs(driver, unpack) - meant.numpy()).mean() < 0.1
+
+
+@pytest.mark.parametrize("form", OF_MODELOPT)
+def test_ranks_take_parts_of_forms_of_modelopt(tmp_path, form):
+    description, quantize = OF_MODELOPT[form]
+    tensors, meant = quantize(torch.randn(96, 256))
+    weights = reader_of(tmp_path, tensors)
+    found = read_quantization(tmp_path, Fields(tmp_path, {"quantization_config": description}))
+    assert found is not None
+    for part in (Slice(0, 8, 40), Slice(1, 128, 256), None):
+        ours = format_of(_part_reader(found)).dense([ModuleWeight(weights, "m", (96, 256), part)])
+        expected = meant if part is None else meant.narrow(part.axis, part.start, part.stop - part.start)
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+    weights.finish()
+
+
+def test_groups_of_awq_are_those_of_each_module(tmp_path):
+    layers = {
+        "model.layers.0.mlp.up_proj": {"quant_algo": "W4A16_AWQ", "group_size": 64},
+        "model.layers.1.mlp.up_proj": {"quant_algo": "W4A16_AWQ", "group_size": 128},
+        "model.layers.2.mlp.up_proj": {"quant_algo": "W8A16"},
+    }
+    description = modelopt("MIXED_PRECISION", quantized_layers=layers)
+    found = read_quantization(tmp_path, Fields(tmp_path, {"quantization_config": description}))
+    assert found is not None
+    forms = [found.part_of(name) for name in layers]
+    assert [form and (form.bits, form.group_size) for form in forms] == [(4, 64), (4, 128), (8, 0)]

@@ -172,10 +172,10 @@ def test_modelopt_has_a_file_of_its_own(tmp_path: Path) -> None:
     path.write_text(json.dumps({"quantization": description | {"quant_algo": "NVFP4", "group_size": 16}}))
     nvfp4 = read(tmp_path, None)
     assert nvfp4 == structs.replace(found, method="nvfp4") and nvfp4.is_in_blocks
-    path.write_text(json.dumps({"quantization": description | {"quant_algo": "W4A8_AWQ"}}))
+    path.write_text(json.dumps({"quantization": description | {"quant_algo": "NVFP4_SVD"}}))
     with pytest.raises(
         ConfigError,
-        match=r"hf_quant_config.json: quantization.quant_algo is 'W4A8_AWQ', supported of modelopt are FP8, ",
+        match=r"hf_quant_config.json: quantization.quant_algo is 'NVFP4_SVD', supported of modelopt are FP8, ",
     ):
         read(tmp_path, None)
     path.write_text(json.dumps({"quantization": None}))
@@ -422,8 +422,8 @@ def weights_of_group(**changes: Any) -> dict[str, Any]:
         ({"group_size": 64, "bits": 4}, "quant_method is missing"),
         ({"quant_method": "bitsandbytes"}, "load_in_4bit is False, but load_in_8bit is False"),
         (
-            MODELOPT | {"quant_algo": "NVFP4_AWQ"},
-            "quant_algo is 'NVFP4_AWQ', supported of modelopt are FP8, ",
+            MODELOPT | {"quant_algo": "NVFP4_SVD"},
+            "quant_algo is 'NVFP4_SVD', supported of modelopt are FP8, ",
         ),
         (AWQ | {"w_bit": 8}, "bits is 4, but w_bit is 8, another name"),
         (AWQ | {"q_group_size": 64}, "group_size is 128, but q_group_size is 64"),
