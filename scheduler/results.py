@@ -120,9 +120,12 @@ class ResultSettler:
         num_pages = (len(batch.plan.swap_outs) + len(batch.plan.swap_ins)) // (2 * TOKEN_ID_BYTES)
         if num_pages:
             self._mode.measured_swap(num_pages, result.swap_s)
-        elif batch.plan.mode is ForwardMode.EXTEND:
-            self._mode.measured_prefill(batch.plan.total_num_scheduled_tokens, result.forward_s)
-        elif batch.plan.mode is ForwardMode.DECODE:
+        if (
+            batch.plan.mode is ForwardMode.EXTEND
+        ):  # also beside copies: a full pool evicts in nearly every step
+            compute_s = result.forward_s - result.swap_s
+            self._mode.measured_prefill(batch.plan.total_num_scheduled_tokens, compute_s)
+        elif batch.plan.mode is ForwardMode.DECODE and not num_pages:
             self._speculation.measured(
                 len(batch),
                 batch.num_drafts,

@@ -305,8 +305,10 @@ def _capacity(header: Header, changes: Mapping[str, Any]) -> Capacity:
             raise ConfigError(
                 f"the log does not have the KV size of a token, so {changed[0]} cannot be changed"
             )
-        sizes = {"swap_space": 0.0, "kv_host_size": 0.0, **header.cache, **changes}
-        host_tokens = int((sizes["swap_space"] + sizes["kv_host_size"]) * GIB) // old.kv_token_bytes
+        cached_gib = header.cache.get("kv_host_size", 0.0)
+        swap_gib = host_tokens * old.kv_token_bytes / GIB - cached_gib
+        new_gib = changes.get("swap_space", swap_gib) + changes.get("kv_host_size", cached_gib)
+        host_tokens = round(new_gib * GIB) // old.kv_token_bytes
     return msgspec.structs.replace(
         old,
         page_size=page_size,

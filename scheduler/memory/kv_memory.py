@@ -196,6 +196,11 @@ class KVMemory:
         num_host_pages = self._num_on_host(req, match)
         return Prefix(match, ready_len + num_host_pages * self.page_size, num_host_pages)
 
+    def num_ready_pages(self, req: Req) -> int:
+        """Whole pages of a waiting request that need not be computed: of the cache, and after them of the host."""
+        match = self.match(req)
+        return match.num_pages + self._num_on_host(req, match)
+
     def _num_on_host(self, req: Req, match: PrefixMatch) -> int:
         """Pages after a match that the host has; the last token is computed to sample."""
         max_pages = (req.fill_len - 1) // self.page_size

@@ -136,7 +136,7 @@ class PageTier(TransferRole):
         if self._is_late or req.status not in _QUEUED or req.needs_all_tokens:
             return ()
         num_pages = (req.fill_len - 1) // self._kv.page_size
-        is_short = num_pages - self._kv.match(req).num_pages < self._min_pages
+        is_short = num_pages - self._kv.num_ready_pages(req) < self._min_pages
         if is_short or not self._stores.may_persist(req.extra_key):
             return ()
         req.looked_up_after = req.num_retractions

@@ -276,13 +276,22 @@ def _copy(mirror: Mirror, func: Any, args: Any, kwargs: dict[str, Any]) -> Tenso
     without_wait = bool(given.get("non_blocking"))
     if not isinstance(source, DeviceTensor):
         of = _upload(mirror, of, to, without_wait)
-    elif not isinstance(target, DeviceTensor):
+        read = mirror.host_memory.will_read(of)
+
+        def upload() -> None:
+            to.copy_(of)
+            read()
+
+        mirror.streams.current.put(upload)
+        return target
+    if not isinstance(target, DeviceTensor):
         if not (without_wait and mirror.host_memory.is_pinned(to)):
             if without_wait:
                 mirror.faults.add("pageable copy", f"to the host, {tuple(of.shape)} {of.dtype}")
             mirror.streams.synchronize(f"download of {tuple(of.shape)} {of.dtype}")
             return to.copy_(of)
-        poison(to)
+        if not mirror.host_memory.is_to_be_read(to):  # else by an upload before it, on the same stream
+            poison(to)
     mirror.streams.current.put(lambda: to.copy_(of))
     return target
 

@@ -8,8 +8,9 @@ from now can be made to fail.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -126,6 +127,8 @@ class HostMemory:
     def __init__(self) -> None:
         self._pinned: dict[int, int] = {}  # address -> bytes
         self._registered: dict[int, int] = {}
+        self._reads: dict[int, tuple[int, int]] = {}  # by queued copies: address and bytes
+        self._num_reads = 0
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Page-locked memory, poisoned."""
@@ -140,6 +143,18 @@ class HostMemory:
     def pin(self, tensor: Tensor) -> Tensor:
         """As `Tensor.pin_memory`: a page-locked copy."""
         return self.allocate(tensor.shape, tensor.dtype).copy_(tensor)
+
+    def will_read(self, tensor: Tensor) -> Callable[[], object]:
+        """Note that a queued copy reads memory; the result is called when it has."""
+        self._num_reads += 1
+        number = self._num_reads
+        self._reads[number] = tensor.data_ptr(), tensor.nbytes
+        return partial(self._reads.pop, number, None)
+
+    def is_to_be_read(self, tensor: Tensor) -> bool:
+        """Whether a queued copy reads a part of this memory."""
+        first, nbytes = tensor.data_ptr(), tensor.nbytes
+        return any(start < first + nbytes and first < start + size for start, size in self._reads.values())
 
     def is_pinned(self, tensor: Tensor) -> bool:
         first, nbytes = tensor.data_ptr(), tensor.nbytes

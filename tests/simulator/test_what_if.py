@@ -263,6 +263,13 @@ def test_a_larger_page_keeps_the_memory_as_large(path, make_replica):
     assert result.changed.peak_kv_use > 4 * result.baseline.peak_kv_use
 
 
+def test_memory_of_the_host_keeps_what_the_pool_evicts(path, make_replica):
+    serve(path, RAG.requests(Arrival(num_requests=24, rate=12.0)), make_replica(num_pages=200))
+    result = what_if(path, {"kv_host_size": "0.1"})
+    assert result.changed.cache_hit_share > result.baseline.cache_hit_share + 0.03
+    assert result.changed.num_requests == 24
+
+
 def test_tokens_of_a_step_whose_request_lost_its_place_meanwhile_are_not_counted(path):
     """With overlapped steps a request may be retracted while its step runs; that token is sampled again later."""
     asked = serve_overlapped(path)
