@@ -47,6 +47,7 @@ import logging
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from ...runtime.config.engine_config import SchedulerConfig
 from ...runtime.step_plan import MAX_DRAFT_STEP_TOKENS
@@ -59,7 +60,7 @@ from ..requests.req import Req
 from ..step_size.step_limits import StepCaps, StepLimits
 from .drafts import NO_DRAFTS, DraftMemory, Drafts, drafts_of, may_speculate
 from .ngram_proposer import HitRates, NgramProposer
-from .step_costs import MAX_TOKENS, StepCosts
+from .step_costs import MAX_TOKENS, Float64s, StepCosts
 from .suffix_index import MAX_MATCH, SuffixIndex
 
 logger = logging.getLogger(__name__)
@@ -136,9 +137,12 @@ class NgramSpeculation(Speculation):
             return NO_DRAFTS
         if not self._costs.knows_plain(num_reqs):
             return NO_DRAFTS
+        intervals = self._costs.intervals(num_reqs, self._max_step_tokens)
+        if not _best(num_reqs + np.arange(len(intervals)), intervals):
+            return NO_DRAFTS  # not even if all were right; the proposers see these tokens later
         self._guided.clear()
         chances = [self._chances_or_none(req, self._max_step_tokens - num_reqs) for req in work.decode_reqs]
-        counts = self._choose(chances)
+        counts = self._choose(chances, intervals)
         if not any(counts):
             return NO_DRAFTS
         counts = self._memory.take_pages(work.decode_reqs, counts)
@@ -252,8 +256,11 @@ class NgramSpeculation(Speculation):
         """1 if the last token of the request is still being computed, else 0."""
         return int(self._states.num_computed[req.row]) + 1 - int(self._states.known_len[req.row])
 
-    def _choose(self, chances: list[list[float]]) -> list[int]:
-        """The number of drafts per request with the most tokens per second; empty for a plain step."""
+    def _choose(self, chances: list[list[float]], intervals: Float64s) -> list[int]:
+        """The number of drafts per request with the most tokens per second; empty for a plain step.
+
+        `intervals`: seconds of a step with 0, 1, ... drafts.
+        """
         num_reqs = len(chances)
         owners = [idx for idx, each in enumerate(chances) for _ in each]
         if not owners:
@@ -262,14 +269,20 @@ class NgramSpeculation(Speculation):
         # Stable, and the probabilities of a request never rise, so the first drafts of each request are taken.
         order = np.argsort(-gains, kind="stable")[: self._max_step_tokens - num_reqs]
         tokens = num_reqs + np.concatenate([[0.0], np.cumsum(gains[order])])
-        rates = tokens / self._costs.intervals(num_reqs, num_reqs + len(order))
-        best = int(rates.argmax())
-        if rates[best] < _MIN_GAIN * rates[0]:
+        best = _best(tokens, intervals[: len(tokens)])
+        if not best:
             return []
         counts = [0] * num_reqs
         for idx in order[:best].tolist():
             counts[owners[idx]] += 1
         return counts
+
+
+def _best(tokens: Float64s | npt.NDArray[np.int64], intervals: Float64s) -> int:
+    """The number of drafts with the most expected tokens per second; 0 if the best one gains less than `_MIN_GAIN`."""
+    rates = tokens / intervals
+    best = int(rates.argmax())
+    return best if rates[best] >= _MIN_GAIN * rates[0] else 0
 
 
 def make_speculation(

@@ -81,20 +81,21 @@ class SuffixIndex:
         Args:
             last_ids: up to MAX_MATCH tokens.
         """
+        owners, size, oldest = self._owners, self._size, self._oldest
         for depth, heads, previous in zip(_DEPTHS, self._heads, self._previous, strict=True):
             if len(last_ids) < depth:
                 continue
             position = heads[hash((owner, *last_ids[-depth:])) & self._mask]
             best, best_length = -1, depth - 1
             for _ in range(MAX_PLACES):
-                if position < self._oldest:
+                if position < oldest:
                     break
-                length = self._equal_before(position, owner, last_ids)
-                if length > best_length:
+                length = self._equal_before(position, last_ids)
+                if length > best_length and owners[position % size] == owner:
                     best, best_length = position, length
                     if length == MAX_MATCH:
                         break
-                position = previous[position % self._size]
+                position = previous[position % size]
             if best >= 0:
                 return Match(best, best_length)
         return None
@@ -119,11 +120,9 @@ class SuffixIndex:
         self._tokens[place], self._owners[place] = token_id, owner
         self._end += 1
 
-    def _equal_before(self, position: int, owner: int, last_ids: Sequence[int]) -> int:
+    def _equal_before(self, position: int, last_ids: Sequence[int]) -> int:
         """Number of tokens before a position that equal the last ones of a text; an answer's separator equals none."""
         tokens, size = self._tokens, self._size
-        if self._owners[position % size] != owner:
-            return 0
         length, most = 0, min(len(last_ids), position - self._oldest)
         while length < most and tokens[(position - 1 - length) % size] == last_ids[-1 - length]:
             length += 1
