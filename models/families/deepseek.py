@@ -146,16 +146,21 @@ def _interleaved(fields: Fields) -> bool:
 
 
 def _minicpm3(fields: Fields) -> Facts:
-    """Scaled embeddings, blocks and logits; the scores have no factor of the scaling."""
+    """Scaled embeddings, blocks and logits; null is no scaling, and not the default of a file without the field.
+
+    The scores have no factor of the scaling of rope.
+    """
     num_layers = fields.integer("num_hidden_layers", 1, 1 << 12)
     size = fields.integer("hidden_size", 1, 1 << 20)
     value_dim = size // fields.integer("num_attention_heads", 1, 1 << 12)
+    depth = math.sqrt(num_layers) if "scale_depth" in fields else 1.4
+    base = size if "dim_model_base" in fields else 256
     facts = _latent_attention(fields, interleaved=False, kinds=_LONGROPE, value_dim=value_dim)
     form = structs.replace(
         facts["form"],
         embedding_scale=fields.number("scale_emb", 1e-6, 1e6, default=12.0),
-        residual_scale=fields.number("scale_depth", 1e-6, 1e6, default=1.4) / math.sqrt(num_layers),
-        logits_scale=fields.integer("dim_model_base", 1, 1 << 20, default=256) / size,
+        residual_scale=fields.number("scale_depth", 1e-6, 1e6, default=depth) / math.sqrt(num_layers),
+        logits_scale=fields.integer("dim_model_base", 1, 1 << 20, default=base) / size,
     )
     return facts | {"form": form}
 

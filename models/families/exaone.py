@@ -20,11 +20,12 @@ FORM: Final = structs.replace(POST_NORMS_OVER_HEADS, qk_norm_over_heads=False)
 def _exaone4(fields: Fields) -> Facts:
     """Where some layers have a window, only those rotate."""
     facts = rope_facts(fields, read_rope(fields)) | {"form": FORM}
-    if fields.get("sliding_window") is None:
+    if fields.get("sliding_window") is None and "sliding_window" in fields:
         return facts
     windowed = windows_by_types(fields, 4, "sliding_window_pattern")
+    size = fields.integer("sliding_window", 1, MAX_POSITIONS, default=4096)
     return facts | {
-        "windows": WindowsSpec(size=fields.integer("sliding_window", 1, MAX_POSITIONS), layers=windowed),
+        "windows": WindowsSpec(size=size, layers=windowed),
         "rope_layers": windowed,
     }
 

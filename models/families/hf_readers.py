@@ -13,12 +13,12 @@ def windows_by_pattern(pattern: int, num_layers: int) -> tuple[bool, ...]:
     return tuple((layer + 1) % pattern != 0 for layer in range(num_layers))
 
 
-def window_everywhere(fields: Fields) -> Facts:
-    """`windows` in all layers, if `sliding_window` is set."""
-    if fields.get("sliding_window") is None:
+def window_everywhere(fields: Fields, missing: int | None = None) -> Facts:
+    """`windows` in all layers, if `sliding_window` is set; `missing`: of a file without the field, null is none."""
+    if fields.get("sliding_window") is None and ("sliding_window" in fields or missing is None):
         return {}
     num_layers = fields.integer("num_hidden_layers", 1, 1 << 12)
-    size = fields.integer("sliding_window", 1, MAX_POSITIONS)
+    size = fields.integer("sliding_window", 1, MAX_POSITIONS, default=missing)
     return {"windows": WindowsSpec(size=size, layers=(True,) * num_layers)}
 
 
@@ -67,15 +67,21 @@ def rope_layers(fields: Fields) -> tuple[bool, ...]:
     return tuple(bool(one) for one in value[:num_layers])
 
 
+def head_dim_of(fields: Fields, default: int | None) -> int:
+    """`head_dim`; null is the hidden size divided by the heads, also where a file without it has a default."""
+    divided = fields.integer("hidden_size", 1, 1 << 20) // fields.integer("num_attention_heads", 1, 1 << 12)
+    return fields.integer(
+        "head_dim", 1, 1 << 12, default=divided if "head_dim" in fields else default or divided
+    )
+
+
 def partial_rope_facts(fields: Fields, rope: Rope, head_dim: int | None = None) -> Facts:
     """The rotary embedding of a model in which a part of each head rotates.
 
     Args:
         head_dim: the default for a file without one; None: hidden size divided by heads.
     """
-    num_heads = fields.integer("num_attention_heads", 1, 1 << 12)
-    default = head_dim or fields.integer("hidden_size", 1, 1 << 20) // num_heads
-    rotary_dim = int(fields.integer("head_dim", 1, 1 << 12, default) * rope.partial_factor)
+    rotary_dim = int(head_dim_of(fields, head_dim) * rope.partial_factor)
     if rotary_dim == 0:
         raise fields.error("partial_rotary_factor", rope.partial_factor, "a part of each head must rotate")
     facts = rope_facts(fields, rope._replace(partial_factor=1.0))

@@ -32,7 +32,7 @@ def _llama(fields: Fields) -> Facts:
 
 
 def _mistral(fields: Fields) -> Facts:
-    return rope_facts(fields, read_rope(fields)) | window_everywhere(fields)
+    return rope_facts(fields, read_rope(fields)) | window_everywhere(fields, missing=4096)
 
 
 def _llama_or_mixtral(fields: Fields, arch: str) -> Facts:

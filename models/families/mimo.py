@@ -67,6 +67,7 @@ def _mimo_v2_flash(fields: Fields) -> Facts:
     routing = partial(sigmoid_routing, num_groups=1, num_active_groups=1, scale=1.0)
     bias = fields.boolean("attention_bias", default=False)
     value_dim = fields.integer("v_head_dim", 1, head_dim, default=min(128, head_dim))
+    missing = 1.0 if "attention_value_scale" in fields else 0.707
     return partial_rope_facts(fields, rope, head_dim) | {
         "head_dim": head_dim,
         "num_kv_heads": heads[0].num_kv_heads,
@@ -74,7 +75,9 @@ def _mimo_v2_flash(fields: Fields) -> Facts:
         "form": _FORM,
         "streams": StreamsSpec(layer_heads=heads),
         "windows": WindowsSpec(size=_window(fields), layers=windowed, rope_theta=local_theta),
-        "attention": _attention(value_dim, fields.number("attention_value_scale", 1e-6, 1e6, default=1.0)),
+        "attention": _attention(
+            value_dim, fields.number("attention_value_scale", 1e-6, 1e6, default=missing)
+        ),
         **experts_after(fields, dense, routing, num_shared=0),
     }
 

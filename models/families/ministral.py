@@ -17,7 +17,7 @@ _BETA: Final = "llama_4_scaling_beta"
 
 
 def _ministral(fields: Fields) -> Facts:
-    facts = window_everywhere(fields)
+    facts = window_everywhere(fields, missing=4096)
     if facts and fields.get("layer_types") is not None:
         facts["windows"] = structs.replace(facts["windows"], layers=layer_types(fields))
     return rope_facts(fields, read_rope(fields)) | facts

@@ -16,6 +16,7 @@ from msgspec import structs
 from ...runtime.config.model_choice import NO_CHOICE, TaskChoice
 from ...runtime.errors import ConfigError
 from ..families.family import Facts, Family
+from ..families.hf_readers import head_dim_of
 from ..families.hf_rope import MAX_POSITIONS
 from ..families.registry import ENCODERS, FAMILIES
 from ..fields import Fields
@@ -106,9 +107,7 @@ def _read_spec(folder: Path, config: Mapping[str, object], found: FoundTask, pre
     facts: Facts = {
         # Models older than grouped-query attention do not have these two fields.
         "num_kv_heads": fields.integer("num_key_value_heads", 1, num_heads, default=num_heads),
-        "head_dim": fields.integer(
-            "head_dim", 1, 1 << 12, default=family.head_dim or hidden_size // num_heads
-        ),
+        "head_dim": head_dim_of(fields, family.head_dim),
         "max_position_embeddings": fields.integer("max_position_embeddings", 1, MAX_POSITIONS),
         **family.read(fields),
     }

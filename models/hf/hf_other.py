@@ -47,6 +47,14 @@ _REFUSED: Final[dict[str, str]] = {
     "attention_chunk_size": "attention in chunks is not supported",
     "use_bidirectional_attention": "only attention to earlier tokens is supported",
 }
+_REFUSED_TYPES: Final[dict[str, str]] = {
+    **dict.fromkeys(
+        ("step3p5", "step3p7"),
+        "whose heads have gates of their own, and are more in layers with a window, which is not supported",
+    ),
+    "kimi_linear": "whose layers have states of a kind that is not supported (Kimi delta attention)",
+}
+"""`model_type` values, and what their layers need."""
 _OF_IMAGES: Final = "vision"
 """Value of `use_bidirectional_attention` that concerns the tokens of images only."""
 _STRUCTURE: Final = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -75,15 +83,27 @@ def with_common_names(config: Mapping[str, object], fields: Fields) -> dict[str,
     return common
 
 
+def refuse_unsupported(fields: Fields) -> None:
+    """Refuse an architecture, known or not, whose layers need what is not supported.
+
+    Raises:
+        ConfigError: it is one of these.
+    """
+    model_type = fields.get("model_type")
+    if isinstance(model_type, str) and model_type in _REFUSED_TYPES:
+        raise fields.error("model_type", model_type, _REFUSED_TYPES[model_type])
+    for name, rule in _REFUSED.items():
+        if fields.get(name) and fields.get(name) != _OF_IMAGES:
+            raise fields.error(name, fields.get(name), rule)
+
+
 def other_family(fields: Fields) -> Family:
     """The reader for any other architecture.
 
     Raises:
         ConfigError: it is not a text decoder, or needs attention that the engine does not compute.
     """
-    for name, rule in _REFUSED.items():
-        if fields.get(name) and fields.get(name) != _OF_IMAGES:
-            raise fields.error(name, fields.get(name), rule)
+    refuse_unsupported(fields)
     if fields.get("position_embedding_type") == "alibi":
         raise fields.error("position_embedding_type", "alibi", _REFUSED["alibi"])
     architectures = architectures_of(fields)

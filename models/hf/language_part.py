@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from ...runtime.errors import ConfigError
+from ..families.registry import FAMILIES
 from ..fields import Fields
+from .hf_other import refuse_unsupported
 from .multimodal_types import MULTIMODAL, TEXT_TYPES, Multimodal
 from .task import check_architectures
 
@@ -56,6 +58,9 @@ def find_language_part(path: Path, config: Mapping[str, object]) -> LanguagePart
         name = next((name for name in (_TEXT, *_TOWERS) if isinstance(config.get(name), Mapping)), None)
         if name is None:
             return None
+        inner = config.get(_TEXT)
+        if isinstance(inner, Mapping) and inner.get("model_type") not in FAMILIES:
+            refuse_unsupported(Fields(path, inner, f"{_TEXT}."))  # the deeper reason
         raise ConfigError(
             f"{path}: model_type is {model_type!r} with a {name}: a model of images or sound, and the engine serves "
             f"the text only of: {', '.join(MULTIMODAL)}; use one of them, or a GGUF file or folder of its language "
