@@ -588,23 +588,26 @@ def test_a_canceled_load_of_a_store_that_never_answers_gives_its_pages_back(stuc
 def test_a_store_that_never_answers_keeps_nothing_waiting(stuck, monkeypatch, caplog, kind):
     engine, store = stuck
     store.stuck = kind
+    if kind == "find":
+        jobs = [engine.submit(LookUp, "", prompt(4))]
+    elif kind == "read":
+        jobs = [engine.submit(LoadPages, "", prompt(4), 0, ids(10, 11, 12, 13))]
+    elif kind == "write":
+        jobs = [engine.submit(StorePages, "", prompt(2, seed=1), 0, ids(5, 6))]
+    else:
+        jobs = [99]
+        engine.disk.send([Forget(99)])
+    store.began.acquire()
+    jobs.append(engine.submit(LoadPages, "", prompt(4), 0, ids(20, 21, 22, 23)))
+    jobs.append(engine.submit(StorePages, "", prompt(2, seed=3), 0, ids(5, 6)))
+    jobs.append(engine.submit(LookUp, "", prompt(4)))
+    engine.disk.send([Forget(100)])
     monkeypatch.setattr(page_mover, "SLOW_S", 0.0)
     monkeypatch.setattr(page_mover, "ANSWER_LIMIT_S", 0.0)
-    if kind == "find":
-        engine.submit(LookUp, "", prompt(4))
-    elif kind == "forget":
-        engine.disk.send([Forget(99)])
-    load = engine.submit(LoadPages, "", prompt(4), 0, ids(10, 11, 12, 13))
-    stored = engine.submit(StorePages, "", prompt(2, seed=1), 0, ids(5, 6))
-    question = engine.submit(LookUp, "", prompt(4))
-    engine.disk.send([Forget(100)])
 
-    answers = [engine.answer(job) for job in (stored, question, 100)]
+    answers = [engine.answer(job) for job in (*jobs, 100)]
 
-    assert [answer.error for answer in answers] == ["the store does not answer"] * 3
-    assert engine.answer(load)
-    if kind == "forget":
-        assert engine.answer(99).error
+    assert [answer.error for answer in answers] == ["the store does not answer"] * 5
     assert caplog.text.count("does not answer, and is not used until it does") == 1
     monkeypatch.setattr(page_mover, "SLOW_S", PATIENCE_S)
     monkeypatch.setattr(page_mover, "ANSWER_LIMIT_S", PATIENCE_S)
