@@ -93,7 +93,8 @@ def write_folder(shape: Shape, folder: Path, tokenizer: Path, four_bits: bool = 
     def packed(module: Module) -> dict[str, torch.Tensor]:
         rows, columns = module.shape
         words = torch.randint(-(2**31), 2**31, (rows, columns // 8), dtype=torch.int32, generator=generator)
-        scales = torch.full((rows, columns // GROUP_SIZE), DEVIATION / 4.6, dtype=torch.bfloat16)
+        scales = torch.empty((rows, columns // GROUP_SIZE)).uniform_(0.7, 1.3, generator=generator)
+        scales = scales.mul_(DEVIATION / 4.6).to(torch.bfloat16)
         parts = {"packed": words, "scale": scales, "shape": torch.tensor([rows, columns])}
         return {f"{module.name}.{module.part}_{part}": tensor for part, tensor in parts.items()}
 

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from engine.model_runner.kernels import plain
+from engine.model_runner.kernels.blocks.native_blocks import NativeBlockLinear
 from engine.model_runner.kernels.quantized import QuantizedLinears, reasons_against_blocks
 from engine.model_runner.kernels.quantized_weights import BlockWeight
 from engine.model_runner.weights.bitsandbytes_format import BitsAndBytesParts
+from engine.model_runner.weights.block_format import BlockFormat
 from engine.model_runner.weights.dummy import DummyStore
 from engine.model_runner.weights.format_selection import _part_reader, quant_target
 from engine.model_runner.weights.linear_format import QuantizedFormat
@@ -27,8 +29,20 @@ from engine.models.spec.quantization import FP4_CODES, NF4_CODES, CodeTable, Qua
 from engine.models.weight_files.check_weights import check_folder_weights
 from engine.runtime.errors import ConfigError
 
-from .test_fp4 import as_nvfp4, assert_means_the_same, quantize_folder
-from .test_quantized import PROMPT, SIZES, Tensors, format_of, prompt_logprobs, reader_of
+from .test_fp4 import MODELOPT, as_nvfp4, assert_means_the_same, quantize_folder
+from .test_mlx import as_mlx, store_of
+from .test_quantized import (
+    AWQ,
+    PROMPT,
+    SIZES,
+    Tensors,
+    as_awq,
+    as_ints,
+    format_of,
+    ints_config,
+    prompt_logprobs,
+    reader_of,
+)
 
 CPU = torch.device("cpu")
 
@@ -471,3 +485,52 @@ def test_groups_of_awq_are_those_of_each_module(tmp_path):
     assert found is not None
     forms = [found.part_of(name) for name in layers]
     assert [form and (form.bits, form.group_size) for form in forms] == [(4, 64), (4, 128), (8, 0)]
+
+
+# ---------------------------------------------------------------- memory
+
+
+def in_mlx(weight: Tensor) -> tuple[Tensors, Tensor]:
+    return as_mlx(weight, 64, 4)
+
+
+MLX_4_BITS = {"quantization": {"group_size": 64, "bits": 4}}
+MEMORY: dict[str, tuple[dict[str, Any], Callable[[Tensor], tuple[Tensors, Tensor]]]] = {
+    "W4A16": ({"quantization_config": ints_config(4, 128)}, partial(as_ints, bits=4, group_size=128)),
+    "W4A16 with zeros": (
+        {"quantization_config": ints_config(4, 128, symmetric=False)},
+        partial(as_ints, bits=4, group_size=128, symmetric=False),
+    ),
+    "AWQ": ({"quantization_config": AWQ | {"group_size": 128}}, partial(as_awq, group_size=128)),
+    "NVFP4": ({"quantization_config": MODELOPT | {"quant_algo": "NVFP4"}}, as_nvfp4),
+    "nf4": ({"quantization_config": FORMS["nf4"][0]}, partial(as_codes, kind="nf4")),
+    "nf4 nested": ({"quantization_config": FORMS["nf4"][0]}, partial(as_codes, kind="nf4", nested=True)),
+    "MLX": (MLX_4_BITS, in_mlx),
+}
+
+
+@NATIVE
+@pytest.mark.parametrize("form", MEMORY)
+def test_memory_is_at_most_105_percent_of_the_file(tmp_path, form):
+    """Of the matrices; their tables of values are shared by a whole model and not counted."""
+    description, quantize = MEMORY[form]
+    tensors, meant = quantize(torch.randn(256, 2048))
+    found = read_quantization(tmp_path, Fields(tmp_path, description))
+    assert found is not None
+    linears = QuantizedLinears(quant_target(CPU, torch.bfloat16), plain.pack_linear)
+    if found.method == "mlx":
+        reader = WeightReader(store_of(tmp_path, tensors, description["quantization"]), torch.bfloat16, CPU)
+        format_: QuantizedFormat = BlockFormat(found, linears)
+    else:
+        reader = reader_of(tmp_path, tensors)
+        format_ = QuantizedFormat(_part_reader(found), linears)
+
+    linear: Any = format_.load([ModuleWeight(reader, "m", (256, 2048))])
+
+    not_counted = ("map", "state", "shape")
+    stored = sum(one.nbytes for name, one in tensors.items() if not any(part in name for part in not_counted))
+    assert isinstance(linear, NativeBlockLinear)
+    assert linear.num_bytes <= 1.05 * stored, linear.num_bytes / stored
+    assert linear.num_bytes == found.bytes_of("m", 256, 2048, on_cpu=True)
+    allowed = 0.004 * float(meant.abs().max())  # of nf4's table, and of minima in half precision
+    torch.testing.assert_close(linear.rows(torch.arange(256)).float(), meant, rtol=2**-7, atol=allowed)
