@@ -160,6 +160,7 @@ def row(
     ended_by_detokenizer: bool = False,
     processed: int | None = None,
     drafts: tuple[int, int] = (0, 0),
+    from_tiers: tuple[int, int] = (0, 0),
 ) -> TextOutput:
     """A row for `request`: by default one token per byte of its text. Stop strings are the detokenizer's finding."""
     ids = TOKENIZER.encode(text) if token_ids is None else token_ids
@@ -169,6 +170,8 @@ def row(
         cached_tokens=cached,
         queue_s=0.25,
         processed_tokens=processed,
+        loaded_tokens=from_tiers[0],
+        host_tokens=from_tiers[1],
         draft_tokens=drafts[0],
         accepted_draft_tokens=drafts[1],
     )

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from engine.scheduler.queries.why import explain
 from engine.scheduler.records.verdict import Reason
 from tests.scheduler.harness import VOCAB_SIZE, Harness, extend_lens
 
@@ -44,6 +45,9 @@ def test_an_evicted_prompt_comes_back_from_the_host(overlap: int) -> None:
     assert (figures.lookups, figures.loaded_tokens, figures.loaded_bytes) == (3, 16, 16 * 1024)
     assert figures.used_bytes == figures.stored_bytes >= figures.loaded_bytes
     assert "disk" not in harness.scheduler.report(0.0).tiers
+    sentence = explain(harness.scheduler.decisions, "r2").sentence
+    assert "found 20 of 40 prompt tokens in the cache (" in sentence
+    assert "), and 16 in host memory" in sentence
 
 
 def test_without_it_the_prompt_is_computed() -> None:
@@ -62,6 +66,17 @@ def test_other_salts_and_adapters_do_not_find_it() -> None:
     assert run(harness, prompt_of(1), extra_key="other")[0] == 0
     assert run(harness, prompt_of(1))[0] == 0
     assert run(harness, prompt_of(1), extra_key="one")[1] > 0
+
+
+def test_pages_that_a_tier_writes_to_at_once_are_evicted_without_a_copy() -> None:
+    harness = make()
+    run(harness, prompt_of(1))
+    parts = harness.scheduler._parts
+    incoming, host = parts.ledger._incoming, parts.memory.host
+    pages = incoming.take(parts.memory.kv.available_pages)
+    assert len(pages) == 16 and not host.has_outs and not host.num_cached
+    incoming.give_back(pages)
+    assert run(harness, prompt_of(1)) == (0, 0, [40])
 
 
 def test_a_page_that_came_back_is_not_copied_out_again() -> None:
@@ -101,7 +116,8 @@ def test_bad_kv_is_not_kept_on_the_host() -> None:
     harness = make()
     first = prompt_of(1)
     run(harness, first)
-    run(harness, prompt_of(2))
+    for seed in (2, 3):
+        run(harness, prompt_of(seed))
     harness.runner.fail_next.add(rid := f"r{len(harness.answers)}")
     harness.submit(rid, prompt=first, max_new_tokens=2)
     harness.run_until_idle()

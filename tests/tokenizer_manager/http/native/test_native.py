@@ -250,5 +250,18 @@ def test_abort_request_ends_the_answer(serve: Serve):
     assert served.client.post("/abort_request", json={"abort_all": True}).json() == {"aborted": 0}
 
 
+@pytest.mark.parametrize(
+    ("from_tiers", "by_tier"),
+    [((0, 0), None), ((32, 0), {"disk": 32}), ((0, 16), {"host": 16}), ((32, 16), {"host": 16, "disk": 32})],
+)
+def test_cached_tokens_are_counted_by_tier(serve: Serve, from_tiers, by_tier):
+    served = serve(
+        lambda request: [row(request, "x", cached=64, finish=LENGTH, from_tiers=from_tiers)],
+        cache={"kv_disk": "folder"},
+    )
+    meta = served.client.post("/generate", json={"text": "a"}).json()["meta_info"]
+    assert (meta["cached_tokens"], meta.get("cached_tokens_by_tier")) == (64, by_tier)
+
+
 def test_flush_cache(serve: Serve):
     assert serve().client.post("/flush_cache").json() == {"flushed_tokens": 32, "kept_tokens": 8}
