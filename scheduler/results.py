@@ -266,7 +266,7 @@ class ResultSettler:
             self._stats.generation_tokens += len(run)
             if batch.num_drafts:
                 req.num_drafts += int(num_drafts[batch_idx])
-                req.num_accepted_drafts += len(run) - 1
+                req.num_accepted_drafts += min(int(counts[idx]) - 1, len(run))  # a run may be cut within them
             if len(run) > 1:
                 self._policy.gained(req, len(run) - 1)
             logprobs = result.logprobs[idx] if result.logprobs else None

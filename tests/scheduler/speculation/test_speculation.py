@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 
 from engine.runtime.messages import FinishKind
+from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import StepPlan
 from engine.scheduler.batch import ScheduleBatch
 from engine.scheduler.queries.why import explain
 from engine.scheduler.records.decision_log import PassRecord
 from engine.scheduler.speculation.ngram_proposer import NgramProposer
-from tests.scheduler.fake_runner import expected_output, ints
+from tests.scheduler.fake_runner import expected_output, ints, remembered
 from tests.scheduler.harness import VOCAB_SIZE, Harness
+from tests.scheduler.speculation.proposers import proposing
 
 CIRCLE = [11, 12, 13, 14, 15, 16]
 
@@ -212,6 +214,20 @@ def test_no_drafts_where_they_could_change_an_answer(make_harness):
         counts = ints(batch.plan.num_drafts)
         drafted |= {req.rid for req, count in zip(batch.reqs, counts, strict=False) if count}
     assert drafted == {"free"}
+
+
+def test_usage_counts_the_drafts_that_the_answer_has(make_harness):
+    """Eight are right, and the fourth of them is a stop token: four became tokens, four did not."""
+    prompt = [5, 6, 7]
+    params = SamplingParams(max_new_tokens=20, ignore_eos=True)
+    tokens, _ = expected_output(prompt, params, frozenset(), VOCAB_SIZE)
+    assert tokens[4] not in tokens[:4]
+    with proposing(lambda known: (remembered(list(known), None) >> 7) % VOCAB_SIZE, 1.0):
+        harness = make_harness(memory=None)
+        harness.submit("a", prompt=prompt, max_new_tokens=20, stop_token_ids=(tokens[4],))
+        harness.run_until_idle()
+    usage = harness.answers["a"].rows[-1].usage
+    assert (usage.completion_tokens, usage.draft_tokens, usage.accepted_draft_tokens) == (5, 8, 4)
 
 
 def test_drafts_cost_nobody_a_page(make_harness):
