@@ -272,7 +272,7 @@ def vllm_line(options: argparse.Namespace) -> str:
 
 def first_error(log: Path) -> str:
     """The first exception in a log."""
-    found = re.search(r"\b(?:Exception|\w+Error): (.+)", log.read_text(errors="replace"))
+    found = re.search(r"ERROR .*\b(?:Exception|\w+Error): (.+)", log.read_text(errors="replace"))
     return found[1] if found else "no error in its log"
 
 
