@@ -319,20 +319,28 @@ def _load_own_model(
     pooling_head = _load_pooling_head(config, source, spec, weights, device)
     weights.finish()
     report.log()
-    return model, pooling_head, reason_against_graphs(ops, spec, dtype, device)
+    changes_experts = layers is not None and layers.change_experts
+    return model, pooling_head, reason_against_graphs(ops, spec, dtype, device, changes_experts)
 
 
-def reason_against_graphs(ops: Ops, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> str:
-    """Why no CUDA graph can hold the model's steps: ops that read on the host what only the device knows; or ""."""
+def reason_against_graphs(
+    ops: Ops, spec: ModelSpec, dtype: torch.dtype, device: torch.device, changes_experts: bool = False
+) -> str:
+    """Why no CUDA graph can hold the model's steps: ops that read on the host what only the device knows; or "".
+
+    `changes_experts`: adapters may change experts, so that torch computes them.
+    """
     if device.type != "cuda":
         return ""
     on_host = set(_STATE_OPS) if spec.state is not None else set()
     if spec.experts is not None and plain.groups_need_host(dtype, device):
         on_host.add("pack_experts")
     found = [choice for choice in ops.choices if choice.op in on_host and choice.provider == "torch"]
-    if not found:
-        return ""
     names = ", ".join(f"{choice.op} (passed over: {choice.why})" for choice in found)
+    if changes_experts and "pack_experts" in on_host and "pack_experts" not in names:
+        names = f"{names}, pack_experts (adapters may change experts)".removeprefix(", ")
+    if not names:
+        return ""
     return f"in {str(dtype).removeprefix('torch.')} on this GPU torch needs the host in each layer: {names}"
 
 

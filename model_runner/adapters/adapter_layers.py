@@ -340,6 +340,11 @@ class AdapterLayers:
         return found | {_NUMBER.sub(f".{EXPERTS}.*.", name) for name in found}
 
     @property
+    def change_experts(self) -> bool:
+        """Whether adapters may change experts."""
+        return any(isinstance(layer, AdaptedExperts) for layer in self.layers)
+
+    @property
     def are_recordable(self) -> bool:
         """Whether no layer reads on the host which tokens use which slot."""
         host = PlainDelta | PlainEmbeddingDelta
