@@ -118,7 +118,7 @@ class HostPages:
 
         Pages with a key that is cached are not copied: equal keys have equal KV.
         """
-        num_left = self.max_copies - len(self._outs)
+        num_left = max(0, self.max_copies - len(self._outs))  # swapped requests may exceed the budget
         lacking = [idx for idx, key in enumerate(keys) if key not in self._cached]
         end = lacking[num_left] if len(lacking) > num_left else len(keys)
         for key, page in zip(reversed(keys[:end]), reversed(pages[:end].tolist()), strict=True):

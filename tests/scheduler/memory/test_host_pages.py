@@ -112,6 +112,18 @@ def test_a_step_has_a_budget_of_copies_and_a_single_request_may_exceed_it() -> N
     assert host.may_copy_in(0) and not host.may_copy_in(1)
 
 
+def test_beside_a_swapped_request_above_the_budget_nothing_evicted_is_copied() -> None:
+    host = HostPages(100, keeps_evicted=True)
+    host.cache(keys("a"), ids(90))
+    host.take_copies()
+    host.swap_out(np.arange(1, LEAST_COPY_PAGES + 4, dtype=np.int32))
+    host.cache(keys("a", "b", "c", "d", "e"), ids(90, 91, 92, 93, 94))
+    assert terms(host) == (100 - LEAST_COPY_PAGES - 4, LEAST_COPY_PAGES + 3, 1)
+    host.cache(keys("a"), ids(90))
+    outs, _ = host.take_copies()
+    assert len(outs) == LEAST_COPY_PAGES + 3
+
+
 @pytest.mark.parametrize(("page_bytes", "most"), [(0, 16), (1 << 20, 256), (1 << 30, 16)])
 def test_the_budget_is_in_bytes(page_bytes: int, most: int) -> None:
     assert HostPages(1, page_bytes=page_bytes).max_copies == most
