@@ -120,13 +120,16 @@ class HostPages:
         """
         num_left = max(0, self.max_copies - len(self._outs))  # swapped requests may exceed the budget
         lacking = [idx for idx, key in enumerate(keys) if key not in self._cached]
-        end = lacking[num_left] if len(lacking) > num_left else len(keys)
+        end = min(lacking[num_left] if len(lacking) > num_left else len(keys), self.num_available)
+        for key in keys[:end]:
+            if key in self._cached:
+                self._cached.move_to_end(key)  # so that others make room
         for key, page in zip(reversed(keys[:end]), reversed(pages[:end].tolist()), strict=True):
             if key in self._cached:
                 self._cached.move_to_end(key)  # without the first pages of a prefix, the others are of no use
                 continue
-            if not self._allocator.num_free and not self._drop_oldest():
-                return
+            if not self._allocator.num_free:
+                self._drop_oldest()
             host_page = int(self._allocator.allocate(1)[0]) - 1
             self._cached[key] = host_page
             self._outs[host_page] = page
@@ -196,14 +199,11 @@ class HostPages:
             self._ins.append(np.stack([host_pages, pages], axis=1))
             self._reading.update(host_pages.tolist())
 
-    def _drop_oldest(self) -> bool:
-        """Free the cached page that was not used for longest, unless the next step reads it; False: there is none."""
-        for key, page in self._cached.items():
-            if page not in self._reading:
-                del self._cached[key]
-                self._free([page])
-                return True
-        return False
+    def _drop_oldest(self) -> None:
+        """Free the cached page that was not used for longest and that the next step does not read; there is one."""
+        key, page = next(each for each in self._cached.items() if each[1] not in self._reading)
+        del self._cached[key]
+        self._free([page])
 
     def _free(self, host_pages: list[int]) -> None:
         for page in host_pages:

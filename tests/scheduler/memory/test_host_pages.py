@@ -112,6 +112,20 @@ def test_a_step_has_a_budget_of_copies_and_a_single_request_may_exceed_it() -> N
     assert host.may_copy_in(0) and not host.may_copy_in(1)
 
 
+def test_the_rest_of_a_prefix_takes_the_place_of_others_and_not_of_its_beginning() -> None:
+    host = HostPages(4, keeps_evicted=True)
+    host.cache(keys("a", "b", "c"), ids(1, 2, 3))
+    host.cache(keys("x"), ids(4))
+    host.take_copies()
+    host.cache(keys("a", "b", "c", "d"), ids(5, 6, 7, 8))
+    outs, _ = host.take_copies()
+    assert outs[:, 0].tolist() == [8] and host.count_cached(keys("a", "b", "c", "d")) == 4
+    host.cache(keys("s", "t", "u", "v", "w", "x"), ids(1, 2, 3, 4, 5, 6))
+    outs, _ = host.take_copies()
+    assert sorted(outs[:, 0].tolist()) == [1, 2, 3, 4], "more than the host has"
+    assert host.cached_pages_total == 4 + 1 + 4
+
+
 def test_beside_a_swapped_request_above_the_budget_nothing_evicted_is_copied() -> None:
     host = HostPages(100, keeps_evicted=True)
     host.cache(keys("a"), ids(90))
