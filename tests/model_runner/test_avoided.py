@@ -247,10 +247,7 @@ def test_steps_in_which_torch_s_product_of_experts_waits_are_not_recorded(
     assert ("pack_experts (passed over: triton: " in found and reason in found) if reason else found == ""
     assert reason_against_graphs(ops, SPEC, dtype, GPU) == reason_against_graphs(ops, spec, dtype, CPU) == ""
     of_adapters = reason_against_graphs(ops, spec, dtype, GPU, changes_experts=True)
-    needs_host = dtype != BF16 or bool(reason)
-    assert of_adapters == found or (
-        needs_host and "pack_experts (adapters may change experts)" in of_adapters
-    )
+    assert ("pack_experts" in of_adapters) == (dtype != BF16 or capability[0] not in (9, 10))
     more: Any = {"spec": spec, "step_tokens": lambda: 100, "reason_against": found}
     for asked in (True, False):
         sizes = sizes_to_record(KernelConfig(record_steps=asked), 4, GPU, **more)
