@@ -80,10 +80,12 @@ def check(folder: Path, source: str, **settings: Any) -> None:
         method = "suffix" if source == "suffix" else "ngram"
         found, found_logprobs, _, (num_drafts, num_accepted) = run(folder, speculative=method, **settings)
     assert found == tokens
+    # A sum in another order may round a value of int8 KV to the next integer, as chunks do.
+    tolerance = 1e-2 if settings.get("kv_cache_dtype") == "int8" else 1e-4
     for ours, theirs in zip(found_logprobs, logprobs, strict=True):
         assert (ours is None) == (theirs is None)
         for a, b in zip(ours or (), theirs or (), strict=True):
-            assert a.logprob == pytest.approx(b.logprob, abs=1e-3)
+            assert a.logprob == pytest.approx(b.logprob, abs=tolerance)
     assert num_drafts > 0
     if source == "adversary":
         assert num_accepted == 0
