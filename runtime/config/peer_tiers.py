@@ -26,11 +26,11 @@ _TIER_KEYS: Final = _SPEEDS | {"type", "root_dir", "max_disk_gib"}
 
 def _words(name: str, setting: str, words: Mapping[str, str]) -> Callable[[object], dict[str, object]]:
     def translate(value: object) -> dict[str, object]:
-        if value not in words:
+        if not isinstance(value, str) or value not in words:
             raise ConfigError(
                 f"{name} is {value!r}, but it must be one of {', '.join(words)}; or set {setting}"
             )
-        return {setting: words[str(value)]}
+        return {setting: words[value]}
 
     return translate
 
@@ -56,7 +56,7 @@ def kv_transfer_config(value: object) -> dict[str, object]:
     """vLLM's `OffloadingConnector`: host memory, and at most one secondary tier, a file system; JSON, or a mapping."""
     try:
         config = json.loads(value) if isinstance(value, str) else value
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"kv_transfer_config is no JSON: {error}") from None
     if not isinstance(config, dict):
         raise ConfigError("kv_transfer_config must be an object of JSON")
@@ -95,7 +95,9 @@ def kv_transfer_config(value: object) -> dict[str, object]:
             settings["kv_disk_size"] = tier["max_disk_gib"]
         unknown += tier.keys() - _TIER_KEYS
     if unknown:
-        raise _refused(f"has {', '.join(sorted(unknown))}, without a meaning here", "leave them out")
+        raise _refused(
+            f"has {', '.join(sorted(map(str, unknown)))}, without a meaning here", "leave them out"
+        )
     if not settings:
         raise _refused("names no tier", "set cpu_bytes_to_use, or secondary_tiers")
     return settings

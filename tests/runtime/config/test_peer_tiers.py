@@ -109,6 +109,20 @@ def test_what_differs_is_refused_by_name(monkeypatch, name, value, message):
         from_flags({name: value if isinstance(value, str) else json.dumps(value)})
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("hicache_write_policy", ["write_back"], "is \\['write_back'\\], but it must be one of"),
+        ("hicache_storage_prefetch_policy", {}, "is {}, but it must be one of"),
+        ("kv_transfer_config", "[" * 100_000, "is no JSON"),
+        ("kv_transfer_config", {"kv_connector": "OffloadingConnector", 1: 2, "x": 3}, "has 1, x, without"),
+    ],
+)
+def test_arguments_of_other_types_are_refused_by_name(name, value, message):
+    with pytest.raises(ConfigError, match=message):
+        from_arguments({name: value})
+
+
 def test_two_names_of_one_setting_are_refused():
     with pytest.raises(ConfigError, match="two names of one setting"):
         from_flags({"kv_write": "through", "hicache_write_policy": "write_through"})
