@@ -210,7 +210,7 @@ def combined(reports: Sequence[SchedulerReport], sent_s: float) -> SchedulerRepo
         totals=_sum([report.totals for report in reports]),
         grammar=_sum([report.grammar for report in reports]),
         tiers={
-            tier: _of_tier([report.tiers[tier] for report in reports if tier in report.tiers])
+            tier: _of_tier(tier, [report.tiers[tier] for report in reports if tier in report.tiers])
             for tier in sorted({tier for report in reports for tier in report.tiers})
         },
         num_sessions=sum(report.num_sessions for report in reports),
@@ -234,9 +234,10 @@ def _sum(records: Sequence[R]) -> R:
     return type(records[0])(*map(sum, columns))
 
 
-def _of_tier(figures: Sequence[TierFigures]) -> TierFigures:
-    """Merge the figures of replicas, which share what the tier holds."""
-    return replace(_sum(figures), used_bytes=max(each.used_bytes for each in figures))
+def _of_tier(tier: str, figures: Sequence[TierFigures]) -> TierFigures:
+    """Merge the figures of replicas, which share what a disk or a store holds; each has host memory of its own."""
+    total = _sum(figures)
+    return total if tier == "host" else replace(total, used_bytes=max(each.used_bytes for each in figures))
 
 
 def _of_pair(figures: Sequence[TransferFigures]) -> TransferFigures | None:

@@ -238,10 +238,21 @@ def test_a_disk_tier_is_shown_by_an_engine_that_has_one_alone():
     both = combined([SchedulerReport(sent_s=1.0, tiers={"disk": figures})] * 2, 2.0).tiers["disk"]
     assert (both.lookups, both.loaded_tokens, both.load_s) == (6, 128, 1.0)
     assert both.used_bytes == 7000, "the replicas share the folder"
+    host = combined([SchedulerReport(sent_s=1.0, tiers={"host": figures})] * 2, 2.0).tiers["host"]
+    assert host.used_bytes == 14000, "each replica has host memory of its own"
     store = SchedulerReport(sent_s=1.0, tiers={"store": TierFigures(lookups=1)})
     page = Metrics("m").render(combined([store, store], 2.0))
     assert "kv_tier_used_bytes" not in page, "only the server knows it"
     assert value(page, "kv_tier_lookups_total", tier="store") == 2
+
+
+def test_drafts_of_replicas_are_added():
+    report = SchedulerReport(
+        sent_s=1.0, drafts={"ngram 1": 3, "suffix 1": 5}, accepted_drafts={"suffix 1": 4}
+    )
+    page = Metrics("m").render(combined([report, report], 2.0))
+    assert value(page, "draft_tokens_total", method="ngram", position="1") == 6
+    assert value(page, "accepted_draft_tokens_total", method="suffix", position="1") == 8
 
 
 def test_a_pair_has_the_rooms_of_its_decode_replica():
