@@ -324,7 +324,7 @@ class FakeRunner:
         for host_page, page in pairs(plan.swap_ins):
             pages[page] = self.host_kv[host_page]
             if not self.caches_on_host:
-                self.host_kv[host_page] = -1  # whoever reads it again is wrong
+                self.host_kv[host_page] = -1  # reading it again is a bug
 
     def forward(self, plan: StepPlan, masks: GetMasks = no_masks) -> StepResult:
         rows, starts = ints(plan.rows), ints(plan.num_computed_tokens)

@@ -329,7 +329,7 @@ def test_what_is_forgotten_is_never_found_again(server, seal):
 
 
 def test_to_forget_is_bounded_and_seen_by_other_engines(server, seal, monkeypatch):
-    """What a scan of a large database has no time to delete is not found either."""
+    """Records that a scan of a large database has no time to delete are not found either."""
     monkeypatch.setattr("engine.scheduler.kv_stores.remote_store.FORGET_LIMIT_S", -1.0)
     one, other = open_store(server, seal), open_store(server, seal)
     put(one, *range(20))

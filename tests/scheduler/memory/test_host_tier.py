@@ -50,6 +50,15 @@ def test_an_evicted_prompt_comes_back_from_the_host(overlap: int) -> None:
     assert "), and 16 in host memory" in sentence
 
 
+def test_each_row_of_an_answer_says_what_the_host_had() -> None:
+    harness = make()
+    for seed in (1, 2):
+        run(harness, prompt_of(seed))
+    rid = harness.submit(prompt=prompt_of(1), max_new_tokens=5)
+    harness.run_until_idle()
+    assert [row.usage.host_tokens for row in harness.answers[rid].rows] == [16] * 5
+
+
 def test_without_it_the_prompt_is_computed() -> None:
     harness = make(cache={"kv_host_size": 0.0})
     run(harness, prompt_of(1))
@@ -134,7 +143,7 @@ def test_a_request_that_needs_all_tokens_computes_them() -> None:
 
 
 def test_a_prompt_waits_for_a_step_that_copies_less() -> None:
-    """Of KV of 1 GiB a token, a step copies 16 pages, or those of one request."""
+    """With KV of 1 GiB a token a step copies 16 pages, or those of one request."""
     harness = make(num_pages=60, num_host_pages=200, kv_token_bytes=1 << 30, max_model_len=200)
     prompts = [prompt_of(seed, 60) for seed in range(4)]
     for prompt in prompts:

@@ -224,9 +224,11 @@ def test_usage_counts_the_drafts_that_the_answer_has(make_harness):
     assert tokens[4] not in tokens[:4]
     with proposing(lambda known: (remembered(list(known), None) >> 7) % VOCAB_SIZE, 1.0):
         harness = make_harness(memory=None)
-        harness.submit("a", prompt=prompt, max_new_tokens=20, stop_token_ids=(tokens[4],))
+        harness.submit("a", prompt=prompt, max_new_tokens=20, stop_token_ids=(tokens[4],), logprobs=0)
         harness.run_until_idle()
-    usage = harness.answers["a"].rows[-1].usage
+    last = harness.answers["a"].rows[-1]
+    assert len(last.logprobs.token_logprobs) == len(last.token_ids) == 4 * 4, "those of the tokens that stay"
+    usage = last.usage
     assert (usage.completion_tokens, usage.draft_tokens, usage.accepted_draft_tokens) == (5, 8, 4)
 
 

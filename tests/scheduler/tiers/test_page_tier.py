@@ -11,6 +11,7 @@ from engine.runtime.messages import Call, FinishKind, FlushCache
 from engine.runtime.transport.kv_tiers import (
     CancelLoad,
     Forget,
+    Forgotten,
     Found,
     Loaded,
     LoadPages,
@@ -202,6 +203,9 @@ def test_a_flush_is_answered_when_the_disk_has_forgotten(warm: DiskHarness, erro
     warm.answer(error=error)
 
     assert [done.error for done in warm.flushes] == [error]
+    warm.scheduler.handle(Forgotten(7), warm.now_s)
+    warm.collect()
+    assert len(warm.flushes) == 1, "a call has one answer"
     assert warm.flush(tier=False).error == "", "the KV pool alone is flushed at once"
 
 
