@@ -39,6 +39,9 @@ _STATE: Final = "quant_state.bitsandbytes__"
 _TABLES: Final = {"nf4": NF4_CODES, "fp4": FP4_CODES}
 _RANGE: Final = 127
 """The largest integer of 8 bits, which stands for the largest value of an output."""
+_MAX_BLOCK: Final = 1 << 16
+"""Larger blocks than those of bitsandbytes (4096); it bounds the memory that a damaged file can ask for."""
+_MAX_OFFSET: Final = 1e30
 
 
 class BitsAndBytesParts:
@@ -85,7 +88,7 @@ def _state(module: ModuleWeight, name: str, shape: tuple[int, ...]) -> dict[str,
         state = json.loads(text)
         if not isinstance(state, dict):
             raise ValueError(f"{type(state).__name__} instead of an object")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{name}: is damaged ({error}); download the model again") from None
     if state.get("shape") != list(module.shape):
         raise ConfigError(
@@ -98,8 +101,8 @@ def _state(module: ModuleWeight, name: str, shape: tuple[int, ...]) -> dict[str,
 def _read_codes(module: ModuleWeight, table: CodeTable, state: dict[str, object]) -> Part:
     weights, name, (rows, columns), part = module
     size = state.get("blocksize")
-    if not isinstance(size, int) or size < 1:
-        raise ConfigError(f"{name}: blocksize is {size}, a positive number is expected")
+    if not isinstance(size, int) or not 1 <= size <= _MAX_BLOCK:
+        raise ConfigError(f"{name}: blocksize is {size}, a number from 1 to {_MAX_BLOCK} is expected")
     values = weights.tensor(f"{name}.weight.quant_map", (16,), torch.float32)
     if not torch.allclose(values.cpu(), torch.tensor(table.values), atol=1e-6, rtol=0.0):
         raise ConfigError(f"{name}: quant_map is not the table of {state.get('quant_type')}")
@@ -136,10 +139,10 @@ def _largest(module: ModuleWeight, num_blocks: int, state: dict[str, object]) ->
     if "nested_blocksize" not in state:
         return weights.tensor(f"{name}.absmax", (num_blocks,), torch.float32)
     size, offset = state["nested_blocksize"], state.get("nested_offset")
-    if not isinstance(size, int) or size < 1 or not isinstance(offset, int | float):
-        raise ConfigError(
-            f"{name}: nested_blocksize is {size} and nested_offset {offset}, two numbers are expected"
-        )
+    if not isinstance(size, int) or not 1 <= size <= _MAX_BLOCK:
+        raise ConfigError(f"{name}: nested_blocksize is {size}, a number from 1 to {_MAX_BLOCK} is expected")
+    if not isinstance(offset, int | float) or not abs(offset) <= _MAX_OFFSET:
+        raise ConfigError(f"{name}: nested_offset is {offset}, a number up to {_MAX_OFFSET:g} is expected")
     codes = weights.tensor(f"{name}.absmax", (num_blocks,), torch.uint8)
     factors = weights.tensor(f"{name}.nested_absmax", (-(-num_blocks // size),), torch.float32)
     values = weights.tensor(f"{name}.nested_quant_map", (256,), torch.float32)

@@ -237,7 +237,13 @@ class CompressedIntParts:
         if not form.packed:
             slices = None if part is None else [part]
             signed = weights.stacked([f"{name}.weight"], [(rows, columns)], torch.int8, slices)
-            return signed.add_(-128 if form.bits == 8 else 8).view(torch.uint8)
+            numbers = signed.add_(-128 if form.bits == 8 else 8).view(torch.uint8)
+            if form.bits == 4 and (numbers > 15).any():
+                raise ConfigError(
+                    f"{name}: holds integers outside of -8 to 7, but by config.json they have 4 bits; the weights and "
+                    "the configuration do not belong together"
+                )
+            return numbers
         per_word = 32 // form.bits
         if part is not None and part.axis == 1:
             part = Slice(1, part.start // per_word, part.stop // per_word)
@@ -286,10 +292,13 @@ class TorchAoParts:
         if weights.shape(f"{name}.weight_scale", groups) is None or self._quantization.is_plain(name):
             return read_plain([module])
         size = self._quantization.group_size
-        step = max(size, BLOCK_SIZE)
-        if part is not None and part.axis == 1 and (part.start % step or part.stop % step):
+        if columns % size:
             raise ConfigError(
-                f"{name}: a rank takes inputs {part.start} to {part.stop - 1}, but {step} neighbors share a scale and "
+                f"{name}: {columns} inputs are no whole groups of {size}; config.json does not fit the weights"
+            )
+        if part is not None and part.axis == 1 and (part.start % size or part.stop % size):
+            raise ConfigError(
+                f"{name}: a rank takes inputs {part.start} to {part.stop - 1}, but {size} neighbors share a scale and "
                 "cannot be split; use a smaller --tp"
             )
         pairs = weights.tensor(f"{name}.weight", (rows, columns // 2), torch.uint8)

@@ -240,11 +240,15 @@ def _check_mlx(
     form = quantization.part_of(module.name)
     assert form is not None
     rows, columns = (*module.shape, 0, 0)[:2]
+    if columns % form.group_size:
+        raise ConfigError(
+            f"{place.of(f'{module.name}.scales')}: {module.name} has {columns} inputs, which are no whole groups of "
+            f"{form.group_size}; the quantization of config.json does not belong to the weights"
+        )
     groups = (rows, columns // form.group_size)
-    shapes: dict[str, tuple[int, ...]] = {
-        f"{module.name}.weight": (rows, columns * form.bits // 32),
-        f"{module.name}.scales": groups,
-    }
+    weight, scales = f"{module.name}.weight", f"{module.name}.scales"
+    shapes: dict[str, tuple[int, ...]] = {weight: (rows, columns * form.bits // 32), scales: groups}
+    dtypes = {weight: ("U32",), scales: ("U8",) if form.symmetric else _PLAIN}
     if not form.symmetric:
         shapes[f"{module.name}.biases"] = groups
     if module.has_bias:
@@ -255,6 +259,12 @@ def _check_mlx(
             raise ConfigError(f"{place.of(name)}: {_missing(name)}")
         if entry.shape != shape:
             raise ConfigError(f"{place.of(name)}: {_other_shape(name, entry.shape, shape)}")
+        expected = dtypes.get(name, _PLAIN)
+        if entry.dtype_name not in expected:
+            raise ConfigError(
+                f"{place.of(name)}: tensor {name!r} is stored as {entry.dtype_name}, expected {' or '.join(expected)}; "
+                "the quantization of config.json does not belong to the weights"
+            )
     return set(shapes)
 
 

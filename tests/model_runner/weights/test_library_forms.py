@@ -242,9 +242,28 @@ def test_dummy_weights_differ(tmp_path, form):
     assert dense.isfinite().all() and dense.any() and not torch.equal(dense[:96], dense[96:])
 
 
+def damaged_state(**changes: Any) -> Tensors:
+    """The description of codes [32, 64] with some fields changed."""
+    state = {"quant_type": "nf4", "blocksize": 64, "shape": [32, 64]} | changes
+    return {"weight.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode())).byte()}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        (damaged_state(blocksize=1 << 40), "m: blocksize is 1099511627776, a number from 1 to 65536 is"),
+        (
+            damaged_state(nested_blocksize=1 << 40, nested_offset=0.1),
+            "nested_blocksize is 1099511627776, a number",
+        ),
+        (
+            damaged_state(nested_blocksize=256, nested_offset=10**400),
+            "nested_offset is 10*, a number up to 1e",
+        ),
+        (
+            {"weight.quant_state.bitsandbytes__nf4": torch.full((100_000,), ord("[")).byte()},
+            "bitsandbytes__nf4: is damaged",
+        ),
         ({"weight.absmax": torch.full((32,), torch.nan)}, "m: holds scales that are not finite"),
         ({"weight.quant_map": torch.linspace(-1, 1, 16)}, "m: quant_map is not the table of nf4"),
         (
@@ -266,6 +285,29 @@ def test_damaged_codes_are_refused(tmp_path, changes, message):
     parts = BitsAndBytesParts(QuantizationSpec(method="bitsandbytes"))
     with pytest.raises(ConfigError, match=message):
         parts.read(ModuleWeight(reader_of(tmp_path, tensors), "m", (32, 64)))
+
+
+@pytest.mark.parametrize(
+    ("form", "tensors", "columns", "message"),
+    [
+        ("torchao int4", as_torchao_int4, 144, "m: 144 inputs are no whole groups of 32; config.json does"),
+        (
+            "torchao int4 in bytes",
+            partial(as_torchao_bytes, bits=8, size=32),
+            128,
+            "m: holds integers outside of -8 to 7, but by config.json they have 4 bits",
+        ),
+    ],
+)
+def test_integers_of_another_form_than_described_are_refused(tmp_path, form, tensors, columns, message):
+    stored = tensors(torch.randn(96, 128))[0]
+    if columns != 128:
+        stored["_weight_qdata"] = torch.zeros(96, columns // 2, dtype=torch.uint8)
+    weights = reader_of(tmp_path, {name: tensor.contiguous() for name, tensor in stored.items()})
+    found = read_quantization(tmp_path, Fields(tmp_path, {"quantization_config": FORMS[form][0]}))
+    assert found is not None
+    with pytest.raises(ConfigError, match=message):
+        _part_reader(found).read(ModuleWeight(weights, "m", (96, columns)))
 
 
 @pytest.mark.parametrize(

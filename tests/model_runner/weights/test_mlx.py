@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -256,6 +257,23 @@ def test_damaged_folders_are_refused(make_tiny_llama, tmp_path):
         ConfigError, match=r"q_proj.scales' has the shape \[64, 2\], but the configuration asks for"
     ):
         check_folder_weights(tiny.folder, spec)
+    save_file(whole | {f"{name}.weight": whole[f"{name}.weight"].view(torch.float32)}, path)
+    with pytest.raises(
+        ConfigError, match=r"q_proj.weight' is stored as F32, expected U32; the quantization of"
+    ):
+        check_folder_weights(tiny.folder, spec)
+    save_file(whole | {f"{name}.scales": whole[f"{name}.scales"].byte()}, path)
+    with pytest.raises(ConfigError, match=r"q_proj.scales' is stored as U8, expected F32 or F16 or BF16"):
+        check_folder_weights(tiny.folder, spec)
+    save_file(whole, path)
+    assert spec.quantization is not None
+    with pytest.raises(
+        ConfigError, match=r"has 64 inputs, which are no whole groups of 128; the quantization"
+    ):
+        check_folder_weights(
+            tiny.folder,
+            structs.replace(spec, quantization=structs.replace(spec.quantization, group_size=128)),
+        )
     tensors = as_mlx(torch.randn(32, 64), 64, 4)[0]
     store = store_of(tmp_path, tensors | {"scales": torch.full((32, 1), torch.inf)}, FORMS["4 bits"])
     with pytest.raises(ConfigError, match="m: holds scales that are not finite"):
