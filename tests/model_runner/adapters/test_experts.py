@@ -76,6 +76,22 @@ def test_stacks_of_experts_are_those_of_peft(make_tiny_model, make_driver, tmp_p
     check(tiny, driver, adapters, specs)
 
 
+def test_a_slot_keeps_nothing_of_the_adapter_before(make_tiny_model, make_driver, tmp_path):
+    """The second adapter changes fewer experts and products than the first one in its slot."""
+    tiny = make_tiny_model("qwen3_moe", **FAMILIES["qwen3_moe"].options)
+    adapters = [adapter_of(tiny, tmp_path / f"a{n}", [STACKS[1]] if n else STACKS, seed=n) for n in range(2)]
+    specs = [read_adapter(one.folder, f"a{n}", tiny.spec) for n, one in enumerate(adapters)]
+    driver = make_driver(tiny.spec, tiny.folder, adapter_slots=SlotSizes(1, 4, TARGETS))
+    for n, spec in enumerate(specs, start=1):
+        driver.runner.adapters.store.read(n, spec)
+    for n, adapter in enumerate(adapters, start=1):
+        seen = SeeingExecutor(driver)
+        reqs = [driver.start(PROMPT, adapter_slot=1), driver.start(PROMPT)]
+        driver.step([(req, len(PROMPT)) for req in reqs], adapter_loads=[(1, n)])
+        assert_equal(seen.logits[-1][:1], adapter.logits(reqs[0].tokens)[len(PROMPT) - 1 : -1])
+        assert_equal(seen.logits[-1][1:], tiny_logits(tiny, reqs[1].tokens)[len(PROMPT) - 1 : -1])
+
+
 def single(folder: Any, name: str, in_turn: bool = False) -> None:
     """Rewrite an adapter of stacks with a module of each expert, as peft had them when they were linear layers."""
     block, gate, up, down = SINGLE.get(name, ("mlp", "gate_proj", "up_proj", "down_proj"))
