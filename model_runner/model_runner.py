@@ -409,7 +409,7 @@ def _pack_logprobs(
 ) -> tuple[Logprobs | None, ...]:
     """One entry per sampled request; empty if no request asks for logprobs.
 
-    `counts`: [S] tokens of each request, of whose rows those are the first ones; None without drafts: one each.
+    `counts`: [S] tokens of each request, which are the first of its rows; None without drafts: one each.
     """
     sampling = batch.sampling
     if sampling.logprobs is None or sampled is None or sampled.logprobs is None:

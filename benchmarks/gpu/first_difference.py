@@ -242,7 +242,7 @@ class _ComparedExperts:
     def pack(self, source: ExpertSource) -> Any:
         if self._provider != "triton":  # others read the weights of each expert
             return self._pack[0](source)
-        twice: ExpertSource = _Source(source)  # so the type checker knows a member that is missing
+        twice: ExpertSource = _Source(source)  # the type checker reports a missing member
         both = self._pack[0](twice), self._pack[1](twice)
 
         def compute(*args: Tensor) -> Tensor:

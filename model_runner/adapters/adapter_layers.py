@@ -176,7 +176,7 @@ class AdaptedLayer:
 
 
 PackedLayer = PackedDelta | tuple[tuple[PackedDelta | None, ...], tuple[PackedDelta | None, ...]]
-"""A layer's part of an adapter; of experts that of each for both products."""
+"""A layer's part of an adapter; for experts, the part of each expert in each of the two products."""
 
 
 class AdaptedExperts:

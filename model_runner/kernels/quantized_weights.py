@@ -181,7 +181,7 @@ class BlockWeight:
 
     @property
     def scale_len(self) -> int:
-        """Neighboring inputs that share a scale, as kernels know them; with 8 bits 64 only without minima."""
+        """Neighboring inputs that share a scale in the kernels' layouts; with 8 bits 64 only without minima."""
         if self.factor is not None:
             return HALF_BLOCK
         if self.bits == 8:

@@ -109,7 +109,7 @@ class MixedParts:
 
 
 class InputFactors:
-    """`PartReader` of modules with factors of their inputs, which no kernel knows: those are dequantized."""
+    """`PartReader` of modules with factors of their inputs, which no kernel applies: these are dequantized."""
 
     def __init__(self, parts: PartReader) -> None:
         self._parts = parts

@@ -33,7 +33,7 @@ EXPERTS: Final = "experts"
 
 
 def target_of(name: str) -> str:
-    """What `--lora-target-modules` calls a module: the last part of its name, or `EXPERTS`."""
+    """The name of a module in `--lora-target-modules`: the last part of its name, or `EXPERTS`."""
     return EXPERTS if f".{EXPERTS}." in name else name.rpartition(".")[2]
 
 

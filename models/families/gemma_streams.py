@@ -78,7 +78,7 @@ def _experts_beside(fields: Fields, facts: Facts) -> Facts:
 
 
 def _beside(facts: Facts, experts: ExpertsSpec, width: int) -> Facts:
-    """What all models with experts beside an MLP of this width have."""
+    """The facts of all models with experts beside an MLP of this width."""
     return {
         "experts": structs.replace(experts, shared_size=width, activation="gelu_tanh", has_scales=True),
         "form": structs.replace(facts["form"], norms=(*FOUR_NORMS.norms, *_EXPERT_NORMS)),

@@ -156,11 +156,11 @@ NF4_CODES: Final = CodeTable(
     ),
     123.26,
 )
-"""Of nf4 (Dettmers et al. 2023). The error of rounding is at most 0.29 % of the largest value of a block, less than
-that of bfloat16 at this value (0.39 %), and a thirtieth of the steps between the values."""
+"""The codes of nf4 (Dettmers et al. 2023). The error of rounding is at most 0.29 % of the largest value of a block,
+less than that of bfloat16 at this value (0.39 %), and a thirtieth of the steps between the values."""
 _FP4: Final = (0.0, 0.0052083333, 0.66666667, 1.0, 0.33333333, 0.5, 0.16666667, 0.25)
 FP4_CODES: Final = CodeTable((*_FP4, *(-value for value in _FP4)), 120.0)
-"""Of bitsandbytes' fp4. All values but the smallest are exact; the error of this is 0.3 % of the largest one."""
+"""The codes of bitsandbytes' fp4. All but the smallest are exact; its error is 0.3 % of the largest value."""
 
 GGUF_FORMS: Final[Mapping[str, BlockForm]] = {
     "Q4_0": BlockForm(4, 8, has_minima=False),
