@@ -17,6 +17,8 @@ from engine import LLM, ConfigError, EngineDeadError, RequestError, SamplingPara
 from engine.offline.batch import Batch, CheckedRequest
 from engine.offline.outputs import OutputBuilder
 from engine.runtime.config.presets import PRESETS
+from engine.runtime.errors import EngineError
+from engine.runtime.messages import FlushCacheDone
 from engine.scheduler.kv_stores.page_mover import PageMover
 from engine.scheduler.tiers import page_tier
 from engine.tokenizer_manager.scheduling_options import Scheduling
@@ -574,3 +576,10 @@ def test_an_error_after_the_start_of_a_tier_ends_its_threads(tiny_model, tmp_pat
     with pytest.raises(ZeroDivisionError):
         LLM(str(tiny_model), dtype="float32", num_threads=1, kv_disk=str(tmp_path / "kv"))
     assert not {"kv-store", "kv-store-calls"} & {thread.name for thread in threading.enumerate()}
+
+
+def test_a_flush_that_the_disk_may_not_have_done_is_an_error(llm, monkeypatch):
+    done = FlushCacheDone(16, 0, "the store does not answer")
+    monkeypatch.setattr(llm._engine, "call", lambda *_: done)
+    with pytest.raises(EngineError, match="but not the tier: the store does not answer; flush again"):
+        llm.flush_cache()

@@ -135,11 +135,14 @@ def test_bad_kv_is_not_kept_on_the_host() -> None:
 
 def test_a_request_that_needs_all_tokens_computes_them() -> None:
     harness = make()
-    run(harness, prompt_of(1))
-    run(harness, prompt_of(2))
+    for seed in (1, 2, 3):
+        run(harness, prompt_of(seed))
     rid = harness.submit(prompt=prompt_of(1), max_new_tokens=2, prompt_logprobs=0)
     harness.run_until_idle()
     assert harness.answers[rid].rows[-1].usage.cached_tokens == 0
+    run(harness, prompt_of(2))
+    run(harness, prompt_of(3))
+    assert run(harness, prompt_of(1))[1] == 36, "the host had all of it"
 
 
 def test_a_prompt_waits_for_a_step_that_copies_less() -> None:

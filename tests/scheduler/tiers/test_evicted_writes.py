@@ -126,6 +126,16 @@ def test_a_flush_lets_all_be_stored_again() -> None:
         harness.disk.orders.clear()
 
 
+@pytest.mark.parametrize("flushes", [False, True])
+def test_what_was_computed_before_a_flush_is_not_stored_after_it(flushes: bool) -> None:
+    harness = evicting()
+    harness.submit(prompt=prompt(0), max_new_tokens=7)
+    harness.run_until_idle()
+    if flushes:
+        harness.flush(device=False)
+    assert any(isinstance(order, StorePages) for order in harness.scheduler.close()) != flushes
+
+
 @pytest.mark.parametrize("kv_write", ["through", "evicted"])
 def test_a_retracted_request_gets_back_from_the_disk_what_was_evicted(kv_write: str) -> None:
     """Its pages leave the pool while it waits; it asks when it could go on, once for each retraction."""
