@@ -127,7 +127,7 @@ def test_other_weights_with_such_scales_are_multiplied_as_ever(library, bits, ha
 
 @pytest.mark.parametrize("kind", ["minima", "zero", "table"])
 @pytest.mark.parametrize(
-    ("num", "inputs", "outputs"), [(2, 64, 1), (2, 576, 200), (4, 128, 33), (4, 768, 97)]
+    ("num", "inputs", "outputs"), [(2, 64, 1), (2, 256, 33), (2, 576, 200), (4, 128, 33), (4, 768, 97)]
 )
 def test_blocks_of_4_bits_share_scales_in_the_packed_weight(library, kind, num, inputs, outputs):
     weight = shared(block_weight(outputs, inputs, 4, kind == "minima"), num)
