@@ -32,7 +32,7 @@ def test_each_file_has_a_verdict_and_the_refused_ones_a_reason(
     files = {
         "a_config.json": LLAMA,
         "b_config.json": LLAMA,
-        "b_hf_quant_config.json": {"quantization": {"quant_algo": "W4A8_AWQ"}},
+        "b_hf_quant_config.json": {"quantization": {"quant_algo": "W3A16_STRANGE"}},
         "c.json": LLAMA | {"model_type": "stranger", "architectures": ["StrangerForCausalLM"]},
     }
     for name, content in files.items():
@@ -43,6 +43,6 @@ def test_each_file_has_a_verdict_and_the_refused_ones_a_reason(
 
     native, quantized, unknown, total = capsys.readouterr().out.splitlines()
     assert native.split() == ["a", "native"]
-    assert quantized.split()[:3] == ["b", "refused", "hf_quant_config.json:"] and "W4A8_AWQ" in quantized
+    assert quantized.split()[:3] == ["b", "refused", "hf_quant_config.json:"] and "W3A16_STRANGE" in quantized
     assert unknown.split()[:2] == ["c", "refused"] and "stranger" in unknown and "/" not in unknown.split()[2]
     assert total == "1 native, 0 transformers, 2 refused of 3"
