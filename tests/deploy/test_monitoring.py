@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.runtime.scheduler_report import SchedulerReport
@@ -27,6 +28,7 @@ def exported() -> dict[str, set[str]]:
     metrics.http_responses.add("200")
     metrics.finished_reqs.add("stop")
     report = SchedulerReport(sent_s=1.0, policy="fcfs", waiting_by_reason={"no_kv": 1})
+    report = replace(report, drafts={"ngram 1": 2}, accepted_drafts={"ngram 1": 1})
     page = metrics.render(report, replicas=[(report, True)] * 2)
     samples = [each for family in text_string_to_metric_families(page) for each in family.samples]
     return {each.name: set(each.labels) for each in samples}
