@@ -113,7 +113,7 @@ class ScriptedServer:
     later: tuple[int, Callable[[], None]] | None = None
 
     def after(self, num_questions: int, change: Callable[[], None]) -> None:
-        """Change something once so many questions more have been answered."""
+        """Change something with the answer to the last of so many questions more."""
         self.later = (len(self.bodies) + num_questions, change)
 
     def say(self, path: str, document: object, status: int = 200) -> None:
@@ -137,17 +137,19 @@ def server() -> Iterator[ScriptedServer]:
                 script.bodies.append(json.loads(self.rfile.read(length)))
             script.keys.append(self.headers.get("authorization"))
             status, body = script.replies.get(self.path, (404, b"not here"))
+            retry_after = script.retry_after
+            # Before this answer is sent, for the client may ask again at once.
+            if script.later is not None and len(script.bodies) >= script.later[0]:
+                change, script.later = script.later[1], None
+                change()
             self.send_response(status)
             self.send_header("content-length", str(len(body)))
             if self.path == "/":
                 self.send_header("content-type", "text/html")
-            if script.retry_after is not None:
-                self.send_header("retry-after", script.retry_after)
+            if retry_after is not None:
+                self.send_header("retry-after", retry_after)
             self.end_headers()
             self.wfile.write(body)
-            if script.later is not None and len(script.bodies) >= script.later[0]:
-                change, script.later = script.later[1], None
-                change()
 
         do_GET = do_POST = answer  # noqa: N815
 
