@@ -195,7 +195,7 @@ class BlockWeight:
 
     def has_shared_scales(self, num: int) -> bool:
         """Whether each `num` neighboring blocks have the same scale, and minimum: in effect larger groups."""
-        if self.scales.shape[1] % num:
+        if not self.scales.numel() or self.scales.shape[1] % num:
             return False
         parts = (part for part in (self.scales, self.minima) if part is not None)
         return all(torch.equal(part[:, ::num], part[:, n::num]) for part in parts for n in range(1, num))

@@ -44,9 +44,12 @@ class DummyStore:
             return
         digest = blake2b(f"{self._seed}:{name}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-        if out.dtype in (torch.int32, torch.int8):  # packed integers, or one in a byte
+        if out.dtype == torch.int32:  # packed integers
             words = torch.iinfo(out.dtype)
             out.random_(words.min, words.max, generator=generator)
+            return
+        if out.dtype == torch.int8:  # one in a byte, of 8 bits or of 4
+            out.random_(-8, 8, generator=generator)
             return
         if out.dtype == torch.uint8:  # 4-bit floats, or the exponents of their scales
             out.random_(0, 256, generator=generator) if "scale" not in name else out.fill_(_EXPONENT)

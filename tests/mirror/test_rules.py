@@ -116,8 +116,11 @@ def test_what_a_capture_forbids(mirror):
 def test_copies_that_wait(mirror):
     device, pinned = torch.zeros(4, device=CUDA), torch.zeros(4, pin_memory=True)
     device.copy_(pinned, non_blocking=True)
+    other = torch.zeros(4, pin_memory=True)
+    other.copy_(device, non_blocking=True)
     pinned.copy_(device, non_blocking=True)
-    assert torch.isnan(pinned).all(), "not copied yet"
+    assert torch.isnan(other).all(), "not copied yet"
+    assert pinned.tolist() == [0.0] * 4, "the upload before it has not read it yet"
     assert kinds(mirror) == []
     device.copy_(pinned)
     assert kinds(mirror) == ["wait"]
@@ -126,7 +129,7 @@ def test_copies_that_wait(mirror):
     for wait in (device.cpu, device.tolist, device.sum().item, lambda: bool(device.any()), device.nonzero):
         wait()
         assert kinds(mirror) == ["wait"]
-    lengths, mask = torch.full((2,), 2, device=CUDA), torch.isnan(device)
+    lengths, mask = torch.full((2,), 2, device=CUDA), device == 0
     assert device[mask].shape == (4,) and kinds(mirror) == ["wait"]
     for unsafe in (False, True):
         torch.segment_reduce(device, "sum", lengths=lengths, unsafe=unsafe)

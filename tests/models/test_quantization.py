@@ -139,9 +139,10 @@ def test_memory_is_planned_for_what_the_device_keeps() -> None:
     assert weights(reordered=True, on_cpu=True) == weight_bytes(spec(), 2)  # dequantized while loading
     in_blocks = weights(on_cpu=True) - weights(
         on_cpu=False
-    )  # a scale and a minimum per 32 numbers, not per 128
-    assert in_blocks == 3 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 512 * 256) * (4 / 32 - 3 / 128)
+    )  # a minimum of 2 bytes per group, not a zero point
+    assert in_blocks == 3 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 512 * 256) * (4 - 3) / 128
     assert weights(on_cpu=False) < 0.6 * weight_bytes(spec(), 2)
-    more = 3 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 512 * 256) // 2  # half a byte for each number
-    for on_cpu in (True, False):
-        assert weights(bits=8, on_cpu=on_cpu) - weights(on_cpu=on_cpu) == more
+    numbers = 3 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 512 * 256)
+    assert weights(bits=8, on_cpu=False) - weights(on_cpu=False) == numbers // 2
+    more_scales = numbers * (4 / 32 - 4 / 128)  # 8 bits have a scale and a minimum per 32 numbers
+    assert weights(bits=8, on_cpu=True) - weights(on_cpu=True) == numbers // 2 + more_scales

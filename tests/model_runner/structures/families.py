@@ -8,6 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from . import own_code  # registers the types that transformers lacks with transformers
+
+__all__ = ["own_code"]
+
 
 @dataclass(frozen=True)
 class Row:

@@ -163,8 +163,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [  # a row of the table, change
     ("nemotron_h", {"residual_in_fp32": True}, "residual_in_fp32 is True, only false is supported"),
     (
         "nemotron_h",
-        {"quantization_config": {"quant_method": "bitsandbytes"}},
-        "quant_method is 'bitsandbytes', which is not supported",
+        {"quantization_config": {"quant_method": "aqlm"}},
+        "quant_method is 'aqlm', which is not supported",
     ),
     ("nemotron_h", {"sliding_window": 64}, "sliding_window is 64, only null is supported"),
     ("nemotron_h", {"mamba_proj_bias": True}, "mamba_proj_bias is True, but use_bias, which decides"),
