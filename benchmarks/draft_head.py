@@ -1,12 +1,12 @@
-"""How often a small head, trained on the default model's own answers, names the model's next tokens.
+"""Share of the default model's next tokens that a small head names, which is trained on the model's answers.
 
     python benchmarks/draft_head.py answers [--tokens 50000]      # minutes: the model answers templates of questions
     python benchmarks/draft_head.py train [--tokens 50000 12000]  # train a head on so many tokens, and evaluate it
 
 The head has the form of EAGLE-3 (Li et al., 2025): a linear map of the residuals after three layers, one decoder layer
-whose attention reads this map and the next token's embedding, and logits of the likeliest ids. Training unrolls three
+with attention over this map and the next token's embedding, and logits of the likeliest ids. Training unrolls three
 drafts: the second and third read the head's own output in place of the model's features, as when it serves. Labels are
-the model's probabilities over these ids. Templates whose answers are evaluated are not among those trained on. A draft
+the model's probabilities over these ids. No template is trained on and evaluated. A draft
 counts as right if it is the token that greedy decoding gave; the second only where the first was right, and so on. The
 n-gram beside it proposes what followed the longest earlier occurrence of the last tokens, three at most.
 
@@ -48,7 +48,7 @@ MAX_LEN: Final = 320
 SUBSET: Final = 8192
 """Ids that the head can name: the likeliest of the answers trained on."""
 DEPTH_WEIGHT: Final = 0.8
-"""Of a draft's loss to that of the draft before it."""
+"""Ratio of a draft's loss to that of the draft before it."""
 BATCH: Final = 2
 HELD_OUT: Final = 6
 
@@ -215,7 +215,7 @@ class Target:
     """The default model in float32, from its dequantized weights.
 
     Attributes:
-        features: the layers whose output the head reads.
+        features: the layers before the residuals that the head reads.
     """
 
     def __init__(self, gguf: Path) -> None:
@@ -393,7 +393,7 @@ def _loss(target: Target, head: Head, subset: Tensor, batch: Batch) -> Tensor:
     rows = target.weights.get("lm_head.weight", target.embeddings)[subset]
     loss = torch.zeros(())
     for step, logits in enumerate(found):
-        # Base i drafts the token at i + 2 + step, whose probabilities are those of the state before it.
+        # Base i drafts the token at i + 2 + step, with the probabilities of the state before it.
         num = logits.shape[1] - 1
         is_counted = counted[:, 2 + step : 2 + step + num]
         labels = torch.softmax(states[:, 1 + step : 1 + step + num][is_counted] @ rows.T, -1)

@@ -22,7 +22,7 @@ from engine.models.source import resolve_source
 from engine.models.weight_files.weight_memory import weight_bytes
 
 TARGET: Final = 1.05
-"""Of the folder's CPU time to the file's, and of its memory to its files."""
+"""Largest ratio of the folder's CPU time to the file's, and of its memory to its files."""
 
 
 def main() -> None:

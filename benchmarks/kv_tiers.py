@@ -72,7 +72,7 @@ VLLM_KV_GIB: Final = 1
 POOL_SHARE: Final = 4
 """The working set of the chats is so many times the KV pool."""
 ANSWER_TOKENS: Final = 64
-"""Of fresh prompts."""
+"""Tokens of an answer to a fresh prompt."""
 FRESH_TOKENS: Final = 512
 PAGE_SIZE: Final = 16
 _FIRST_ID: Final = 100
@@ -155,7 +155,7 @@ def compared(rates: dict[str, Rate]) -> str:
 
 
 class FirstToken(NamedTuple):
-    """Of a prompt: seconds to its first token, CPU seconds of the server for it, and its tokens from the disk."""
+    """A prompt: seconds to its first token, CPU seconds of the server for it, and its tokens from the disk."""
 
     seconds: float
     cpu_s: float

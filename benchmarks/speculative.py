@@ -1,4 +1,4 @@
-"""What drafts gain: a server for each method, the same requests to each in turn, ratios of their rates.
+"""Gain of drafts: a server for each method, the same requests to each in turn, ratios of their rates.
 
     python benchmarks/speculative.py [repeat] [agent] [chat] [load] [--methods off ngram suffix] [--rounds 5]
 

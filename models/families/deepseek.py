@@ -36,7 +36,7 @@ _LONGROPE: Final = ("default", "yarn", "longrope")
 
 
 def _deepseek_moe(fields: Fields) -> Facts:
-    """Llama's attention; also in DeepSeek-VL2-tiny and DeepSeek-OCR, whose type is deepseek_v2."""
+    """Llama's attention; also in DeepSeek-VL2-tiny and DeepSeek-OCR, which have the type deepseek_v2."""
     bias = fields.boolean("attention_bias", default=False)
     facts = rope_facts(fields, read_rope(fields)) | {"biases": Biases(qkv=bias, attention_out=bias)}
     dense = first_layers(fields, default=0)

@@ -84,7 +84,7 @@ class Family(NamedTuple):
         gguf: the readers of its GGUF files, by architecture.
         stored_as: the architecture of another family, whose GGUF files may hold this one.
         activation: the only supported one.
-        old_activation: another name of it, in files whose makers meant it.
+        old_activation: another name of it, in files of makers who meant it.
         tied: `tie_word_embeddings` of a file without it.
         head_dim: of a file without it; None: hidden size divided by heads.
         body: the class without an output head; "": that of `architecture`.

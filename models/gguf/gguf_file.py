@@ -199,7 +199,7 @@ _GATE, _UP = "ffn_gate_exps.weight", "ffn_up_exps.weight"
 
 
 def _with_halves(tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, TensorInfo]]:
-    """The tensors with two in the place of one of gates and ups of experts, whose matrices follow each other."""
+    """The tensors, with two in the place of one that has the gates of an expert before its ups."""
     for name, info in tensors.items():
         if not name.endswith(_GATE_UP) or len(info.shape) != 3 or info.shape[1] % 2:
             yield name, info

@@ -84,7 +84,7 @@ def with_common_names(config: Mapping[str, object], fields: Fields) -> dict[str,
 
 
 def refuse_unsupported(fields: Fields) -> None:
-    """Refuse an architecture, known or not, whose layers need what is not supported.
+    """Refuse an architecture, known or not, with layers that need what is not supported.
 
     Raises:
         ConfigError: it is one of these.

@@ -93,7 +93,7 @@ def read_scorer(
 
 
 def _reward(fields: Fields, found: FoundTask, hidden_size: int) -> PoolingSpec:
-    """A reward model, whose head and prompt are those of its code."""
+    """A reward model, with the head and the prompt of its own code."""
     model_type = fields.text("model_type")
     if model_type != "internlm2":
         raise fields.error("model_type", model_type, "the only reward model that is supported is InternLM2's")

@@ -225,12 +225,20 @@ def _check_mxfp4(place: _Place, tensors: Mapping[str, HeaderEntry], module: Modu
     if module.has_bias:
         shapes[f"{module.name}.bias"] = (rows,)
     for name, shape in shapes.items():
-        entry = tensors.get(name)
-        if entry is None:
-            raise ConfigError(f"{place.of(name)}: {_missing(name)}")
-        if entry.shape != shape:
-            raise ConfigError(f"{place.of(name)}: {_other_shape(name, entry.shape, shape)}")
+        _checked(place, tensors, name, shape)
     return set(shapes)
+
+
+def _checked(
+    place: _Place, tensors: Mapping[str, HeaderEntry], name: str, shape: tuple[int, ...]
+) -> HeaderEntry:
+    """The tensor of a name, which must be there in this shape."""
+    entry = tensors.get(name)
+    if entry is None:
+        raise ConfigError(f"{place.of(name)}: {_missing(name)}")
+    if entry.shape != shape:
+        raise ConfigError(f"{place.of(name)}: {_other_shape(name, entry.shape, shape)}")
+    return entry
 
 
 def _check_mlx(
@@ -254,11 +262,7 @@ def _check_mlx(
     if module.has_bias:
         shapes[f"{module.name}.bias"] = (rows,)
     for name, shape in shapes.items():
-        entry = tensors.get(name)
-        if entry is None:
-            raise ConfigError(f"{place.of(name)}: {_missing(name)}")
-        if entry.shape != shape:
-            raise ConfigError(f"{place.of(name)}: {_other_shape(name, entry.shape, shape)}")
+        entry = _checked(place, tensors, name, shape)
         expected = dtypes.get(name, _PLAIN)
         if entry.dtype_name not in expected:
             raise ConfigError(

@@ -27,7 +27,7 @@ class Alias:
         name: as a field's, with underscores.
         switch: for a boolean name of a setting that is not boolean: the values for true and, if present, for false;
             None for a name that takes the setting's own values.
-        translate: for a name whose values are others: gives values of settings by their names, raises `ConfigError`.
+        translate: for a name with other values: gives values of settings by their names, raises `ConfigError`.
         in_help: whether `--help` names it; docs/configuration.md names all.
     """
 

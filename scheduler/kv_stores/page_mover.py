@@ -195,9 +195,7 @@ class PageMover:
         self._questions: deque[_Job] = deque()
         self._loads: deque[_Job] = deque()
         self._stores: deque[_Job] = deque()
-        self._caller: _Job | None = (
-            None  # waits for the value of the call; None: there is none, or it has ended
-        )
+        self._caller: _Job | None = None  # waits for the value of the call, if it has not ended
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         self._called_s: float | None = None  # the beginning of a call that has not returned
         self._has_warned = False  # of this call
@@ -276,7 +274,7 @@ class PageMover:
         return self._called_s is not None or self._next_job() is not None
 
     def _next_job(self) -> _Job | None:
-        """The job whose turn it is; what is to be forgotten is not found any more."""
+        """The job that is next; what is to be forgotten is not found any more."""
         if self._store is None:
             return next(iter(self._openings), None)
         queues = (self._forgets, self._questions, self._loads, self._stores)

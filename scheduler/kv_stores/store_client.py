@@ -41,7 +41,7 @@ class StoreClient(Protocol):
         ...
 
     def remove_all(self, prefix: str, limit_s: float) -> None:
-        """Delete values whose names begin so, all of them if that takes no longer."""
+        """Delete values with names that begin so, all of them if that takes no longer."""
         ...
 
     def close(self) -> None:

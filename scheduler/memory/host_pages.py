@@ -21,7 +21,7 @@ from ..arrays import EMPTY, IntArray
 from .pages import PageAllocator
 
 COPY_BUDGET_BYTES: Final = 256 << 20
-"""What one step copies in each direction, unless a single request needs more: about 12 ms at 20 GB/s."""
+"""Most bytes that one step copies in each direction, unless a single request needs more: about 12 ms at 20 GB/s."""
 LEAST_COPY_PAGES: Final = 16
 
 
@@ -136,7 +136,7 @@ class HostPages:
             self.cached_pages_total += 1
 
     def count_cached(self, keys: Iterable[bytes]) -> int:
-        """How many of the first keys are cached, up to one that is not."""
+        """Number of the first keys that are cached, up to one that is not."""
         count = 0
         for key in keys:
             if key not in self._cached:
@@ -164,7 +164,7 @@ class HostPages:
         self.hit_pages_total += len(pages)
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """Drop cached pages whose KV may be bad. Call between passes."""
+        """Drop cached pages that may have bad KV. Call between passes."""
         for key in keys:
             if key in self._cached:
                 self._free([self._cached.pop(key)])

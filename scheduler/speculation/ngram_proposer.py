@@ -105,7 +105,7 @@ _SHARED_WEIGHT: Final = 1 / 256
 
 
 class HitRates:
-    """How often the token after a match was correct, by the match's length in powers of two; moving averages.
+    """Share of correct tokens after a match, by the match's length in powers of two; moving averages.
 
     Matches in finished answers have rates of their own.
     """

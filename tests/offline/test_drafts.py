@@ -72,7 +72,7 @@ def check(folder: Path, source: str, **settings: Any) -> None:
     assert drafts == (0, 0)
 
     def next_token(known: Sequence[int]) -> int | None:
-        """That of the first text that begins so."""
+        """The next token of the first text that begins so."""
         begun = (text for text in texts if text[: len(known)] == known and len(text) > len(known))
         return next((text[len(known)] for text in begun), None)
 

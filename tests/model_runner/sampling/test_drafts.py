@@ -109,7 +109,7 @@ def test_the_last_token_stays_on_the_device(driver, sampling, alone):
 
 @pytest.mark.parametrize("num_right", [0, 2, 4])
 def test_a_run_has_the_logprobs_of_single_steps(driver, num_right):
-    """Beside a request without any, whose run has another length."""
+    """Beside a request without any, with a run of another length."""
     kinds = SamplingParams(temperature=0.0, seed=0, max_new_tokens=64, logprobs=2), KINDS["greedy"]
     req, other = begun(driver, kinds[0]), begun(driver, kinds[1], prompt_of(9))
     tokens, expected = list(req.output), []

@@ -554,7 +554,7 @@ MEMORY: dict[str, tuple[dict[str, Any], Callable[[Tensor], tuple[Tensors, Tensor
 @NATIVE
 @pytest.mark.parametrize("form", MEMORY)
 def test_memory_is_at_most_105_percent_of_the_file(tmp_path, form):
-    """Of the matrices; their tables of values are shared by a whole model and not counted."""
+    """Bytes of the matrices; their tables of values are shared by a whole model and not counted."""
     description, quantize = MEMORY[form]
     tensors, meant = quantize(torch.randn(256, 2048))
     found = read_quantization(tmp_path, Fields(tmp_path, description))

@@ -517,7 +517,7 @@ def test_a_bug_in_the_thread_turns_the_disk_off_and_answers_all(slow, caplog, mo
 
 
 class StuckStore(SegmentStore):
-    """A store whose calls never return, of the kind that a test says, until it is let go."""
+    """A store with calls that never return, of the kind that a test says, until it is let go."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
