@@ -233,12 +233,11 @@ def _checked(
     place: _Place, tensors: Mapping[str, HeaderEntry], name: str, shape: tuple[int, ...]
 ) -> HeaderEntry:
     """The tensor of a name, which must be there in this shape."""
-    entry = tensors.get(name)
-    if entry is None:
+    if name not in tensors:
         raise ConfigError(f"{place.of(name)}: {_missing(name)}")
-    if entry.shape != shape:
-        raise ConfigError(f"{place.of(name)}: {_other_shape(name, entry.shape, shape)}")
-    return entry
+    if tensors[name].shape != shape:
+        raise ConfigError(f"{place.of(name)}: {_other_shape(name, tensors[name].shape, shape)}")
+    return tensors[name]
 
 
 def _check_mlx(
@@ -262,11 +261,10 @@ def _check_mlx(
     if module.has_bias:
         shapes[f"{module.name}.bias"] = (rows,)
     for name, shape in shapes.items():
-        entry = _checked(place, tensors, name, shape)
-        expected = dtypes.get(name, _PLAIN)
-        if entry.dtype_name not in expected:
+        dtype, expected = _checked(place, tensors, name, shape).dtype_name, dtypes.get(name, _PLAIN)
+        if dtype not in expected:
             raise ConfigError(
-                f"{place.of(name)}: tensor {name!r} is stored as {entry.dtype_name}, expected {' or '.join(expected)}; "
+                f"{place.of(name)}: tensor {name!r} is stored as {dtype}, expected {' or '.join(expected)}; "
                 "the quantization of config.json does not belong to the weights"
             )
     return set(shapes)
