@@ -67,8 +67,8 @@ class Guest:
             self._answer()
             if not _are_near(_mapped(os.getpid()), _mapped(self._process.pid)):
                 return
-            self._process.kill()
-            self._process.wait()
+            with self._process:  # its end closes the pipes, too
+                self._process.kill()
         pytest.skip(f"{EMULATOR} uses the addresses of this process")
 
     def call(self, name: str, signature: str, arguments: tuple[Any, ...]) -> int:
