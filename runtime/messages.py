@@ -411,6 +411,23 @@ class KVHandoff(Record, frozen=True):
     peer: str = ""
 
 
+class MediaItem(Record, frozen=True):
+    """One image of a prompt.
+
+    Attributes:
+        digest: 32 bytes, of its pixels and of all that changes what the encoder makes of them.
+        runs: [n, 2] int32 (start, length): the positions of the prompt that hold rows of the encoder instead of
+            embeddings of tokens, in the order of the rows. The ids there are the model's placeholder.
+        pixels: a file with the tiles, uint8, which all processes of this machine can read while the request lives.
+        shape: of the tiles: (tiles, height, width, 3).
+    """
+
+    digest: bytes
+    runs: bytes
+    pixels: str
+    shape: tuple[int, int, int, int]
+
+
 class GenerateRequest(Message, frozen=True):
     """Start one generation; exactly one finished row answers it.
 
@@ -440,6 +457,7 @@ class GenerateRequest(Message, frozen=True):
             are evicted first; None: neither.
         session: a digest of its session's key: the conversations of one agent or user. "": it names none.
         in_memory: its prompt is not written to a disk.
+        media: the images of the prompt, in its order.
     """
 
     rid: str
@@ -464,6 +482,7 @@ class GenerateRequest(Message, frozen=True):
     keep_s: float | None = None
     session: str = ""
     in_memory: bool = False
+    media: tuple[MediaItem, ...] = ()
 
 
 class GrammarReady(Message, frozen=True):

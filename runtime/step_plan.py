@@ -126,6 +126,8 @@ class NewReq(Record, frozen=True):
         pooling: what is computed of the prompt instead of a next token; None: the request generates text.
         adapter_slot: of the LoRA adapter that it runs with; 0: the base model.
         checkpoint: in a model with state layers the state after the prefix, read in this step; 0: there is no prefix.
+        media: [n, 3] (position, length, first row): tokens of the prompt that take rows of the encoder, consecutive
+            from `first row`, instead of the embeddings of their ids.
     """
 
     rid: str
@@ -137,6 +139,23 @@ class NewReq(Record, frozen=True):
     pooling: PoolingParams | None = None
     adapter_slot: int = 0
     checkpoint: int = 0
+    media: bytes = b""
+
+
+class Encode(Record, frozen=True):
+    """Compute the encoder's rows of some tiles of an image.
+
+    Attributes:
+        pixels, shape: as in `MediaItem`.
+        first_tile, num_tiles: the tiles to encode.
+        first_row: the first of their rows in the runner's buffer, which are consecutive.
+    """
+
+    pixels: str
+    shape: tuple[int, int, int, int]
+    first_tile: int
+    num_tiles: int
+    first_row: int
 
 
 class RowUpdate(Record, frozen=True):
@@ -154,7 +173,7 @@ class StepPlan(Record, frozen=True):
     """One step: a flat list of new tokens and the KV slots they go to, without padding.
 
     The runner applies the fields in this order: `swap_outs`, `page_copies`, `swap_ins`, `finished_rows`,
-    `adapter_loads`, `new_reqs`, `row_updates`, then the batch. The input token at position p of a row is `input_ids[p]`
+    `adapter_loads`, `new_reqs`, `row_updates`, `encodes`, then the batch. The input token at position p of a row is `input_ids[p]`
     of its `NewReq`, or, beyond its end, the token sampled for that row in its last step, which need not have reached
     the host yet. The request's draft tokens follow it. The runner samples after each draft as well. It keeps the
     sampled tokens that equal the drafts, up to and including the first one that differs.
@@ -189,6 +208,7 @@ class StepPlan(Record, frozen=True):
             and none that a new request of the plan reads. Saves of rounds that do not run are dropped. Only for models
             with state layers, which keep a state for each row besides: a row's first step starts from its
             `NewReq.checkpoint`, or from zeros.
+        encodes: tiles of images whose rows the batch of this step or of a later one reads.
     """
 
     step_id: int
@@ -211,6 +231,7 @@ class StepPlan(Record, frozen=True):
     pools: bytes = b""
     adapter_loads: bytes = b""
     state_saves: bytes = b""
+    encodes: tuple[Encode, ...] = ()
 
     def round_loc(self, number: int) -> bytes:
         """[T] `out_cache_loc` of a round, 0 <= number < num_rounds."""
