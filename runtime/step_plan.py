@@ -173,10 +173,10 @@ class StepPlan(Record, frozen=True):
     """One step: a flat list of new tokens and the KV slots they go to, without padding.
 
     The runner applies the fields in this order: `swap_outs`, `page_copies`, `swap_ins`, `finished_rows`,
-    `adapter_loads`, `new_reqs`, `row_updates`, `encodes`, then the batch. The input token at position p of a row is `input_ids[p]`
-    of its `NewReq`, or, beyond its end, the token sampled for that row in its last step, which need not have reached
-    the host yet. The request's draft tokens follow it. The runner samples after each draft as well. It keeps the
-    sampled tokens that equal the drafts, up to and including the first one that differs.
+    `adapter_loads`, `new_reqs`, `row_updates`, `encodes`, then the batch. The input token at position p of a row is
+    `input_ids[p]` of its `NewReq`, or, beyond its end, the token sampled for that row in its last step, which need
+    not have reached the host yet. The request's draft tokens follow it. The runner samples after each draft as well.
+    It keeps the sampled tokens that equal the drafts, up to and including the first one that differs.
 
     A multi-step decode is a step of decodes only that runs several rounds; each round takes the tokens that the
     round before sampled. Between two rounds the host only decides whether another one follows.
