@@ -19,6 +19,7 @@ from ..launch.resolve.pool_size import largest_step, largest_step_of
 from ..launch.resolve.rank_spec import rank_spec
 from ..launch.resolve.stages import is_of_other_stages, stage_spec
 from ..models.spec.sizes import kv_dtype_of, max_drafts_of
+from ..models.weight_files.vision_tensors import TOWER
 from ..runtime.errors import ConfigError
 from ..runtime.step_plan import MAX_DRAFT_STEP_TOKENS
 from .adapters.adapter_layers import AdapterLayers
@@ -296,6 +297,7 @@ def _load_own_model(
 ) -> tuple[CausalLM, PoolingHead | None, str]:
     weights = WeightReader(_open_store(config.model, source, spec), dtype, device)
     spec = stage_spec(spec, stage)
+    weights.ignore_where(lambda name: name.startswith(TOWER))  # until images are computed
     if stage.count > 1:
         weights.ignore_where(is_of_other_stages(spec, stage))
     target = Target(rank_spec(spec, group.size), device, dtype, avoid=avoid)

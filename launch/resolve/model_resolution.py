@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from msgspec import structs
+
 from ...models.families.registry import FAMILIES
 from ...models.hub.pull import Progress
 from ...models.load_spec import load_spec
@@ -76,6 +78,8 @@ def read_model(config: ModelConfig, source: ModelSource) -> ResolvedModel:
     else:
         spec = load_spec(source, choice=config.task_choice)
         check_implementation(config, source, spec)
+        if spec.vision is not None and runs_in_transformers(config, spec):
+            spec = structs.replace(spec, vision=None)  # its code is called for text only
         spec, summary = _checked(config, spec, lambda: check_folder_weights(Path(source.path), spec))
     return ResolvedModel(source, with_quantization(spec, config.quantization), summary)
 
@@ -88,7 +92,7 @@ def runs_in_transformers(config: ModelConfig, spec: ModelSpec) -> bool:
 
 def text_only(spec: ModelSpec, weights: WeightsSummary | None) -> str:
     """Describe the served part of a multimodal folder, for messages; "" for any other model."""
-    if not spec.files.language_of:
+    if not spec.files.language_of or spec.vision is not None:
         return ""
     text = f"only the text of this {spec.files.language_of} model"
     if weights is None:

@@ -14,6 +14,7 @@ import msgspec
 
 from ...models.spec.streams_spec import ONE_STREAM
 from ...models.weight_files.needed_tensors import needed_modules
+from ...models.weight_files.vision_tensors import TOWER
 from ...models.weight_files.weight_memory import end_bytes, tied_head_bytes, weight_bytes
 from ...runtime.config.device_config import parse_pp_layers
 from ...runtime.errors import ConfigError
@@ -92,6 +93,7 @@ def stage_spec(spec: ModelSpec, stage: Stage) -> ModelSpec:
         windows=windows,
         form=msgspec.structs.replace(spec.form, mlp_layers=spec.form.mlp_layers[part]),
         experts=experts,
+        vision=spec.vision if stage.is_first else None,
         files=msgspec.structs.replace(spec.files, num_mtp_layers=0, num_parameters=None),
     )
 
@@ -185,6 +187,8 @@ def is_of_other_stages(spec: ModelSpec, stage: Stage) -> Callable[[str], bool]:
     def is_other(name: str) -> bool:
         if name.startswith(_LAYER):
             return not name.startswith(tuple(own))
+        if name.startswith(TOWER):
+            return not stage.is_first
         if name.startswith(_EMBEDDING):
             return not (stage.is_first or (stage.is_last and spec.tie_word_embeddings))
         return not stage.is_last  # the final norm and the head

@@ -32,6 +32,7 @@ from .multimodal_types import MULTIMODAL
 from .sentence_transformers import read_pooling, token_limit
 from .special_tokens import read_eos_ids
 from .task import FoundTask, architectures_of, check_architectures, find_task
+from .vision_part import read_vision
 
 _DTYPES: Final = ("float32", "bfloat16", "float16")
 
@@ -54,7 +55,11 @@ def read_hf_spec(folder: Path, choice: TaskChoice = NO_CHOICE, name: str = "") -
     part = find_language_part(path, config)
     spec = _read_spec(folder, config, found) if part is None else _read_part(folder, part, found)
     pooling = read_pooling(folder, fields, found, choice, spec.hidden_size, name)
-    return spec if pooling is None else _with_pooling(folder, spec, pooling)
+    if pooling is not None:
+        return _with_pooling(folder, spec, pooling)
+    if part is None or choice.language_only:
+        return spec
+    return structs.replace(spec, vision=read_vision(folder, config, spec.vocab_size))
 
 
 def _with_pooling(folder: Path, spec: ModelSpec, pooling: PoolingSpec) -> ModelSpec:

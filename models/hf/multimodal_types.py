@@ -52,12 +52,16 @@ class Multimodal(NamedTuple):
     head: str = _HEAD
     part: str = ""
 
-    def usual_name(self, name: str) -> str | None:
-        """The name of a tensor in a folder with the language model only; None: it belongs to a tower."""
+    def usual_name(self, name: str, *, sees: bool = False) -> str | None:
+        """The name of a tensor in a folder with the language model only.
+
+        None: it belongs to a tower, unless the model `sees` by it: then it begins with the name of the tower.
+        """
         if self.part:
             name = name.removeprefix(f"{self.part}.")
-        if name.removeprefix("model.").startswith(self.towers):
-            return None
+        own = name.removeprefix("model.")
+        if own.startswith(self.towers):
+            return own if sees else None
         if name.startswith(self.head):
             return "lm_head." + name.removeprefix(self.head)
         prefix = next((prefix for prefix in self.body if name.startswith(prefix)), "model.")

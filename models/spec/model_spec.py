@@ -30,6 +30,7 @@ from .layer_form import (
 from .quantization import MADE, QuantizationSpec
 from .state_spec import StateSpec
 from .streams_spec import ONE_STREAM, StreamsSpec
+from .vision_spec import VisionSpec
 
 if TYPE_CHECKING:
     from ...runtime.config.model_choice import Quantization
@@ -101,6 +102,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     encoder: EncoderSpec | None = (
         None  # of a model in which tokens attend to later ones, too; None: a decoder
     )
+    vision: VisionSpec | None = None  # None: the model does not see images
     first_layer: int = 0  # of a pipeline stage: the whole model's number of its layer 0, see `stage_spec`
 
     def layer_name(self, layer_id: int) -> str:

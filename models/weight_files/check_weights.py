@@ -10,6 +10,7 @@ import logging
 import math
 import mmap
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -21,6 +22,7 @@ from .encoder_tensors import NAMES, encoder_modules, is_beside_encoder, prefix_o
 from .needed_tensors import Module, is_unused, needed_modules
 from .safetensors_header import SAFE_TO_IGNORE, SINGLE_FILE, SafetensorsFile, read_headers
 from .stored_forms import BLOCKS, SCALES, HeaderEntry
+from .vision_tensors import TOWER, vision_modules
 
 if TYPE_CHECKING:
     from ..gguf.gguf_file import GGUFFile
@@ -85,7 +87,8 @@ def check_folder_weights(folder: Path, spec: ModelSpec) -> tuple[ModelSpec, Weig
         return spec, summary
     spec = _with_own_head(folder, files, spec)
     if spec.model_type in FAMILIES:
-        _check_names(_Place(folder, files), tensors, spec, needed_modules(spec))
+        needed = chain(needed_modules(spec), vision_modules(spec))
+        _check_names(_Place(folder, files), tensors, spec, needed)
         return spec, summary
     if spec.tie_word_embeddings:
         tensors.pop(_HEAD, None)
@@ -290,13 +293,17 @@ def _tensors_of(module: Module) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def _missing(name: str) -> str:
-    return f"tensor {name!r} is missing; download the model again, or check that config.json belongs to it"
+    way_out = ", or serve its text with --language-model-only" if name.startswith(TOWER) else ""
+    return f"tensor {name!r} is missing; download the model again, or check that config.json belongs to it{way_out}"
 
 
 def _other_shape(name: str, found: tuple[int, ...], shape: tuple[int, ...]) -> str:
+    way_out = (
+        "; without its tower the model is served with --language-model-only" if name.startswith(TOWER) else ""
+    )
     return (
         f"tensor {name!r} has the shape {list(found)}, but the configuration asks for {list(shape)}; the weights and "
-        "the configuration do not belong together"
+        f"the configuration do not belong together{way_out}"
     )
 
 

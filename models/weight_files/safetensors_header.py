@@ -138,7 +138,7 @@ def weight_files(folder: Path) -> list[Path]:
     return paths
 
 
-def usual_names(names: Iterable[str], language_of: str = "") -> dict[str, str]:
+def usual_names(names: Iterable[str], language_of: str = "", *, sees: bool = False) -> dict[str, str]:
     """Tensors of a folder -> what they are called in a folder with a language model only; without those of towers.
 
     A decoder that was saved without an output head, as an embedder is, has names like `layers.0.mlp.up_proj.weight`.
@@ -146,12 +146,13 @@ def usual_names(names: Iterable[str], language_of: str = "") -> dict[str, str]:
     Args:
         names: of all files of the folder.
         language_of: see `FilesSpec`.
+        sees: with the tensors of towers.
 
     Raises:
         ConfigError: two tensors are the same one of the language model.
     """
     kind = MULTIMODAL.get(language_of)
-    usual = {name: name if kind is None else kind.usual_name(name) for name in names}
+    usual = {name: name if kind is None else kind.usual_name(name, sees=sees) for name in names}
     prefix = _BODY if _OWN_TABLE in usual.values() else ""
     found = {stored: prefix + name for stored, name in usual.items() if name is not None}
     holder: dict[str, str] = {}
@@ -196,7 +197,11 @@ def _usual_names_in(folder: Path, names: Iterable[str], spec: ModelSpec | None) 
     family = None if spec is None else FAMILIES.get(spec.model_type)
     own = {name: name if family is None else family.tensor_name(name) for name in names}
     try:
-        usual = usual_names(filter(None, own.values()), "" if spec is None else spec.files.language_of)
+        stored = filter(None, own.values())
+        if spec is None:
+            usual = usual_names(stored)
+        else:
+            usual = usual_names(stored, spec.files.language_of, sees=spec.vision is not None)
         return {stored: usual[name] for stored, name in own.items() if name in usual}
     except ConfigError as error:
         raise ConfigError(f"{folder}: {error}") from None

@@ -18,6 +18,7 @@ from .needed_tensors import (
     projection_sizes,
     stream_modules,
 )
+from .vision_tensors import vision_modules
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -51,7 +52,7 @@ def num_parameters(spec: ModelSpec) -> int:
     return sum(
         module.num_parameters * (num_experts if module.is_expert else 1)
         for module in needed_modules(spec, one_expert=True)  # a file may name any number of them
-    )
+    ) + sum(module.num_parameters for module in vision_modules(spec))
 
 
 def multiplied_parameters(spec: ModelSpec) -> int:

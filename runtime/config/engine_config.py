@@ -121,9 +121,8 @@ class ModelConfig:
     ] = None
     language_model_only: Annotated[
         bool,
-        "Serve the text of a multimodal model and leave out its vision and audio towers; always on, since images are "
-        "not supported yet.",
-    ] = True
+        "Serve only the text of a multimodal model, without images: the memory of its towers is saved.",
+    ] = False
     device: Annotated[Device, "Device that the model runs on."] = "auto"
     num_threads: Annotated[
         int | Auto, "CPU threads of the model runner.", Alias("threads", in_help=False)
@@ -151,16 +150,11 @@ class ModelConfig:
             raise ConfigError("model is empty; give a model, or leave it out for the default one")
         check_at_least("num_threads", self.num_threads, 1)
         check_at_least("seed", self.seed, 0)
-        if not self.language_model_only:
-            raise ConfigError(
-                "language_model_only is False, but only the text of a model is served: images are not supported yet; "
-                "leave it out"
-            )
 
     @property
     def task_choice(self) -> TaskChoice:
         """The task that the user asks for, for the readers of model files."""
-        return TaskChoice(self.task, self.pooling, self.matryoshka)
+        return TaskChoice(self.task, self.pooling, self.matryoshka, self.language_model_only)
 
     @property
     def takes_any_name(self) -> bool:

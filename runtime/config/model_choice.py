@@ -33,11 +33,13 @@ class TaskChoice(NamedTuple):
         task: "auto": what the model's files say.
         pooling: None: what the model's files say. For embed.
         any_dimensions: vectors may be cut to any length. For embed.
+        language_only: towers of the files are left out.
     """
 
     task: TaskName = "auto"
     pooling: PoolingType | None = None
     any_dimensions: bool = False
+    language_only: bool = False
 
 
 NO_CHOICE: Final = TaskChoice()

@@ -1,0 +1,91 @@
+"""`VisionSpec`: the tower of a model that sees images, and how an image becomes its input.
+
+A tower turns a tile of an image into rows, which take the place of embeddings of tokens in a prompt. The rows of a tile
+have the order of its pixels: row by row of what the tower makes of `scale_factor` x `scale_factor` patches.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+VisionActivation = Literal["gelu", "gelu_tanh"]
+"""`gelu` is the exact one, by the error function."""
+
+
+class ImageProcessing(msgspec.Struct, frozen=True, kw_only=True):
+    """How an image becomes tiles, as the folder's preprocessor_config.json says.
+
+    Attributes:
+        longest_edge: an image is resized so that its longer side has so many pixels; None: it is not.
+        tile_size: height and width of a tile in pixels.
+        splits: an image larger than a tile becomes several, and a small copy of the whole one; else one tile.
+        resample: the filter of resizing, as Pillow numbers them: 1 Lanczos, 2 bilinear, 3 bicubic.
+        rescale_factor, mean, std: a value of a pixel, 0..255, becomes (value * rescale_factor - mean) / std, by color.
+    """
+
+    longest_edge: int | None
+    tile_size: int
+    splits: bool
+    resample: int
+    rescale_factor: float
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+
+
+class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Architecture of a SigLIP tower with the connector of Idefics3, which SmolVLM has, too.
+
+    Attributes:
+        hidden_size, intermediate_size, num_layers, num_heads, norm_eps, activation: of the tower.
+        image_size: side of a tile in pixels.
+        patch_size: side of a patch in pixels.
+        scale_factor: the connector joins so many patches in each direction into one row.
+        image_token_id: the id at positions of a prompt that take rows.
+        image_token, around_token, global_token: texts of special tokens: the placeholder, the one before each tile and
+            after the last, and the one before the copy of the whole image.
+        processing: how an image becomes tiles.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    norm_eps: float
+    activation: VisionActivation
+    image_size: int
+    patch_size: int
+    scale_factor: int
+    image_token_id: int
+    image_token: str
+    around_token: str
+    global_token: str
+    processing: ImageProcessing
+
+    @property
+    def grid(self) -> int:
+        """Patches in each direction of a tile; pixels after the last whole patch are not seen."""
+        return self.image_size // self.patch_size
+
+    @property
+    def rows_per_tile(self) -> int:
+        """Rows that a tile becomes."""
+        return (self.grid // self.scale_factor) ** 2
+
+    @property
+    def patch_values(self) -> int:
+        """Values of a patch: its pixels in three colors."""
+        return 3 * self.patch_size**2
+
+    @property
+    def joined_size(self) -> int:
+        """Width of the connector's input."""
+        return self.hidden_size * self.scale_factor**2
+
+    def flops_per_tile(self, row_size: int) -> float:
+        """Floating-point operations that encode a tile, `row_size` wide: those of products, also of attention."""
+        size, patches = self.hidden_size, self.grid**2
+        layer = 2 * patches * (4 * size * size + 2 * size * self.intermediate_size) + 4 * patches**2 * size
+        ends = 2 * patches * self.patch_values * size + 2 * self.rows_per_tile * self.joined_size * row_size
+        return float(self.num_layers * layer + ends)

@@ -1,0 +1,48 @@
+"""The names of a tower's modules in files, by which it is checked, counted and built: SigLIP with Idefics3's connector.
+
+A folder has `model.` before them, which `usual_names` removes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
+
+from .needed_tensors import Module
+
+if TYPE_CHECKING:
+    from ..spec.model_spec import ModelSpec
+
+TOWER: Final = ("vision_model.", "connector.")
+"""The first part of all names."""
+PATCHES: Final = "vision_model.embeddings.patch_embedding"
+"""[hidden, 3, side, side]: a product with each patch, which files have as a convolution."""
+POSITIONS: Final = "vision_model.embeddings.position_embedding"
+FINAL_NORM: Final = "vision_model.post_layernorm"
+PROJECTION: Final = "connector.modality_projection.proj"
+QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+
+
+def tower_layer(layer_id: int) -> str:
+    """The name of a layer, to which the names of its modules are appended."""
+    return f"vision_model.encoder.layers.{layer_id}."
+
+
+def vision_modules(spec: ModelSpec) -> Iterator[Module]:
+    """All modules of the tower and of its connector; none in a model without them."""
+    vision = spec.vision
+    if vision is None:
+        return
+    size, inner, side = vision.hidden_size, vision.intermediate_size, vision.patch_size
+    yield Module(PATCHES, (size, 3, side, side), has_bias=True)
+    yield Module(POSITIONS, (vision.grid**2, size))
+    for layer_id in range(vision.num_layers):
+        name = tower_layer(layer_id)
+        for norm in ("layer_norm1", "layer_norm2"):
+            yield Module(name + norm, (size,), has_bias=True)
+        for linear in (*QKV, "self_attn.out_proj"):
+            yield Module(name + linear, (size, size), has_bias=True)
+        yield Module(f"{name}mlp.fc1", (inner, size), has_bias=True)
+        yield Module(f"{name}mlp.fc2", (size, inner), has_bias=True)
+    yield Module(FINAL_NORM, (size,), has_bias=True)
+    yield Module(PROJECTION, (spec.hidden_size, vision.joined_size))
