@@ -35,6 +35,7 @@ NOT_PACKAGED = {"tests", "docs", "benchmarks", "deploy", "examples", "build", "d
 # Imported where they are installed, and only there: triton comes with torch's CUDA builds, sgl_kernel with the extras.
 OPTIONAL_IMPORTS = {
     "pypdf",
+    "PIL",
     "redis",
     "cryptography",
     "triton",
@@ -127,6 +128,7 @@ def test_wheel_metadata(metadata: dict[str, bytes]) -> None:
         "ray",
         "otel",
         "pdf",
+        "vision",
         "redis",
         "bench",
         "test",

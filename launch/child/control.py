@@ -62,6 +62,7 @@ class Endpoints(Record, frozen=True):
         black_box: the folder for the files of a crash report (see `black_box`); "" for none.
         schedulers: of all replicas, for the tokenizer manager; empty if there is one replica.
         kv_transfer: of rank 0's link of KV transfers, for the other ranks.
+        images: the folder for the tiles of images.
     """
 
     scheduler: str
@@ -72,6 +73,7 @@ class Endpoints(Record, frozen=True):
     black_box: str = ""
     schedulers: tuple[str, ...] = ()
     kv_transfer: str = ""
+    images: str = ""
 
 
 # ---------------------------------------------------------------- tokenizer manager -> supervisor -> all children

@@ -3,7 +3,8 @@
 The directory has mode 0700, so that only this user's processes reach the sockets. The supervisor removes it at the end.
 A supervisor that is killed with SIGKILL cannot: the kernel drops its lock, and the next engine to start removes the
 directory. The parent directory is shared with other users, so only known files are removed: a directory belongs to an
-engine if its lock file says so, and only files with the names of the lock, the sockets and the black box are deleted.
+engine if its lock file says so, and only files with the names of the lock, the sockets, the black box and images are
+deleted.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ _RANK_STORE_NAME: Final = "ranks"
 _TRANSFER_NAME: Final = "kv_transfer.sock"
 _RANK_SOCKET: Final = f"{Role.MODEL_RUNNER.value}_{{rank}}.sock"
 _RANK_SOCKET_PATTERN: Final = re.compile(_RANK_SOCKET.format(rank=r"\d{1,4}"))
+_IMAGE: Final = "image-{digest}"
+_IMAGE_PATTERN: Final = re.compile(_IMAGE.format(digest=r"[0-9a-f]{64}(\.new)?"))
 _LONGEST_NAME: Final = max(*_SOCKET_NAMES.values(), _RANK_SOCKET.format(rank=9999), key=len)
 _MAX_SOCKET_PATH_BYTES: Final = 107  # sun_path of a Unix socket address, less the final zero
 
@@ -89,6 +92,7 @@ class SocketDir:
             rank_store=str(self.path / _RANK_STORE_NAME),
             black_box=str(self.path),
             kv_transfer=f"ipc://{self.path / _TRANSFER_NAME}",
+            images=str(self.path),
         )
 
     def _address(self, role: Role) -> str:
@@ -108,6 +112,16 @@ class SocketDir:
 
     def __exit__(self, *_exc_info: object) -> None:
         self.remove()
+
+
+def image_name(digest: bytes) -> str:
+    """The name of the file with the tiles of an image; with `.new` while it is written."""
+    return _IMAGE.format(digest=digest.hex())
+
+
+def is_image_name(name: str) -> bool:
+    """Whether a file has tiles of an image."""
+    return _IMAGE_PATTERN.fullmatch(name) is not None
 
 
 def abandoned_dirs(parent: Path) -> Iterator[Path]:
@@ -144,9 +158,9 @@ def _remove(path: Path) -> None:
 
 
 def _is_ours(name: str) -> bool:
-    """Whether this is the name of a socket, of the file of the ranks, of the record, or of a file of the black box."""
+    """Whether this is the name of a socket, of the file of the ranks, of the record, of the black box or an image."""
     own = (_RANK_STORE_NAME, _TRANSFER_NAME, *RECORD_NAMES, *_SOCKET_NAMES.values())
-    known = name in own or is_black_box(name)
+    known = name in own or is_black_box(name) or is_image_name(name)
     return known or _RANK_SOCKET_PATTERN.fullmatch(name) is not None
 
 

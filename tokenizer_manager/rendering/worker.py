@@ -1,33 +1,20 @@
-"""`PageWorker`: a process that renders Markdown and reads PDF files for the page, under limits of time and memory.
+"""`PageWorker`: renders Markdown and reads PDF files for the page in a process of its own, see `JobProcess`.
 
-Regular expressions of lexers hold the GIL, and a hostile text can keep one busy for minutes. In the tokenizer manager
-all streams would wait for it; this process is ended by the kernel instead, and the next request starts another one. It
-is started by the first request, holds no state, and answers one request after the other over its standard streams:
-`main` is its side.
+Regular expressions of lexers hold the GIL, and a hostile text can keep one busy for minutes.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import io
 import logging
-import os
-import resource
-import signal
-import struct
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import IO, TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
-import setproctitle
 
-from ...launch.child.child import die_with
-from ...runtime.errors import QueueFullError, RequestError
+from ...runtime.errors import RequestError
 from ...runtime.transport.message_base import Message
+from ..job_process import JobLostError, JobProcess, serve_jobs
 
 if TYPE_CHECKING:
     from .markdown import Rendered
@@ -37,8 +24,6 @@ CPU_LIMIT_S: Final = 3.0
 _PDF_CPU_LIMIT_S: Final = 20.0
 _MAX_PDF_CHARS: Final = 1_000_000
 _MEMORY_BYTES: Final = 1 << 30  # of address space
-_NICENESS: Final = 10
-_LENGTH: Final = struct.Struct("<I")
 _NO_PYPDF: Final = "this server cannot read PDF files; on its machine, run: pip install pypdf"
 
 
@@ -71,9 +56,7 @@ class PageWorker:
     def __init__(self, limits_s: Mapping[type, float] | None = None) -> None:
         """Start nothing yet. `limits_s`: CPU time by the class of a job."""
         self._limits_s = limits_s or {RenderText: CPU_LIMIT_S, ReadPdf: _PDF_CPU_LIMIT_S}
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="page")
-        self._process: subprocess.Popen[bytes] | None = None
-        self._num_waiting = 0
+        self._jobs = JobProcess(__name__, name="texts of the page", max_waiting=MAX_WAITING)
 
     async def run(self, job: PageJob) -> bytes:
         """The JSON of an answer.
@@ -82,33 +65,12 @@ class PageWorker:
             RequestError: the job is beyond a limit, or cannot be done.
             QueueFullError: too many jobs wait.
         """
-        if self._num_waiting >= MAX_WAITING:
-            raise QueueFullError(
-                f"{self._num_waiting} other texts of the page wait to be rendered; retry later", 1
-            )
-        self._num_waiting += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, self._ask, job)
-        finally:
-            self._num_waiting -= 1
-
-    def close(self) -> None:
-        """End the process."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        self._end()
-
-    def _ask(self, job: PageJob) -> bytes:
-        """Send a job and wait for its reply; on the thread."""
-        if self._process is not None and self._process.poll() is not None:
-            self._end()  # closes its streams
-        process = self._process = self._process or _start()
-        assert process.stdin is not None and process.stdout is not None
         limit_s = self._limits_s[type(job)]
         try:
-            _write(process.stdin, struct.pack("<d", limit_s) + msgspec.msgpack.encode(job))
-            reply = msgspec.msgpack.decode(_read(process.stdout), type=PageReply)
-        except (OSError, EOFError) as error:
-            self._end()
+            reply = msgspec.msgpack.decode(
+                await self._jobs.ask(msgspec.msgpack.encode(job), limit_s), type=PageReply
+            )
+        except JobLostError as error:
             raise RequestError(
                 f"this takes more than {limit_s:g} s of CPU time, or too much memory",
                 code="page_limit",
@@ -118,39 +80,9 @@ class PageWorker:
             raise RequestError(reply.error, code="page_unreadable", status=422)
         return reply.body
 
-    def _end(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.communicate()
-
-
-def _start() -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", __name__, str(os.getpid())],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        process_group=0,
-    )
-
-
-def _write(file: IO[bytes], content: bytes) -> None:
-    file.write(_LENGTH.pack(len(content)) + content)
-    file.flush()
-
-
-def _read(file: IO[bytes]) -> bytes:
-    """The next message.
-
-    Raises:
-        EOFError: the other side has closed.
-    """
-    head = file.read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
-        raise EOFError
-    content: bytes = file.read(_LENGTH.unpack(head)[0])
-    return content
+    def close(self) -> None:
+        """End the process."""
+        self._jobs.close()
 
 
 # ---------------------------------------------------------------- the process
@@ -160,27 +92,13 @@ def main() -> None:
     """Answer jobs until the standard input is closed."""
     from .markdown import render_markdown  # only here: its libraries are large
 
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, signal.SIG_IGN)  # the parent ends this process
-    die_with(int(sys.argv[1]))
-    setproctitle.setproctitle("engine: page")
-    os.nice(_NICENESS)
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    def answer(message: bytes) -> bytes:
+        job: PageJob = msgspec.msgpack.decode(message, type=PageJob)
+        reply = _render(job, render_markdown) if isinstance(job, RenderText) else _read_pdf(job)
+        return msgspec.msgpack.encode(reply)
+
     logging.disable()  # pypdf reports each oddity of a file
-    jobs, replies = sys.stdin.buffer, sys.stdout.buffer
-    sys.stdout = sys.stderr
-    with contextlib.suppress(EOFError):
-        while True:
-            message = _read(jobs)
-            [limit_s] = struct.unpack_from("<d", message)
-            job: PageJob = msgspec.msgpack.decode(message[8:], type=PageJob)
-            signal.setitimer(signal.ITIMER_PROF, limit_s)  # SIGPROF ends the process
-            try:
-                reply = _render(job, render_markdown) if isinstance(job, RenderText) else _read_pdf(job)
-            finally:
-                signal.setitimer(signal.ITIMER_PROF, 0.0)
-            _write(replies, msgspec.msgpack.encode(reply))
+    serve_jobs("engine: page", _MEMORY_BYTES, answer)
 
 
 def _render(job: RenderText, render_markdown: Callable[..., Rendered]) -> PageReply:

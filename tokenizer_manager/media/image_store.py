@@ -1,0 +1,207 @@
+"""`ImageStore`: the images of live requests, and those of the last ones, as files with tiles; each once.
+
+A file is shared by all requests with these pixels. It stays while one of them lives: a request that is submitted again
+after a crash names it again. Afterwards it is a cache for the next turn of a chat, which sends its images again; the
+least recently used ones make room for others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from ...launch.child.socket_dir import is_image_name
+from ...models.spec.vision_spec import VisionSpec
+from ...runtime.errors import QueueFullError, RequestError
+from ..job_process import JobLostError, JobProcess
+from . import worker
+from .sources import ImageSource
+from .worker import ImageRefused, ImageReply, PreparedImage, PrepareImage
+
+_MAX_WAITING: Final = 64
+_CPU_LIMIT_S: Final = 10.0
+_GB: Final = 1 << 30
+
+
+class ImageStore:
+    """See the module.
+
+    Attributes:
+        vision: of the model.
+        jobs: the process that decodes.
+    """
+
+    def __init__(
+        self,
+        vision: VisionSpec,
+        folder: str,
+        *,
+        max_pixels: int,
+        max_bytes: int = _GB,
+        limit_s: float = _CPU_LIMIT_S,
+    ) -> None:
+        """Remove the files of an earlier process; start none yet.
+
+        Args:
+            vision: of the model.
+            folder: for the files.
+            max_pixels: of an image.
+            max_bytes: of all files.
+            limit_s: CPU time for one image.
+        """
+        self.vision = vision
+        self._folder = folder
+        self._max_pixels = max_pixels
+        self._max_bytes = max_bytes
+        self._limit_s = limit_s
+        self.jobs = JobProcess(worker.__name__, name="images", max_waiting=_MAX_WAITING)
+        self._images: OrderedDict[bytes, _Image] = OrderedDict()  # by digest, the last used one at the end
+        self._digests: dict[bytes, bytes] = {}  # by key of the source
+        self._tasks: set[asyncio.Task[PreparedImage]] = set()
+        self._remove_lost()
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all files."""
+        return sum(image.num_bytes for image in self._images.values())
+
+    async def take(self, sources: Sequence[ImageSource]) -> list[PreparedImage]:
+        """The tiles of images, in order; `release` them.
+
+        Raises:
+            RequestError: an image cannot be used; names its part.
+            QueueFullError: too many images wait, or those of live requests have no room.
+        """
+        taken: list[PreparedImage] = []
+        try:
+            for source in sources:
+                taken.append(await self._take(source))  # noqa: PERF401  (what is there is released on errors)
+        except BaseException:
+            self.release(image.digest for image in taken)
+            raise
+        return taken
+
+    def release(self, digests: Iterable[bytes]) -> None:
+        """Give images back, each as often as it was taken."""
+        for digest in digests:
+            self._images[digest].num_users -= 1
+        self._make_room(0)
+
+    def close(self) -> None:
+        """End the process, and remove all files."""
+        self.jobs.close()
+        for image in self._images.values():
+            Path(image.prepared.path).unlink(missing_ok=True)
+
+    async def _take(self, source: ImageSource) -> PreparedImage:
+        image = self._images.get(self._digests.get(source.key, b""))
+        if image is None:
+            task = asyncio.create_task(self._prepare(source))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            try:
+                return await asyncio.shield(task)
+            except asyncio.CancelledError:  # the client has left; the file that is written must be known
+                task.add_done_callback(self._release_result)
+                raise
+        image.num_users += 1
+        self._images.move_to_end(image.prepared.digest)
+        return image.prepared
+
+    def _release_result(self, task: asyncio.Task[PreparedImage]) -> None:
+        if not task.cancelled() and task.exception() is None:
+            self.release([task.result().digest])
+
+    async def _prepare(self, source: ImageSource) -> PreparedImage:
+        """A new image, taken."""
+        job = PrepareImage(
+            source.content,
+            self.vision.processing,
+            self.vision.processing.splits and source.detail != "low",
+            self._max_pixels,
+            self._folder,
+        )
+        try:
+            answer = await self.jobs.ask(msgspec.msgpack.encode(job), self._limit_s)
+        except JobLostError:
+            raise RequestError(
+                f"{source.param} takes more than {self._limit_s:g} s of CPU time to decode, or crashes the decoder; "
+                "send another file",
+                param=source.param,
+                code="invalid_image",
+            ) from None
+        reply: ImageReply = msgspec.msgpack.decode(answer, type=ImageReply)
+        if isinstance(reply, ImageRefused):
+            text = (
+                f"{source.param} {reply.text}"
+                if reply.code
+                else f"{source.param} cannot be read: {reply.text}"
+            )
+            raise RequestError(text, param=source.param, code=reply.code or "unsupported_value")
+        self._add(source.key, reply)
+        return reply
+
+    def _add(self, key: bytes, prepared: PreparedImage) -> None:
+        image = self._images.get(prepared.digest)
+        if image is None:
+            image = _Image(prepared)
+            if not self._make_room(image.num_bytes):
+                Path(prepared.path).unlink(missing_ok=True)
+                raise QueueFullError(
+                    f"the images of running requests take {self.num_bytes:,} bytes of {self._max_bytes:,}, and this "
+                    f"one {image.num_bytes:,}; retry later, or start the server with a larger --mm-cache-gb",
+                    1,
+                )
+            self._images[prepared.digest] = image
+        if not os.path.exists(prepared.path):  # removed as that of an unused image while it was written again
+            del self._images[prepared.digest]
+            raise QueueFullError("an image was removed to make room while it was decoded; retry", 1)
+        image.num_users += 1
+        image.keys.add(key)
+        self._digests[key] = prepared.digest
+
+    def _make_room(self, num_bytes: int) -> bool:
+        """Remove unused images until there is room; whether there is."""
+        total = self.num_bytes + num_bytes
+        for digest, image in list(self._images.items()):
+            if total <= self._max_bytes:
+                break
+            if not image.num_users:
+                total -= image.num_bytes
+                del self._images[digest]
+                for key in image.keys:
+                    del self._digests[key]
+                Path(image.prepared.path).unlink(missing_ok=True)
+        return total <= self._max_bytes
+
+    def _remove_lost(self) -> None:
+        """Remove the files of a tokenizer manager that was lost: its requests are abandoned."""
+        with contextlib.suppress(OSError):
+            for name in os.listdir(self._folder):
+                if is_image_name(name):
+                    Path(self._folder, name).unlink(missing_ok=True)
+
+
+class _Image:
+    """An image in the store.
+
+    Attributes:
+        keys: of the sources that became it.
+        num_users: how often it is taken.
+    """
+
+    __slots__ = ("keys", "num_bytes", "num_users", "prepared")
+
+    def __init__(self, prepared: PreparedImage) -> None:
+        self.prepared = prepared
+        self.keys: set[bytes] = set()
+        self.num_users = 0
+        num, height, width, colors = prepared.shape
+        self.num_bytes = num * height * width * colors

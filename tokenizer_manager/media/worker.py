@@ -1,0 +1,115 @@
+"""The process that decodes images, see `JobProcess`: a file's bytes to tiles in a file.
+
+Pillow is imported here only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from ...launch.child.socket_dir import image_name
+from ...models.spec.vision_spec import ImageProcessing
+from ...runtime.transport.message_base import Message
+from ..job_process import serve_jobs
+
+NO_PILLOW: Final = "this server has no Pillow, the extra vision; on its machine, run: pip install pillow"
+_MEMORY_BYTES: Final = 2 << 30  # of address space
+
+
+class PrepareImage(Message, frozen=True):
+    """Decode an image and write its tiles into a file.
+
+    Attributes:
+        content: the bytes of the image file.
+        processing: of the model.
+        splits: into several tiles, if the image is larger than one.
+        max_pixels: most pixels of the image.
+        folder: of the file.
+    """
+
+    content: bytes
+    processing: ImageProcessing
+    splits: bool
+    max_pixels: int
+    folder: str
+
+
+class PreparedImage(Message, frozen=True):
+    """The tiles of an image.
+
+    Attributes:
+        digest: 32 bytes, of the processor's version and the tiles.
+        path: the file with the tiles.
+        shape: (tiles, height, width, 3).
+        rows, columns: the places of the tiles in the image; 0, 0 if there is only the whole image.
+    """
+
+    digest: bytes
+    path: str
+    shape: tuple[int, int, int, int]
+    rows: int
+    columns: int
+
+
+class ImageRefused(Message, frozen=True):
+    """Why there are no tiles: a code, and a text that begins with a verb; code "" if it is not the image's fault."""
+
+    code: str
+    text: str
+
+
+ImageReply = PreparedImage | ImageRefused
+
+
+def main() -> None:
+    """Answer jobs until the standard input is closed."""
+    serve_jobs("engine: images", _MEMORY_BYTES, _answer)
+
+
+def _answer(message: bytes) -> bytes:
+    job = msgspec.msgpack.decode(message, type=PrepareImage)
+    reply: ImageReply
+    try:
+        reply = prepare(job)
+    except ImportError:
+        reply = ImageRefused("", NO_PILLOW)
+    except MemoryError:
+        reply = ImageRefused("image_too_large", "takes too much memory to decode; scale it down")
+    return msgspec.msgpack.encode(reply)
+
+
+def prepare(job: PrepareImage) -> ImageReply:
+    """Do a job.
+
+    Raises:
+        ImportError: Pillow is missing.
+        MemoryError: there is too little memory.
+    """
+    import PIL.Image  # noqa: F401  (before the image is blamed)
+
+    from .decode import BadImage, decode_image
+    from .processors.idefics3 import VERSION, tiles_of
+
+    try:
+        image = decode_image(job.content, job.max_pixels)
+    except BadImage as error:
+        return ImageRefused(error.code, str(error))
+    tiles, rows, columns = tiles_of(image, job.processing, splits=job.splits)
+    num, height, width, colors = tiles.shape
+    digest = hashlib.sha256(VERSION + repr(tiles.shape).encode())
+    digest.update(tiles.data)
+    path = Path(job.folder, image_name(digest.digest()))
+    new = path.with_name(f"{path.name}.new")
+    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
+        file.write(tiles.data)
+    os.replace(new, path)
+    return PreparedImage(digest.digest(), str(path), (num, height, width, colors), rows, columns)
+
+
+if __name__ == "__main__":
+    main()
