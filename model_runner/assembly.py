@@ -22,6 +22,7 @@ from .attention.indexed import indexed_backend
 from .attention.selection import select_backend
 from .batch_builder import BatchBuilder
 from .distributed.pp_link import NO_LINK
+from .drafting.drafter import DrafterParts
 from .kernels.avoided import AVOIDED, NOTHING_AVOIDED, AvoidedKernels
 from .kernels.cpu.library import loaded_isa
 from .memory.host_kv_pool import HostKVPool
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from .attention.backend import AttentionBackend
     from .distributed.pp_link import StageLink
     from .distributed.tp_group import TPGroup
+    from .drafting.drafter import MakeDrafter
     from .pooling.head import PoolingHead
     from .recording.eager_executor import Forward
     from .recording.executor import StepExecutor
@@ -79,6 +81,7 @@ class LoadedModel:
         link: to other pipeline stages.
         stage: the pipeline stage of this rank; `spec` is that of its layers.
         avoid: the components to do without.
+        make_drafter: makes the drafter; None: there is none.
     """
 
     model: CausalLM
@@ -95,6 +98,7 @@ class LoadedModel:
     link: StageLink = NO_LINK
     stage: Stage = WHOLE_MODEL
     avoid: AvoidedKernels = NOTHING_AVOIDED
+    make_drafter: MakeDrafter | None = None
 
     def page_bytes(self, page_size: int) -> int:
         """Memory of one page on this rank."""
@@ -159,6 +163,11 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, graph_sizes: GraphS
     # Rank 0 alone has compiled the sampler. Without this the others would wait for it in the first step, where the
     # timeout is that of steps.
     group.meet("sampler")
+    drafter = None
+    if loaded.make_drafter is not None:
+        drafter = loaded.make_drafter(
+            DrafterParts(kv_pool, slot_table, states, relay, builder, sampler, buffers)
+        )
     return ModelRunner(
         model=loaded.model,
         executor=executor,
@@ -181,6 +190,7 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, graph_sizes: GraphS
         drops_steps=group.size == 1 and loaded.stage.count == 1,
         attention_backend=attention.name,
         adapters=loaded.adapters,
+        drafter=drafter,
     )
 
 
@@ -278,6 +288,7 @@ def _make_executor(
         buffers=buffers,
         state_pool=state_pool,
         link=loaded.link,
+        keeps_features=loaded.make_drafter is not None,
     )
     if not loaded.spec.causal:
         return eager  # there are no decodes

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
+from ..runtime.step_plan import RUNNER_DRAFT
 from .attention.backend import BatchLayout
-from .input_batch import RELAYED, InputBatch, PromptSpan
+from .input_batch import RELAYED, DraftRows, InputBatch, PromptSpan
 from .pooling.pooler import PooledChunk
 from .request_states import RequestStates, SamplingFlag
 from .sampling.draft_batch import DraftBatch
@@ -63,6 +64,24 @@ class BatchBuilder:
                 plan, rows, computed, np.ones_like(rows), _int64(plan.out_cache_loc), input_ids
             )
         return self._build_any(plan, _Step.of(plan))
+
+    def draft_rows(self, plan: StepPlan) -> DraftRows | None:
+        """The drafts that a plan leaves to the runner; None if there are none. Prompts are in no step with drafts."""
+        if not plan.draft_ids:
+            return None
+        num_drafts, draft_ids = _int64(plan.num_drafts), _int64(plan.draft_ids)
+        firsts = np.cumsum(num_drafts) - num_drafts
+        idx = np.flatnonzero(num_drafts)
+        idx = idx[draft_ids[firsts[idx]] == RUNNER_DRAFT]
+        if not len(idx):
+            return None
+        scheduled, counts = _int64(plan.num_scheduled_tokens), num_drafts[idx]
+        starts = (np.cumsum(scheduled) - scheduled)[idx]
+        rows, positions = _int64(plan.rows)[idx], _int64(plan.num_computed_tokens)[idx]
+        slots = np.repeat(starts - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
+        ones = np.ones_like(rows)
+        last_ids = self._known_ids(rows, positions, ones, np.arange(len(rows)))
+        return DraftRows(rows, positions, counts, _int64(plan.out_cache_loc)[slots], last_ids)
 
     def next_round(self, last: InputBatch, plan: StepPlan, number: int) -> InputBatch:
         """The batch of the next inner step of a multi-step decode, from the batch of the last one, after it sampled."""

@@ -9,7 +9,7 @@ read it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,6 +31,18 @@ class StageStates:
 
     x: Tensor
     residual: Tensor
+
+
+class FeaturedStates(NamedTuple):
+    """Result of a model that has a drafter.
+
+    Attributes:
+        hidden: [W, hidden] of the tokens that need logits; or [T, V] their logits, in recorded decodes.
+        features: [T, F], see `StepFeatures`.
+    """
+
+    hidden: Tensor
+    features: Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""`InputBatch`: the arrays of one step on the host, complete when constructed.
+"""`InputBatch`: the arrays of one step on the host, complete when constructed; `DraftRows`: the drafts to make for it.
 
 `BatchBuilder` makes it for every step, independent of the executor. A `StepExecutor` copies its arrays to the memory
 that the model reads (`ForwardBatch`): to new device memory, or to the fixed memory of a recording.
@@ -10,7 +10,7 @@ that the model reads (`ForwardBatch`): to new device memory, or to the fixed mem
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -100,3 +100,21 @@ class InputBatch:
     def samples_all(self) -> bool:
         """Whether the step reads the logits of all T tokens in order and nothing else: decodes, also with drafts."""
         return self.logits_indices is None and self.sample_indices is None and not self.prompt_spans
+
+
+class DraftRows(NamedTuple):
+    """The drafts that a plan asks for, of n requests with k drafts each; host arrays.
+
+    Attributes:
+        rows: [n] pool rows.
+        positions: [n] position of the last token, which is the step's first input token; the drafts follow it.
+        counts: [n] number of drafts, at least 1.
+        out_cache_loc: [sum of counts] KV slots of the last token and of all drafts but the last, request after request.
+        input_ids: [n] the last tokens; `RELAYED` where only the `TokenRelay` has them.
+    """
+
+    rows: Int64s
+    positions: Int64s
+    counts: Int64s
+    out_cache_loc: Int64s
+    input_ids: Int64s

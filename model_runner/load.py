@@ -54,10 +54,11 @@ if TYPE_CHECKING:
     from ..launch.resolve.stages import Stage
     from ..models.source import ModelSource
     from ..models.spec.model_spec import ModelSpec
-    from ..runtime.config.engine_config import EngineConfig, ModelConfig
+    from ..runtime.config.engine_config import EngineConfig, ModelConfig, SpeculativeName
     from ..runtime.feasibility import Capacity
     from .distributed.pp_link import StageLink
     from .distributed.tp_group import TPGroup
+    from .drafting.drafter import MakeDrafter
     from .memory.device_memory import DeviceMemory
     from .model_runner import ModelRunner
     from .ops.ops import Ops
@@ -123,7 +124,7 @@ def load_model_runner(
             spec, max_slots=max_slots, max_rank=max_rank, dtype=dtype, device=device, targets=targets
         )
     with explained("the weights", memory, "lower --max-model-len, quantize the model, or shard it with --tp"):
-        model, pooling_head, reason = _load_model(
+        model, pooling_head, make_drafter, reason = _load_model(
             config, source, whole_spec, capacity, group, dtype, device, layers, stage, avoid
         )
     if device.type == "cpu":
@@ -150,7 +151,10 @@ def load_model_runner(
         link=_make_link(config, place, spec, capacity, dtype, device),
         stage=stage,
         avoid=avoid,
+        make_drafter=make_drafter,
     )
+    if make_drafter is not None:
+        reason = reason or "a drafter reads features of all tokens"
     if not group.min_over_ranks(int(not reason)):
         reason = reason or "steps of another rank cannot be recorded, see its log"
     sizes = sizes_to_record(
@@ -261,8 +265,8 @@ def _load_model(
     layers: AdapterLayers | None,
     stage: Stage,
     avoid: AvoidedKernels,
-) -> tuple[CausalLM, PoolingHead | None, str]:
-    """The model; its layers after pooling, None if it has none; why recordings cannot hold its steps, or "".
+) -> tuple[CausalLM, PoolingHead | None, MakeDrafter | None, str]:
+    """The model; its layers after pooling, and its drafter, None if it has none; why recordings cannot hold its steps.
 
     Args:
         spec: of the whole model.
@@ -280,7 +284,7 @@ def _load_model(
         ops=select_ops(Target(spec, device, dtype, avoid=avoid)) if device.type == "cpu" else None,
     )
     weights = WeightReader(_open_store(config.model, source, spec), dtype, device)
-    return model, _load_pooling_head(config, source, spec, weights, device), ""
+    return model, _load_pooling_head(config, source, spec, weights, device), None, ""
 
 
 def _load_own_model(
@@ -294,7 +298,7 @@ def _load_own_model(
     layers: AdapterLayers | None,
     stage: Stage,
     avoid: AvoidedKernels,
-) -> tuple[CausalLM, PoolingHead | None, str]:
+) -> tuple[CausalLM, PoolingHead | None, MakeDrafter | None, str]:
     weights = WeightReader(_open_store(config.model, source, spec), dtype, device)
     spec = stage_spec(spec, stage)
     weights.ignore_where(lambda name: name.startswith(TOWER))  # until images are computed
@@ -319,10 +323,26 @@ def _load_own_model(
     )
     model = build_model(context)
     pooling_head = _load_pooling_head(config, source, spec, weights, device)
+    make_drafter = drafter_of(config.scheduler.speculative, context, model)
     weights.finish()
     report.log()
     changes_experts = layers is not None and layers.change_experts
-    return model, pooling_head, reason_against_graphs(ops, spec, dtype, device, changes_experts)
+    reason = reason_against_graphs(ops, spec, dtype, device, changes_experts)
+    return model, pooling_head, make_drafter, reason
+
+
+def drafter_of(speculative: SpeculativeName, context: ModelContext, model: CausalLM) -> MakeDrafter | None:
+    """The maker of the drafter that `--speculative` names, which has read its weights; None: it names none.
+
+    Raises:
+        ConfigError: the files have no such drafter.
+    """
+    if speculative != "mtp":
+        return None
+    raise ConfigError(
+        f"speculative is mtp, but the files of this {context.spec.model_type} model have no layer that predicts "
+        "further tokens; use --speculative suffix"
+    )
 
 
 def reason_against_graphs(

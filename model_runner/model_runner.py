@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from msgspec import structs
 
-from ..runtime.step_plan import StepPlan, StepResult, no_masks, to_the_end
+from ..runtime.step_plan import RUNNER_DRAFT, StepPlan, StepResult, no_masks, to_the_end
 from ..runtime.transport.message_base import Logprobs
 from .adapter_runs import runs_or_none
 from .memory.device_memory import free_cached_memory
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ..runtime.step_plan import GetMasks, GoOn, Pending, RowTokens
     from .adapters.adapter_store import AdapterSlots
     from .batch_builder import BatchBuilder
+    from .drafting.drafter import Drafter
     from .input_batch import InputBatch, PromptSpan
     from .memory.host_kv_pool import HostKVPool
     from .memory.io_buffers import InputBuffers, OutputBuffers
@@ -135,6 +136,7 @@ class ModelRunner:
         drops_steps: True: a step for which the device has no memory is dropped. False: the error is raised.
         attention_backend: name of the backend that `executor` uses.
         adapters: the slots of the model's adapters, and their store; None: the server has none.
+        drafter: makes the drafts that plans leave to the runner; None: no plan does.
     """
 
     model: CausalLM
@@ -156,23 +158,38 @@ class ModelRunner:
     drops_steps: bool = True
     attention_backend: str = ""
     adapters: AdapterSlots | None = None
+    drafter: Drafter | None = None
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, go_on: GoOn = to_the_end, masks: GetMasks = no_masks) -> Pending:
         """Start a step; see `runtime.step_plan` for the order in which the plan's fields apply."""
         fetched: Fetched | StepOutOfMemory | None = None
         further: list[Sampled] = []
-        timer = DeviceTimer(self.buffers.device)
+        timer, draft_timer = DeviceTimer(self.buffers.device), DeviceTimer(self.buffers.device)
         with timer:
             swap_timer = self._move_pages(plan)
             self._update_rows(plan)
             if plan.total_num_scheduled_tokens:
                 self.buffers.retried(self.slot_table.update, plan)
+                if self.drafter is not None:
+                    with draft_timer:
+                        plan = self._with_drafts(self.drafter, plan)
                 fetched = self._try_forward(plan if plan.num_rounds == 1 else plan.round(0), masks)
             if plan.num_rounds > 1 and isinstance(fetched, Fetched):
                 further = self._further_rounds(plan, fetched, go_on, masks)
-        pending = PendingStep(plan.step_id, timer, swap_timer, fetched)
+        pending = PendingStep(plan.step_id, timer, swap_timer, draft_timer, fetched)
         return PendingMultiStep(pending, further) if further else pending
+
+    def _with_drafts(self, drafter: Drafter, plan: StepPlan) -> StepPlan:
+        """The plan with the drafts that it leaves to the runner."""
+        if plan.new_reqs:
+            drafter.start(plan.new_reqs)
+        asked = self.builder.draft_rows(plan)
+        if asked is None:
+            return plan
+        draft_ids = np.frombuffer(plan.draft_ids, dtype=np.int32).copy()
+        draft_ids[draft_ids == RUNNER_DRAFT] = drafter.draft(asked)
+        return structs.replace(plan, draft_ids=draft_ids.tobytes())
 
     def store_tokens(self, sampled: RowTokens) -> None:
         """Store tokens that were sampled by another pipeline stage; later steps read them as input."""
@@ -256,6 +273,10 @@ class ModelRunner:
         sampled = cut_finite = num_tokens = unmasked = None
         if output.logits is not None:
             sampled, num_tokens, unmasked = self._sample(batch, output.logits, output.sample_rows, masks)
+        if self.drafter is not None:
+            assert output.features is not None, "the executor keeps features for a drafter"
+            self.drafter.absorb(batch, output.features, num_tokens)
+        num_tokens = None if num_tokens is None else self.outputs.fetch(num_tokens)
         if hidden is None:
             return Fetched(batch, sampled, num_tokens=num_tokens, unmasked=unmasked)
         if output.cut_indices is not None:
@@ -277,7 +298,8 @@ class ModelRunner:
     ) -> tuple[Sampled, Tensor | None, UnmaskedTokens | None]:
         """Sample from logits, [R, V], store the last tokens for the next step, and fetch the results.
 
-        With drafts there is also a row for each draft, and the number of valid tokens of each request is returned too.
+        With drafts there is also a row for each draft, and the number of valid tokens of each request is returned too,
+        on the device.
         The third result is for a device that has not computed the tokens yet: see `Fetched`.
         """
         fetch = self.outputs.fetch
@@ -297,7 +319,7 @@ class ModelRunner:
         last_ids, num_tokens = sampled.token_ids, None
         if batch.drafts is not None:
             checked = batch.drafts.check(sampled.token_ids)
-            last_ids, num_tokens = checked.last_ids, fetch(checked.num_tokens)
+            last_ids, num_tokens = checked.last_ids, checked.num_tokens
         self.relay.store(sample_rows, last_ids)
         token_ids, finite = self.outputs.fetch_pair(sampled.token_ids, sampled.finite)
         fetched = Sampled(
@@ -328,12 +350,14 @@ class PendingStep:
     step_id: int
     timer: DeviceTimer
     swap_timer: DeviceTimer | None
+    draft_timer: DeviceTimer
     fetched: Fetched | StepOutOfMemory | None
 
     def wait(self) -> StepResult:
         """Wait for the device and make the result from the fetched tensors."""
         forward_s = self.timer.wait_for_seconds()
         swap_s = self.swap_timer.wait_for_seconds() if self.swap_timer is not None else 0.0
+        draft_s = self.draft_timer.wait_for_seconds()
         if self.fetched is None or isinstance(self.fetched, StepOutOfMemory):
             reason = self.fetched.reason if self.fetched is not None else ""
             return StepResult(self.step_id, forward_s=forward_s, swap_s=swap_s, out_of_memory=reason)
@@ -374,6 +398,7 @@ class PendingStep:
             swap_s=swap_s,
             num_next_tokens=b"" if counts is None else counts.astype(np.int32).tobytes(),
             vectors=vectors,
+            draft_s=draft_s,
         )
 
 

@@ -26,6 +26,9 @@ from .transport.message_base import Logprobs, Message, Record
 MAX_DRAFT_STEP_TOKENS: Final = 64
 """Most tokens in a step that verifies drafts. A runner may compute larger steps with other kernels than decodes."""
 
+RUNNER_DRAFT: Final = -1
+"""In `StepPlan.draft_ids`: the runner's drafter proposes the token."""
+
 _INT32_BYTES: Final = 4
 
 GoOn = Callable[[bytes], bool]
@@ -199,7 +202,8 @@ class StepPlan(Record, frozen=True):
         swap_ins: [I, 2] (host page, page): KV that returns; see `Capacity.num_host_pages`. A host page may be in
             both: then what was copied out in the step returns.
         num_drafts: [B] drafts of each request, only for decodes; empty if no request has drafts.
-        draft_ids: [sum of num_drafts] the drafts, request after request.
+        draft_ids: [sum of num_drafts] the drafts, request after request; `RUNNER_DRAFT` for all drafts of a request
+            whose drafts the runner makes, which it does before the batch.
         num_rounds: 1, or the most rounds of a multi-step decode; the arrays describe its first round.
         pools: [B] uint8, 1 where the request's last new token ends the prompt of a pooling request; empty if none does.
         adapter_loads: [n, 2] (slot, store id): LoRA adapters that move into slots, after `finished_rows`.
@@ -272,6 +276,7 @@ class StepResult(Record, frozen=True):
         forward_s: seconds that the device spent on the step, including the copy of the tokens to the host; a step
             launched while the one before ran counts from that one's end. The CPU is a device that starts at once.
         swap_s: of these, seconds that the device was busy swapping; 0 without swaps.
+        draft_s: of `forward_s`, seconds in which the runner made drafts.
         out_of_memory: why the step has computed nothing: the device ran out of memory. Every part of the plan before
             the batch has been applied; the KV of the batch's new tokens is arbitrary. Empty if the step succeeded.
         num_next_tokens: [S] tokens of each request: 1 plus one per accepted draft, or one per completed round of a
@@ -289,6 +294,7 @@ class StepResult(Record, frozen=True):
     out_of_memory: str = ""
     num_next_tokens: bytes = b""
     vectors: dict[int, bytes] = {}  # noqa: RUF012
+    draft_s: float = 0.0
 
 
 class Pending(Protocol):

@@ -129,7 +129,7 @@ class ResultSettler:
             self._speculation.measured(
                 len(batch),
                 batch.num_drafts,
-                result.forward_s / num_rounds,
+                (result.forward_s - result.draft_s) / num_rounds,
                 between_s=max(0.0, interval_s - result.forward_s),
                 num_rounds=num_rounds,
             )
@@ -248,6 +248,7 @@ class ResultSettler:
         num_drafts = np.frombuffer(batch.plan.num_drafts, dtype=np.int32)
         if batch.num_drafts:
             self._stats.drafts.count(num_drafts, batch.draft_methods, counts - 1)
+            self._speculation.checked(batch, result, counts - 1)
             self._stats.draft_tokens += batch.num_drafts
             self._stats.accepted_draft_tokens += len(token_ids) - len(counts)
         else:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..forward_batch import StageStates
+from ..forward_batch import FeaturedStates, StageStates
 from .embedding import Embedding, OutputHead, head_weight, vocabulary_rows
 from .layer import SelectRows, all_rows
 from .rotary import RotaryEmbedding
@@ -48,7 +48,13 @@ class DecoderEnds(NamedTuple):
 
 
 class Decoder:
-    """Token ids to hidden states to logits; see `CausalLM`. A pipeline stage has some of the layers, see `forward`."""
+    """Token ids to hidden states to logits; see `CausalLM`. A pipeline stage has some of the layers, see `forward`.
+
+    Attributes:
+        feature_layers: layers after which the residual stream is a feature of each token, for a drafter; ascending.
+    """
+
+    feature_layers: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -66,19 +72,26 @@ class Decoder:
         self.add = add
         self.take_rows = take_rows
 
-    def forward(self, batch: ForwardBatch) -> Tensor | StageStates:
+    def forward(self, batch: ForwardBatch) -> Tensor | StageStates | FeaturedStates:
         """After the last layer's attention only the tokens that need logits are computed.
 
         A pipeline stage starts from `batch.incoming`, and all but the last one return what the next one starts from.
+        Features of all tokens after the last layer are its result if all tokens need logits.
         """
         x, residual = self._begin(batch)
         angles = self.rotary.at(batch.positions)
         selects = select_last(len(self.layers), batch, self.take_rows)
         row_selections = selects if self.head is not None else repeat(all_rows, len(self.layers))
-        for layer, (cos, sin), select_rows in zip(self.layers, angles, row_selections, strict=True):
-            x, residual = layer(x, residual, cos, sin, batch, select_rows)
+        features = []
+        for layer_id, layer in enumerate(self.layers):
+            x, residual = layer(x, residual, *angles[layer_id], batch, next(row_selections))
+            if layer_id in self.feature_layers:
+                features.append(x + residual)  # `add` may overwrite the stream
         assert x is not None, "a model has layers"
-        return StageStates(x, residual) if self.head is None else self.add(x, residual)
+        if self.head is None:
+            return StageStates(x, residual)
+        hidden = self.add(x, residual)
+        return FeaturedStates(hidden, torch.cat(features, dim=1)) if features else hidden
 
     def _begin(self, batch: ForwardBatch) -> tuple[Tensor | None, Tensor]:
         if self.embedding is None:

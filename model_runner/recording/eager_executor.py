@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ..adapter_runs import batch_of
 from ..distributed.pp_link import NO_LINK, StageLink
-from ..forward_batch import ForwardBatch, StageStates
+from ..forward_batch import FeaturedStates, ForwardBatch, StageStates
 from ..input_batch import RELAYED
 from ..memory.state_pool import StateBatch, StatePool
 from ..states.state_runs import StateRuns
-from .executor import ReadRows, RecordedBytes, StepOutput
+from .executor import ReadRows, RecordedBytes, StepFeatures, StepOutput
 
 if TYPE_CHECKING:
     from ..adapter_runs import AdapterBatch
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ..request_states import TokenRelay
     from ..structures.causal_lm import CausalLM
 
-Forward = Callable[[ForwardBatch], Tensor | StageStates]
+Forward = Callable[[ForwardBatch], Tensor | StageStates | FeaturedStates]
 
 
 class EagerExecutor:
@@ -38,6 +38,7 @@ class EagerExecutor:
         forward: the model's own `forward`, or a `ProgrammedForward`. The result is valid until the next step.
         attention: plans the attention of its steps.
         link: to other pipeline stages.
+        keeps_features: there is a drafter, so that all tokens are computed after the last layer's attention, too.
     """
 
     recorded_bytes = RecordedBytes()
@@ -55,6 +56,7 @@ class EagerExecutor:
         buffers: InputBuffers,
         state_pool: StatePool | None = None,
         link: StageLink = NO_LINK,
+        keeps_features: bool = False,
     ) -> None:
         self.forward = forward
         self.attention = attention
@@ -65,6 +67,7 @@ class EagerExecutor:
         self._buffers = buffers
         self._state_pool = state_pool
         self.link = link
+        self.keeps_features = keeps_features
 
     def run(self, batch: InputBatch) -> StepOutput:
         """Uploads are retried once if the device has no memory for them; the rest is not."""
@@ -74,7 +77,15 @@ class EagerExecutor:
         if isinstance(hidden, StageStates):
             self.link.send(hidden)
             return StepOutput(None, rows.sampled)
-        return rows.output(self._model, hidden, None if adapters is None else adapters.sampled)
+        sampled = None if adapters is None else adapters.sampled
+        if not self.keeps_features:
+            assert isinstance(hidden, Tensor)
+            return rows.output(self._model, hidden, sampled)
+        hidden, states = hidden if isinstance(hidden, FeaturedStates) else (hidden, hidden)
+        if rows.logits_indices is not None:
+            hidden = hidden.index_select(0, rows.logits_indices)
+        features = StepFeatures(inputs.input_ids, inputs.positions, inputs.out_cache_loc, states)
+        return rows.output(self._model, hidden, sampled)._replace(features=features)
 
     def _upload(self, batch: InputBatch) -> tuple[ForwardBatch, ReadRows]:
         """The model's input, and the rows that are read of its result, on the device."""
@@ -115,7 +126,7 @@ class EagerExecutor:
             kv_pool=self._kv_pool,
             out_cache_loc=out_cache_loc,
             attention=self.attention.plan_step(batch.layout),
-            logits_indices=rows.logits_indices,
+            logits_indices=None if self.keeps_features else rows.logits_indices,
             token_types=None if batch.token_types is None else token_types,
             adapters=self._adapters(batch),
             states=self._states(batch, state_plan),
@@ -132,4 +143,8 @@ class EagerExecutor:
     def _adapters(self, batch: InputBatch) -> AdapterBatch | None:
         if batch.adapter_slots is None:
             return None
-        return batch_of(batch.adapter_slots, batch.logits_indices, batch.sample_indices, self._buffers.put)
+        kept, sampled = batch.logits_indices, batch.sample_indices
+        if self.keeps_features and kept is not None:  # the layers keep all tokens
+            sampled = kept if sampled is None else kept[sampled]
+            kept = None
+        return batch_of(batch.adapter_slots, kept, sampled, self._buffers.put)

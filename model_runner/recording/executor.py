@@ -29,6 +29,21 @@ if TYPE_CHECKING:
     from .graph_device import GraphDevice
 
 
+class StepFeatures(NamedTuple):
+    """The T tokens of a step as a drafter reads them, on the device.
+
+    Attributes:
+        input_ids, positions, out_cache_loc: [T] int64.
+        states: [T, F] features of the tokens: the residual stream after the last layer, or, if `Decoder.feature_layers`
+            names layers, the residual streams after these, one after the other.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    out_cache_loc: Tensor
+    states: Tensor
+
+
 class StepOutput(NamedTuple):
     """Results of the model, on the device; valid until the executor runs the next step.
 
@@ -37,12 +52,14 @@ class StepOutput(NamedTuple):
         sample_rows: [S] int64, the pool rows of the requests that sample.
         hidden: [W, K] of the tokens that need logits; None where only logits are read (`InputBatch.samples_all`).
         cut_indices: [n] int64, see `InputBatch`; None if there are none.
+        features: for a drafter; None without one.
     """
 
     logits: Tensor | None
     sample_rows: Tensor
     hidden: Tensor | None = None
     cut_indices: Tensor | None = None
+    features: StepFeatures | None = None
 
 
 class RecordedBytes(NamedTuple):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..adapter_runs import AdapterRuns
-    from ..forward_batch import ForwardBatch, StageStates
+    from ..forward_batch import FeaturedStates, ForwardBatch, StageStates
     from ..model_context import ModelContext
 
 
@@ -31,10 +31,11 @@ class CausalLM(Protocol):
     @property
     def logits_dtype(self) -> torch.dtype: ...
 
-    def forward(self, batch: ForwardBatch) -> Tensor | StageStates:
+    def forward(self, batch: ForwardBatch) -> Tensor | StageStates | FeaturedStates:
         """Run the batch's tokens through all layers: [W, hidden] of those that need logits, before the final norm.
 
-        Of a pipeline stage that is not the last one: all tokens after its own layers.
+        Of a pipeline stage that is not the last one: all tokens after its own layers. With features if the model has
+        `Decoder.feature_layers`.
         """
         ...
 

@@ -52,7 +52,7 @@ SchedulePolicyName = Literal[
     "static",
 ]
 StepPhases = Literal["mixed", "prefill-first", "decode-first"]
-SpeculativeName = Literal["off", "ngram", "suffix", "auto"]
+SpeculativeName = Literal["off", "ngram", "suffix", "mtp", "auto"]
 DisaggregationMode = Literal["null", "prefill", "decode", "both"]
 PreemptionModeName = Literal["cost", "recompute", "swap"]
 EstimatorName = Literal["ratio", "beta", "full", "none"]
@@ -442,7 +442,8 @@ class SchedulerConfig:
     speculative: Annotated[
         SpeculativeName,
         "Speculative decoding: ngram drafts tokens from the text of the request itself, suffix also from finished "
-        "answers to the same tenant; auto: suffix where the model and the other settings allow drafts, else off.",
+        "answers to the same tenant, mtp also with the layers of the model's files that predict further tokens; auto: "
+        "suffix where the model and the other settings allow drafts, else off.",
     ] = "off"
     speculative_cache_tokens: Annotated[
         int,

@@ -13,9 +13,12 @@ import numpy.typing as npt
 from ...runtime.scheduler_report import SchedulerReport
 from ..arrays import IntArray
 
-DRAFT_METHODS: Final = ("forced", "ngram", "suffix")
-"""Sources of drafts: a grammar that allows one text, the request's own text, finished answers."""
-FORCED, NGRAM, SUFFIX = range(len(DRAFT_METHODS))
+DRAFT_METHODS: Final = ("forced", "ngram", "suffix", "draft", "eagle3", "mtp")
+"""Sources of drafts: a grammar that allows one text, the request's own text, finished answers; and, made by the runner:
+a draft model, an EAGLE-3 head, layers of the model that predict further tokens.
+"""
+FORCED, NGRAM, SUFFIX = range(3)
+RUNNER_METHODS: Final = DRAFT_METHODS[3:]
 _MAX_POSITION: Final = 8
 """Drafts further from the last token count as this far."""
 

@@ -15,10 +15,15 @@ the rest is dropped. Only rounding can differ from plain decoding: kernels for o
 different orders.
 
 `ngram_proposer.py` proposes the drafts, from the request's own text and, with `--speculative suffix`, from finished
-answers (`suffix_index.py`). Each pass decides the number of drafts for all requests together: it adds the next best
-draft while the expected tokens per second grow. The expectation comes from the requests' hit rates and the measured
-intervals of steps with as many tokens (`step_costs.py`). So if computing is the limit (large batches), or no text is
-copied, the number falls to 0: hit rates are learned from plain steps as well, costs by rare exploration steps.
+answers (`suffix_index.py`). With a drafter in the runner a plan may also say only how many drafts a request gets, and
+the runner makes them before the batch (`runner_drafts.py`). In a step all drafts of a request come from the scheduler,
+if its first one is at least as likely right, or all from the runner.
+
+Each pass decides the number of drafts for all requests together: it adds the next best draft while the expected tokens
+per second grow. The expectation comes from the requests' hit rates and the measured intervals of steps with as many
+tokens (`step_costs.py`), to which the runner's drafts add the time to make them. So if computing is the limit (large
+batches), or no text is copied, the number falls to 0: hit rates are learned from plain steps as well, costs by rare
+exploration steps.
 
 The matcher of a request with a grammar cuts its drafts at the first token that the grammar refuses, and adds the tokens
 that the grammar forces, which come first and have probability 1 (`GrammarDrafts`). The step has a mask for each of
@@ -50,16 +55,18 @@ import numpy as np
 import numpy.typing as npt
 
 from ...runtime.config.engine_config import SchedulerConfig
-from ...runtime.step_plan import MAX_DRAFT_STEP_TOKENS
+from ...runtime.step_plan import MAX_DRAFT_STEP_TOKENS, RUNNER_DRAFT, StepResult
+from ..arrays import IntArray
 from ..batch import ScheduleBatch
 from ..grammar.grammar_rules import GrammarDrafts
 from ..memory.kv_memory import RowMemory
 from ..phases import Work
-from ..records.stats import FORCED, NGRAM
+from ..records.stats import DRAFT_METHODS, FORCED, NGRAM, RUNNER_METHODS
 from ..requests.req import Req
 from ..step_size.step_limits import StepCaps, StepLimits
 from .drafts import NO_DRAFTS, DraftMemory, Drafts, drafts_of, may_speculate
 from .ngram_proposer import HitRates, NgramProposer
+from .runner_drafts import RunnerDrafts
 from .step_costs import MAX_TOKENS, Float64s, StepCosts
 from .suffix_index import MAX_MATCH, SuffixIndex
 
@@ -86,6 +93,9 @@ class Speculation:
     ) -> None:
         """A step of decodes alone was settled; see `StepCosts.measured` for the times."""
 
+    def checked(self, batch: ScheduleBatch, result: StepResult, num_accepted: IntArray) -> None:
+        """A step with drafts was settled; [B] drafts of each request were right."""
+
     def answered(self, req: Req) -> None:
         """The request has generated its last token, and still has its row."""
 
@@ -109,6 +119,7 @@ class NgramSpeculation(Speculation):
         caps: StepCaps,
         grammar_drafts: GrammarDrafts,
         answers: SuffixIndex | None = None,
+        runner_method: int | None = None,
     ) -> None:
         """Take the parts.
 
@@ -117,6 +128,7 @@ class NgramSpeculation(Speculation):
             most_drafts: the most drafts of any kind; None: no such limit.
             answers: gets the finished answers, in which drafts are looked up as well; None: drafts come from the
                 request's own text only.
+            runner_method: the method of the runner's drafter, an index into `DRAFT_METHODS`; None: it has none.
         """
         self._max_step_tokens = min(MAX_TOKENS, limits.max_num_batched_tokens or MAX_TOKENS)
         self._max_drafts = min(
@@ -130,6 +142,8 @@ class NgramSpeculation(Speculation):
         self._shared = HitRates()
         self._answers = answers
         self._proposers: dict[Req, NgramProposer | None] = {}  # None: it has failed
+        self._runner = None if runner_method is None else RunnerDrafts(runner_method, self._max_drafts)
+        self._by_runner: set[Req] = set()  # requests whose drafts in this step would be the runner's
 
     def plan(self, work: Work) -> Drafts:
         num_reqs = len(work.decode_reqs)
@@ -141,8 +155,13 @@ class NgramSpeculation(Speculation):
         if not _best(num_reqs + np.arange(len(intervals)), intervals):
             return NO_DRAFTS  # not even if all were right; the proposers see these tokens later
         self._guided.clear()
+        self._by_runner.clear()
         chances = [self._chances_or_none(req, self._max_step_tokens - num_reqs) for req in work.decode_reqs]
-        counts = self._choose(chances, intervals)
+        counts = self._choose(chances, intervals, self._seconds_of_drafts(work.decode_reqs))
+        if self._runner is not None:
+            for req, count in zip(work.decode_reqs, counts or [0] * num_reqs, strict=True):
+                if not count and req in self._by_runner:
+                    self._runner.not_tried(req)
         if not any(counts):
             return NO_DRAFTS
         counts = self._memory.take_pages(work.decode_reqs, counts)
@@ -170,6 +189,11 @@ class NgramSpeculation(Speculation):
             num_rounds=num_rounds,
         )
 
+    def checked(self, batch: ScheduleBatch, result: StepResult, num_accepted: IntArray) -> None:
+        if self._runner is not None:
+            self._runner.checked(batch, num_accepted)
+            self._runner.measured(batch, result.draft_s)
+
     def answered(self, req: Req) -> None:
         if self._answers is not None:
             start = max(0, req.prompt_len - MAX_MATCH)
@@ -182,6 +206,8 @@ class NgramSpeculation(Speculation):
     def stopped(self, req: Req) -> None:
         """Drop the index; a retracted request is indexed again. Its text may be long, and so may its wait."""
         self._proposers.pop(req, None)
+        if self._runner is not None:
+            self._runner.stopped(req)
 
     def _chances_or_none(self, req: Req, most: int) -> list[float]:
         """For each possible draft of the request, the probability that it and all before it are correct.
@@ -197,7 +223,21 @@ class NgramSpeculation(Speculation):
         except Exception:  # an error in one request's drafts must not end any request
             self._give_up(req)
             chances = []
-        return chances if req.matcher is None else self._guided_chances(req, chances, most)
+        if req.matcher is not None:  # the runner does not know the grammar
+            return self._guided_chances(req, chances, most)
+        if self._runner is None:
+            return chances
+        theirs = self._runner.chances(req, min(self._max_drafts, self._memory.room(req)))
+        if not theirs or (chances and chances[0] >= theirs[0]):
+            return chances
+        self._by_runner.add(req)
+        return theirs
+
+    def _seconds_of_drafts(self, reqs: list[Req]) -> list[float]:
+        """Seconds to make one draft of each request."""
+        if self._runner is None:
+            return [0.0] * len(reqs)
+        return [self._runner.draft_s if req in self._by_runner else 0.0 for req in reqs]
 
     def _guided_chances(self, req: Req, chances: list[float], most: int) -> list[float]:
         ngram_ids = self._ngram_drafts(req, len(chances)) if chances else []
@@ -214,11 +254,15 @@ class NgramSpeculation(Speculation):
         return [1.0] * num_forced + [chance / max(known, _MIN_CHANCE) for chance in following]
 
     def _drafts(self, req: Req, count: int) -> list[int]:
+        if req in self._by_runner:
+            return [RUNNER_DRAFT] * count
         guided = self._guided.get(req)
         return self._ngram_drafts(req, count) if guided is None else guided[0][:count]
 
     def _methods(self, req: Req, count: int) -> bytes:
         """The methods of the `count` drafts of a request: forced ones come first."""
+        if self._runner is not None and req in self._by_runner:
+            return bytes([self._runner.method] * count)
         num_forced = min(count, self._guided[req][1]) if req in self._guided else 0
         proposer = self._proposers.get(req)
         return bytes([FORCED] * num_forced + [proposer.method if proposer else NGRAM] * (count - num_forced))
@@ -256,10 +300,13 @@ class NgramSpeculation(Speculation):
         """1 if the last token of the request is still being computed, else 0."""
         return int(self._states.num_computed[req.row]) + 1 - int(self._states.known_len[req.row])
 
-    def _choose(self, chances: list[list[float]], intervals: Float64s) -> list[int]:
+    def _choose(self, chances: list[list[float]], intervals: Float64s, draft_s: list[float]) -> list[int]:
         """The number of drafts per request with the most tokens per second; empty for a plain step.
 
-        `intervals`: seconds of a step with 0, 1, ... drafts.
+        Args:
+            chances: of each request.
+            intervals: seconds of a step with 0, 1, ... drafts.
+            draft_s: seconds to make one draft of each request.
         """
         num_reqs = len(chances)
         owners = [idx for idx, each in enumerate(chances) for _ in each]
@@ -269,7 +316,8 @@ class NgramSpeculation(Speculation):
         # Stable, and the probabilities of a request never rise, so the first drafts of each request are taken.
         order = np.argsort(-gains, kind="stable")[: self._max_step_tokens - num_reqs]
         tokens = num_reqs + np.concatenate([[0.0], np.cumsum(gains[order])])
-        best = _best(tokens, intervals[: len(tokens)])
+        making = np.array(draft_s)[np.array(owners)[order]]
+        best = _best(tokens, intervals[: len(tokens)] + np.concatenate([[0.0], np.cumsum(making)]))
         if not best:
             return []
         counts = [0] * num_reqs
@@ -311,6 +359,9 @@ def make_speculation(
         caps=caps,
         grammar_drafts=grammar_drafts,
         answers=None if config.speculative == "ngram" else SuffixIndex(config.speculative_cache_tokens),
+        runner_method=(
+            DRAFT_METHODS.index(config.speculative) if config.speculative in RUNNER_METHODS else None
+        ),
     )
 
 

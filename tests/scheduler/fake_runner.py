@@ -25,6 +25,7 @@ from engine.runtime.messages import FinishKind, Overruled
 from engine.runtime.pooling import PoolingParams
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import (
+    RUNNER_DRAFT,
     ForwardMode,
     GetMasks,
     GoOn,
@@ -197,6 +198,8 @@ class FakeRunner:
         self.num_masks = 0
         self.caches_on_host = False
         self.swap_s = 0.0  # what every step with swaps says they took
+        self.drafts_right: Callable[[], bool] = lambda: True  # of each draft that it makes
+        self.draft_s = 0.0  # what each of them takes
 
     def launch(self, plan: StepPlan, go_on: GoOn = to_the_end, masks: GetMasks = no_masks) -> Launched:
         """Apply a plan in the order that its docstring gives."""
@@ -363,6 +366,7 @@ class FakeRunner:
             if self.has_states:
                 assert len(drafts) <= self.max_drafts
                 self.save_states(plan, row_id, start, start + length, len(drafts))
+            self.make_drafts(row, drafts)
             assert samples[idx] or not drafts
             assert not samples[idx] or start + length == len(row.tokens), "samples before the end"
             row.num_pooled += length
@@ -402,7 +406,8 @@ class FakeRunner:
             tuple(logprobs) if any(logprobs) else (),
             prompt_logprobs,
             errors,
-            forward_s=self.step_s(plan),
+            forward_s=self.step_s(plan) + self.draft_s * ints(plan.draft_ids).count(RUNNER_DRAFT),
+            draft_s=self.draft_s * ints(plan.draft_ids).count(RUNNER_DRAFT),
             swap_s=self.swap_s if plan.swap_outs or plan.swap_ins else 0.0,
             num_next_tokens=np.array([len(run) for run in runs if run], dtype=np.int32).tobytes()
             if plan.num_drafts
@@ -506,6 +511,14 @@ class FakeRunner:
             state = remembered([*row.tokens, *drafts], self.memory, row.weights)
         output_len = len(row.tokens) + len(drafts) - row.prompt_len
         return next_token(state, row.sampling, output_len, self.eos, self.vocab_size, allowed)
+
+    def make_drafts(self, row: Row, drafts: list[int]) -> None:
+        """Replace the drafts that a plan leaves to the runner."""
+        assert RUNNER_DRAFT not in drafts or drafts == [RUNNER_DRAFT] * len(drafts), "drafts of two kinds"
+        for k, draft in enumerate(drafts):
+            if draft == RUNNER_DRAFT:
+                token = self.sample(row, None, drafts[:k])
+                drafts[k] = token if self.drafts_right() else (token + 1) % self.vocab_size
 
     def masks_by_row(self, found: TokenMasks | None) -> dict[int, frozenset[int]]:
         """The tokens allowed in each row of logits with a mask."""

@@ -293,6 +293,7 @@ class Harness:
             self.refused[batch.plan.step_id] = refused
             self.in_flight.append((batch, launched))
         idle = batch is None or batch.plan.mode is ForwardMode.IDLE
+        idle = idle or (batch is not None and batch.num_drafts > 0 and self.scheduler.needs_result(batch))
         while self.in_flight and (len(self.in_flight) > self.overlap or idle):
             self.settle()
             if batch is None:

@@ -52,7 +52,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
         "kv_token_bytes": draw(one_of(1024, 1 << 30)),  # of the second, a step copies few
         "radix_cache": radix_cache,
         "overlap": overlap,
-        "speculative": "off" if overlap else draw(one_of("off", "ngram", "suffix")),
+        "speculative": "off" if overlap else draw(one_of("off", "ngram", "suffix", "mtp")),
         "speculative_num_draft_tokens": draw(one_of(1, 3, 8)),
         "memory": draw(one_of(None, 1, 2)),  # outputs that can be guessed
         "schedule_policy": draw(st.sampled_from(get_args(SchedulePolicyName))),
@@ -100,6 +100,8 @@ class Life:
         self.harness.has_news = lambda: bool(self.rng.random() < 0.2)
         self.without_grammar: list[str] = []
         harness._fake_runner.late = bool(self.rng.random() < 0.5)
+        right = float(self.rng.choice([0.0, 0.7, 1.0]))
+        harness._fake_runner.drafts_right = lambda: bool(self.rng.random() < right)
 
     def act(self) -> None:
         """One random thing."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...adapter_runs import AdapterBatch, AdapterRuns
-from ...forward_batch import ForwardBatch, StageStates
+from ...forward_batch import FeaturedStates, ForwardBatch, StageStates
 from ...memory.state_pool import StateBatch, StatePool
 from ...sampling.sampler_backend import SampledTokens
 from ...states.state_runs import StateRuns
@@ -91,7 +91,9 @@ class RecordedForward(NamedTuple):
             else StateBatch(self.state_pool, StateRuns(inputs.state_plan)),
             incoming=self.link.incoming(len(inputs.rows)),
         )
-        return self.model.forward(batch), None if adapters is None else adapters.sampled
+        result = self.model.forward(batch)
+        assert not isinstance(result, FeaturedStates), "no step of a model with a drafter is recorded"
+        return result, None if adapters is None else adapters.sampled
 
 
 def first_rows(result: ForwardResult, num: int) -> ForwardResult:

@@ -20,12 +20,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ...forward_batch import StageStates
+from ...forward_batch import FeaturedStates, StageStates
 
 _ALIGNMENT: Final = 64  # bytes, a cache line
 _CHUNK_BYTES: Final = 1 << 20
 
-Result = TypeVar("Result", bound=Tensor | StageStates)
+Result = TypeVar("Result", bound=Tensor | StageStates | FeaturedStates)
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -51,6 +51,8 @@ class Arena:
         """The same result without ownership of its blocks; a stage may return memory that is not of this arena."""
         if isinstance(result, Tensor):
             return cast("Result", self.borrowed(result))
+        if isinstance(result, FeaturedStates):
+            return cast("Result", FeaturedStates(*map(self.borrowed, result)))
         return cast(
             "Result",
             StageStates(*(self.borrowed(x) if self._holds(x) else x for x in (result.x, result.residual))),

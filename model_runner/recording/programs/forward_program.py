@@ -29,7 +29,7 @@ from torch import Tensor
 from ...adapter_runs import AdapterBatch, AdapterRuns, recorded_plan
 from ...attention.backend import BatchLayout, PlannedAttention
 from ...distributed.pp_link import NO_LINK, StageLink
-from ...forward_batch import ForwardBatch, StageStates
+from ...forward_batch import FeaturedStates, ForwardBatch, StageStates
 from ...kernels.cpu.library import load_library
 from ...memory.state_pool import StateBatch, StatePool
 from ...states.state_runs import StateRuns, recorded_state_plan
@@ -84,7 +84,7 @@ class ProgrammedForward:
         self.arena = arena
         self._model = model
 
-    def __call__(self, batch: ForwardBatch) -> Tensor | StageStates:
+    def __call__(self, batch: ForwardBatch) -> Tensor | StageStates | FeaturedStates:
         attention = batch.attention
         num_tokens = len(batch.input_ids)
         size = StepSize(num_tokens, num_tokens if batch.logits_indices is None else len(batch.logits_indices))
@@ -266,7 +266,14 @@ class _Tracer:
             states=self.states,
             incoming=self._link.incoming(size.tokens),
         )
-        traced = trace(self._library, blocks, lambda: self._model.forward(batch))
+
+        def compute() -> Tensor | StageStates:
+            result = self._model.forward(batch)
+            if isinstance(result, FeaturedStates):
+                raise NoProgramError("it has features of several layers")
+            return result
+
+        traced = trace(self._library, blocks, compute)
         if reasons := [*traced.reasons, *filter(None, [blocks.reason])]:
             raise NoProgramError(", ".join(dict.fromkeys(reasons)))
         return traced

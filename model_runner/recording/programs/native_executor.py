@@ -22,12 +22,12 @@ from torch import Tensor
 
 from ...adapter_runs import AdapterBatch, AdapterRuns, recorded_plan, write_plan
 from ...distributed.pp_link import NO_LINK
-from ...forward_batch import ForwardBatch, StageStates
+from ...forward_batch import FeaturedStates, ForwardBatch, StageStates
 from ...kernels.cpu.library import load_library
 from ...memory.state_pool import StateBatch, StatePool
 from ...states.state_runs import StateRuns, recorded_state_plan
 from ...structures.causal_lm import logits_of
-from ..executor import RecordedBytes, StepExecutor, StepOutput
+from ..executor import RecordedBytes, StepExecutor, StepFeatures, StepOutput
 from .arena import Arena
 from .native_program import NativeProgram, record
 
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from ..eager_executor import EagerExecutor
 
 logger = logging.getLogger(__name__)
+
+_Result = Tensor | StageStates | FeaturedStates
 
 
 class NativeExecutor:
@@ -115,9 +117,14 @@ class NativeExecutor:
         self.num_replayed += 1
         return self._output(recording.numbers, batch, recording.result)
 
-    def _output(self, numbers: _Numbers, batch: InputBatch, result: Tensor | StageStates) -> StepOutput:
+    def _output(self, numbers: _Numbers, batch: InputBatch, result: _Result) -> StepOutput:
         """The output of a step in which every request samples."""
         rows = numbers.rows_of(batch)
+        if isinstance(result, FeaturedStates):
+            features = StepFeatures(
+                numbers.input_ids, numbers.positions, numbers.out_cache_loc, result.features
+            )
+            return StepOutput(result.hidden, rows, features=features)
         if isinstance(result, Tensor):
             return StepOutput(result, rows)
         self._link.send(result)
@@ -152,7 +159,7 @@ class NativeExecutor:
         self._recordings[size, has_adapters] = _Recording(numbers, program, result)
         return self._output(numbers, batch, result)
 
-    def _compute(self, numbers: _Numbers) -> Tensor | StageStates:
+    def _compute(self, numbers: _Numbers) -> _Result:
         """[T, V] logits, or what the next stage gets; this is recorded, including the planning of attention."""
         batch = ForwardBatch(
             input_ids=numbers.input_ids,
@@ -167,7 +174,9 @@ class NativeExecutor:
         hidden = self._model.forward(batch)
         if isinstance(hidden, StageStates):
             return hidden
-        return logits_of(self._model, hidden, None if batch.adapters is None else batch.adapters.sampled)
+        assert isinstance(hidden, Tensor), "features of other layers than the last one are not recorded"
+        logits = logits_of(self._model, hidden, None if batch.adapters is None else batch.adapters.sampled)
+        return FeaturedStates(logits, hidden) if self.eager.keeps_features else logits
 
 
 class _Numbers:
@@ -229,7 +238,7 @@ class _Recording(NamedTuple):
 
     numbers: _Numbers
     program: NativeProgram
-    result: Tensor | StageStates
+    result: _Result
 
 
 def native_executor(

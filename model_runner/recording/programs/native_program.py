@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ...forward_batch import StageStates
+from ...forward_batch import FeaturedStates, StageStates
 from .torch_calls import TorchCalls
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ _FROM_HOST: Final = frozenset({torch.ops.aten.lift_fresh.default})
 """Operations with values of this step, which a replay would not update."""
 _WORD_MASK: Final = (1 << 64) - 1
 
-Result = TypeVar("Result", bound=Tensor | StageStates)
+Result = TypeVar("Result", bound=Tensor | StageStates | FeaturedStates)
 
 
 class Call(NamedTuple):

@@ -1,0 +1,1 @@
+"""Drafters: what a runner proposes as the next tokens of its requests."""
