@@ -7,8 +7,14 @@ arithmetic could accept a request that then waits forever.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 from .text import counted
 from .transport.message_base import Record
+
+if TYPE_CHECKING:
+    from .messages import MediaItem
 
 
 class Capacity(Record, frozen=True):
@@ -27,6 +33,9 @@ class Capacity(Record, frozen=True):
         checkpoint_pages: pages from one of them within a prompt or an answer to the next; 0 without state layers.
         num_stages: pipeline stages of the runner: as many steps may be in flight. With more than 1 a request must not
             be in a step before the token of its last step is settled, because the first stage does not know it.
+        num_encoder_rows: rows of images that the runner's buffer holds, a multiple of `encoder_tile_rows`; 0: the
+            model takes no images.
+        encoder_tile_rows: rows of each tile of an image; 0 without images.
     """
 
     max_model_len: int
@@ -40,6 +49,8 @@ class Capacity(Record, frozen=True):
     num_checkpoints: int = 0
     checkpoint_pages: int = 0
     num_stages: int = 1
+    num_encoder_rows: int = 0
+    encoder_tile_rows: int = 0
 
     @property
     def max_total_tokens(self) -> int:
@@ -108,4 +119,24 @@ def reason_against(prompt_len: int, max_new_tokens: int, capacity: Capacity) -> 
         f"the prompt has {prompt} and max_tokens is {max_new_tokens}: {counted(total - 1, 'KV slot')}, "
         f"the KV pool has {capacity.max_total_tokens}; shorten the prompt, lower max_tokens to {most} or raise "
         f"--max-total-tokens"
+    )
+
+
+def reason_against_images(media: Sequence[MediaItem], capacity: Capacity) -> str | None:
+    """Reason why a request with these images can never run; None if it can. An image that comes twice counts once."""
+    if not media:
+        return None
+    if capacity.num_stages > 1:
+        return (
+            "the request has images, which a server with --pp does not take; send text, or start it with --tp"
+        )
+    if not capacity.num_encoder_rows:
+        return "the request has images, but this server computes text only; send text, or serve a model with a tower"
+    num_tiles = sum({item.digest: item.shape[0] for item in media}.values())
+    need = num_tiles * capacity.encoder_tile_rows
+    if need <= capacity.num_encoder_rows:
+        return None
+    return (
+        f"the images have {counted(num_tiles, 'tile')} with {need} rows, and the encoder cache holds "
+        f"{capacity.num_encoder_rows}; send fewer or smaller images"
     )

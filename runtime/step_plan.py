@@ -272,11 +272,13 @@ class StepResult(Record, frozen=True):
         prompt_logprobs: batch index -> log-probabilities of the prompt tokens *predicted by* this chunk: the tokens at
             positions num_computed+1 .. min(num_computed+num_scheduled, prompt_len-1).
         errors: batch index -> message, for requests that failed on their own (values not finite, also in a chunk that
-            samples nothing). Their entries in `next_token_ids` are arbitrary; other requests are not affected.
+            samples nothing; tiles that could not be read). Their entries in `next_token_ids` are arbitrary; other
+            requests are not affected. After an error the tiles that the step encoded count as not encoded.
         forward_s: seconds that the device spent on the step, including the copy of the tokens to the host; a step
             launched while the one before ran counts from that one's end. The CPU is a device that starts at once.
         swap_s: of these, seconds that the device was busy swapping; 0 without swaps.
         draft_s: of `forward_s`, seconds in which the runner made drafts.
+        encode_s: of these, seconds that it encoded tiles of images; 0 without encodes.
         out_of_memory: why the step has computed nothing: the device ran out of memory. Every part of the plan before
             the batch has been applied; the KV of the batch's new tokens is arbitrary. Empty if the step succeeded.
         num_next_tokens: [S] tokens of each request: 1 plus one per accepted draft, or one per completed round of a
@@ -295,6 +297,7 @@ class StepResult(Record, frozen=True):
     num_next_tokens: bytes = b""
     vectors: dict[int, bytes] = {}  # noqa: RUF012
     draft_s: float = 0.0
+    encode_s: float = 0.0
 
 
 class Pending(Protocol):

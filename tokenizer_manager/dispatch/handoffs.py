@@ -172,10 +172,10 @@ class Pair:
         self._peer = peer
 
     def halves(self, message: GenerateRequest) -> tuple[GenerateRequest, GenerateRequest] | None:
-        """The prefill half and the decode half of a request; None: replica 1 does all of it."""
+        """The prefill half and the decode half of a request; None: replica 1 does all of it, as with images."""
         is_short = len(message.input_ids) < 4 * MIN_PROMPT_TOKENS
         needs_all = message.pooling is not None or message.sampling.prompt_logprobs is not None
-        if is_short or needs_all or message.delivered is not None:
+        if is_short or needs_all or message.delivered is not None or message.media:
             return None
         bootstrap_room = str(secrets.randbits(63))
         half = message.rid + _HALF

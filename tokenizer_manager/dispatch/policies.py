@@ -18,6 +18,7 @@ from collections.abc import Collection, Sequence
 from typing import Final, Protocol
 
 from ...runtime.config.device_config import DispatchPolicyName
+from ...runtime.media import routing_id, with_image_ids
 from ...runtime.messages import GenerateRequest
 
 MAX_ANSWER: Final = 4096
@@ -170,7 +171,10 @@ class PrefixAffinity:
 
     def _names_of(self, message: GenerateRequest) -> list[int]:
         if self._hashed[0] != message.rid:
-            names = block_hashes(message.input_ids, (message.extra_key, message.lora_id))
+            input_ids = message.input_ids
+            if message.media:
+                input_ids = with_image_ids(input_ids, message.media, [*map(routing_id, message.media)])
+            names = block_hashes(input_ids, (message.extra_key, message.lora_id))
             self._hashed = message.rid, names
         return self._hashed[1]
 

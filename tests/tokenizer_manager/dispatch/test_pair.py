@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Awaitable, Callable
 
-from engine.runtime.messages import BatchTextOutput, KVHandoff
+from msgspec.structs import replace
+
+from engine.runtime.messages import BatchTextOutput, GenerateRequest, KVHandoff, MediaItem
+from engine.runtime.sampling_params import SamplingParams
 from engine.tokenizer_manager.dispatch.handoffs import MIN_PROMPT_TOKENS, Pair
 from engine.tokenizer_manager.generation import GenerationRequest
 
@@ -101,3 +105,11 @@ def test_without_the_decode_replica_the_prefill_replica_does_all():
         assert await texts(stream) == ["b"]
 
     run(test)
+
+
+def test_images_are_computed_by_the_replica_that_decodes():
+    params = SamplingParams(max_new_tokens=4, seed=0)
+    message = GenerateRequest("r", array("i", LONG).tobytes(), params)
+    item = MediaItem(b"d" * 32, array("i", [1, 4]).tobytes(), "", (1, 4, 4, 3))
+    assert Pair(PEER).halves(message) is not None
+    assert Pair(PEER).halves(replace(message, media=(item,))) is None

@@ -7,9 +7,10 @@ from itertools import count
 from typing import get_args
 
 import pytest
+from msgspec.structs import replace
 
 from engine.runtime.config.device_config import DispatchPolicyName
-from engine.runtime.messages import GenerateRequest
+from engine.runtime.messages import GenerateRequest, MediaItem
 from engine.runtime.sampling_params import SamplingParams
 from engine.tokenizer_manager.dispatch.policies import (
     BLOCK,
@@ -28,6 +29,12 @@ def request(*blocks: int, salt: str = "") -> GenerateRequest:
     ids = array("i", [token for block in blocks for token in [block] * BLOCK] + [0])
     params = SamplingParams(max_new_tokens=4, seed=0)
     return GenerateRequest(f"r{next(NUMBERS)}", ids.tobytes(), params, extra_key=salt)
+
+
+def with_image(message: GenerateRequest, digest: bytes) -> GenerateRequest:
+    """The same prompt, its second block the placeholders of an image."""
+    item = MediaItem(digest * 32, array("i", [BLOCK, BLOCK]).tobytes(), "", (1, 4, 4, 3))
+    return replace(message, media=(item,))
 
 
 def loads(*requests: int, tokens: tuple[int, ...] = ()) -> list[ReplicaLoad]:
@@ -111,3 +118,16 @@ def test_nothing_is_kept_of_requests_that_ended():
         send(policy, message, loads(0, 0))
         policy.ended(message)
     assert policy._expected == {}
+
+
+def test_an_image_goes_to_the_replica_that_has_it():
+    """Placeholders of all images are alike: by their ids all images would be at the first replica."""
+    policy = PrefixAffinity(3, POOL)
+    first, second = (with_image(request(1, 2, 3), digest) for digest in (b"a", b"b"))
+    assert send(policy, first, loads(0, 1, 1)) == 0
+    assert send(policy, second, loads(1, 0, 1)) == 0  # for the text before it
+    policy.restarted(0)
+    assert send(policy, first, loads(1, 0, 1)) == 1
+    assert send(policy, replace(first, rid="again"), loads(0, 1, 0)) == 1
+    policy._maps[2].add(policy._names_of(second))
+    assert send(policy, replace(second, rid="other"), loads(0, 0, 0)) == 2
