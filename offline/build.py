@@ -107,7 +107,7 @@ def start_engine(prepared: Prepared, tokenizer: Tokenizer, *, on_step: Callable[
                 runner,
                 lambda: _News(send),
                 None,
-                lambda: scheduler.settled_step,
+                scheduler,
             )
         try:
             if mover is not None:

@@ -46,6 +46,9 @@ class SchedulerTotals(Record, frozen=True):
         draft_tokens: that steps have verified, see --speculative.
         accepted_draft_tokens: of these, the accepted ones.
         overruled_tokens: see `GrammarUsage`.
+        encoder_tiles: tiles of images that were encoded.
+        encoder_hits: tiles that a request found encoded when it was admitted.
+        encoder_s: seconds for tiles; of `step_s`.
         kv_events: published, see --kv-events.
         kv_event_replays: requests of subscribers that had missed some.
     """
@@ -66,6 +69,9 @@ class SchedulerTotals(Record, frozen=True):
     overruled_tokens: int = 0
     kv_events: int = 0
     kv_event_replays: int = 0
+    encoder_tiles: int = 0
+    encoder_hits: int = 0
+    encoder_s: float = 0.0
 
 
 class GrammarTotals(Record, frozen=True):

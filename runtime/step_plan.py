@@ -278,7 +278,7 @@ class StepResult(Record, frozen=True):
             launched while the one before ran counts from that one's end. The CPU is a device that starts at once.
         swap_s: of these, seconds that the device was busy swapping; 0 without swaps.
         draft_s: of `forward_s`, seconds in which the runner made drafts.
-        encode_s: of these, seconds that it encoded tiles of images; 0 without encodes.
+        encode_s: of `forward_s`, seconds that it encoded tiles of images; 0 without encodes.
         out_of_memory: why the step has computed nothing: the device ran out of memory. Every part of the plan before
             the batch has been applied; the KV of the batch's new tokens is arbitrary. Empty if the step succeeded.
         num_next_tokens: [S] tokens of each request: 1 plus one per accepted draft, or one per completed round of a

@@ -18,6 +18,8 @@ from .admission.shared_prefixes import ParallelSamples
 from .decodes import Decodes
 from .estimator import make_estimator
 from .grammar.grammar_rules import GrammarDrafts
+from .media.encoder_cache import EncoderCache
+from .media.media_ids import MediaIds
 from .memory.host_pages import HostPages
 from .memory.kv_memory import KVMemory, RowMemory
 from .memory.ledger import Ledger
@@ -82,7 +84,11 @@ class SchedulerParts:
         )
         max_pinned_pages = int(cache.pin_fraction * capacity.num_pages)
         state_slots = _make_state_slots(capacity)
-        self.block_events = BlockEvents(block_size_for(page_size)) if records_blocks else BlockRecorder()
+        self.media_ids = MediaIds(capacity.encoder_tile_rows)
+        self.block_events: BlockRecorder = BlockRecorder()
+        if records_blocks:
+            ids = self.media_ids
+            self.block_events = BlockEvents(block_size_for(page_size), ids.portable, ids.ordinary)
         copy_out = host.cache if host.keeps_evicted else None
         prefix_cache = _make_prefix_cache(
             cache, capacity, max_pinned_pages, state_slots, self.block_events, copy_out
@@ -104,6 +110,7 @@ class SchedulerParts:
         parallel_samples = ParallelSamples(states)
         self.adapters = AdapterTable(is_enabled=capacity.num_adapter_slots > 0)
         self.adapter_slots = AdapterSlots(capacity.num_adapter_slots, self.adapters)
+        self.encoder_cache = EncoderCache(capacity.num_encoder_rows, capacity.encoder_tile_rows)
         limits = StepLimits.of(config)
         caps = StepCaps(limits, page_size=page_size, num_rows=num_rows, max_model_len=capacity.max_model_len)
         self.grammar_drafts = GrammarDrafts(states)
@@ -116,7 +123,7 @@ class SchedulerParts:
             keeps_states=state_slots is not None,
         )
         self.requests = requests = Requests(
-            kv, policy, (parallel_samples, self.adapter_slots, self.speculation)
+            kv, policy, (parallel_samples, self.adapter_slots, self.encoder_cache, self.speculation)
         )
         mode = make_preemption_mode(config.preemption_mode, page_size * capacity.kv_token_bytes)
         preemption = Preemption(
@@ -138,6 +145,7 @@ class SchedulerParts:
                 reservations=reservations,
                 parallel_samples=parallel_samples,
                 adapter_slots=self.adapter_slots,
+                encoder_cache=self.encoder_cache,
                 memory=memory,
                 look_ahead=limits.look_ahead,
             ),

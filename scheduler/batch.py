@@ -38,6 +38,7 @@ class ScheduleBatch(msgspec.Struct, frozen=True, eq=False):
         draft_methods: [num_drafts] uint8, see `Drafts`.
         sampled: [S] batch indices of the requests that sample. `StepResult.next_token_ids` is in this order.
         has_grammar: a request that samples has a grammar.
+        num_tiles: tiles of images that the step encodes, by the rid of the request that needs them first.
     """
 
     plan: StepPlan
@@ -50,6 +51,7 @@ class ScheduleBatch(msgspec.Struct, frozen=True, eq=False):
     sampled: IntArray
     has_grammar: bool = False
     draft_methods: bytes = b""
+    num_tiles: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self.reqs)
@@ -73,6 +75,10 @@ class ScheduleBatch(msgspec.Struct, frozen=True, eq=False):
             plan.state_saves,
         ):
             checksum = zlib.crc32(array, checksum)
+        for encode in plan.encodes:
+            checksum = zlib.crc32(encode.first_row.to_bytes(4, "little"), checksum)
+        for new in plan.new_reqs:
+            checksum = zlib.crc32(new.media, checksum)
         return zlib.crc32(plan.swap_ins, zlib.crc32(plan.swap_outs, checksum))
 
     def still_here(self, pool: ReqToTokenPool) -> BoolArray:

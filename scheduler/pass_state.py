@@ -124,6 +124,7 @@ def record_of(
         record.step_id, record.mode, record.plan_crc = plan.step_id, plan.mode, batch.checksum()
         record.num_decodes = len(batch) - batch.num_extends
         record.num_drafts, record.num_rounds = batch.num_drafts, plan.num_rounds
+        record.num_tiles = batch.num_tiles
     return record
 
 

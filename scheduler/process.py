@@ -109,7 +109,7 @@ def main(child: Child) -> None:
             own_runner,
             lambda: Outbox(settings.endpoints.scheduler),
             _ranks(child),
-            lambda: scheduler.settled_step,
+            scheduler,
         )
     )
     # The objects that exist now stay, so the collector must not visit them in the middle of a step.

@@ -115,15 +115,16 @@ class ResultSettler:
         `interval_s`: since the last settle.
         """
         num_rounds = batch.rounds_made(result.num_next_tokens)
+        compute_s = result.forward_s - result.swap_s - result.encode_s
         self._stats.num_steps += num_rounds - 1
-        self._target.measured(batch, (result.forward_s - result.swap_s) / num_rounds)
+        self._stats.encode_s += result.encode_s
+        self._target.measured(batch, compute_s / num_rounds, result.encode_s)
         num_pages = (len(batch.plan.swap_outs) + len(batch.plan.swap_ins)) // (2 * TOKEN_ID_BYTES)
         if num_pages:
             self._mode.measured_swap(num_pages, result.swap_s)
         if (
             batch.plan.mode is ForwardMode.EXTEND
         ):  # also beside copies: a full pool evicts in nearly every step
-            compute_s = result.forward_s - result.swap_s
             self._mode.measured_prefill(batch.plan.total_num_scheduled_tokens, compute_s)
         elif batch.plan.mode is ForwardMode.DECODE and not num_pages:
             self._speculation.measured(

@@ -46,7 +46,6 @@ from ..runtime.messages import (
     FlushCache,
     GenerateRequest,
     GrammarReady,
-    KVHandoff,
     SchedulerInput,
 )
 from ..runtime.scheduler_report import SchedulerReport
@@ -87,6 +86,7 @@ class Scheduler:
     Attributes:
         decisions: what the last passes decided, with the reasons.
         masks: the token masks of a planned step.
+        media_ids: ids of images.
         settled_step: the last step that was settled; 0 if none was.
     """
 
@@ -129,6 +129,7 @@ class Scheduler:
         self._requests, self._kv, self._stats = parts.requests, parts.memory.kv, parts.stats
         self._answers, self._policy, self._deadlines = parts.answers, parts.policy, parts.deadlines
         self._transfer = parts.transfer
+        self.media_ids = parts.media_ids
         self._matchers = matchers
         self.masks = MaskFiller(capacity.vocab_size, parts.memory.pool)
         self._last_step_id = self.settled_step = 0
@@ -173,8 +174,11 @@ class Scheduler:
                 self._take_grammar(message, now_s)
             case Call():
                 changes = NO_CHANGES
-                if isinstance(message.request, FlushCache) and message.request.tier:
-                    changes = self._transfer.flushed(message.call_id, now_s)
+                if isinstance(message.request, FlushCache):
+                    if message.request.device:
+                        self._parts.encoder_cache.flush()
+                    if message.request.tier:
+                        changes = self._transfer.flushed(message.call_id, now_s)
                 self._parts.calls.handle(message, now_s, self._end_users_of)
                 self._change(changes, now_s)
             case AdapterRead(store_id=store_id, error=error):
@@ -235,7 +239,7 @@ class Scheduler:
             reason = (
                 reason_to_refuse(message, self._capacity)
                 or self._parts.adapters.reason_against(message.lora_id)
-                or self._reason_against_handoff(message.handoff)
+                or self._reason_against_handoff(message)
             )
         except Exception:  # the failure of one request must not end the others
             logger.error("checking a request failed rid=%s", message.rid, exc_info=True)
@@ -247,7 +251,8 @@ class Scheduler:
         if 0.0 < message.arrival_s < self._abandoned_before_s:
             logger.info("dropped a request of an ended tokenizer manager rid=%s", message.rid)
             return
-        req = self._requests.receive(message, now_s, self._kv.begin_turn(message, now_s))
+        images = self.media_ids.images_of(message.input_ids, message.media)
+        req = self._requests.receive(message, now_s, self._kv.begin_turn(message, now_s), images)
         self._deadlines.add(req, message)
         self.decisions.append(
             Arrived(
@@ -263,6 +268,7 @@ class Scheduler:
                 req.receives_kv,
                 "" if req.session is None else req.session.key,
                 req.turn,
+                len(message.media),
             )
         )
         if message.grammar is not None and not message.needs_grammar:
@@ -270,8 +276,15 @@ class Scheduler:
         if req.status in _QUEUED:
             self._note(self._transfer.arrived(req, now_s), now_s)
 
-    def _reason_against_handoff(self, handoff: KVHandoff | None) -> str | None:
-        return None if handoff is None else self._transfer.reason_against(receives=bool(handoff.peer)) or None
+    def _reason_against_handoff(self, message: GenerateRequest) -> str | None:
+        if message.handoff is None:
+            return None
+        if message.media:
+            return (
+                "the request has images and a bootstrap room, but images are computed by the engine that decodes; "
+                "send it to that engine alone, without bootstrap_room and kv_transfer_params"
+            )
+        return self._transfer.reason_against(receives=bool(message.handoff.peer)) or None
 
     def _change(self, changes: Changes, now_s: float) -> None:
         """Send the rows of a `TransferRole` and note what it did."""
@@ -412,7 +425,8 @@ class Scheduler:
         num_rounds = self._parts.multi_step.plan(work, drafts)
         self._last_step_id += 1
         loads = self._parts.adapter_slots.take_loads()
-        batch = plan_step(self._last_step_id, work, self._parts.memory, drafts, num_rounds, loads)
+        images = self._parts.encoder_cache.plan(self._last_step_id, work.chunks)
+        batch = plan_step(self._last_step_id, work, self._parts.memory, drafts, num_rounds, loads, images)
         if batch.plan.mode is not ForwardMode.IDLE:
             self._stats.num_steps += 1
             self._parts.sentinel.progress()
@@ -431,8 +445,11 @@ class Scheduler:
         """Take the result of a step; see `ResultSettler.settle`. Call once per batch, in the order of planning."""
         rows = self._parts.settler.settle(batch, result, now_s, refused)
         self.settled_step = batch.plan.step_id
+        self._parts.encoder_cache.settled(
+            batch.plan.step_id, failed=bool(result.out_of_memory or result.errors)
+        )
         self._answers.rows(rows)
-        self._transfer.settled(batch, result.forward_s)
+        self._transfer.settled(batch, result.forward_s - result.encode_s)
         self.decisions.append(
             Settled(
                 now_s,
@@ -447,6 +464,7 @@ class Scheduler:
                 grammar_ends=ends_by_grammar(batch, rows) if batch.has_grammar else {},
                 refused=list(refused),
                 vectors={idx: vector_digest(vector) for idx, vector in result.vectors.items()},
+                encode_s=result.encode_s,
             )
         )
         # After the record of the result: a replay makes this call when it comes to that record.
@@ -457,7 +475,8 @@ class Scheduler:
 
         Not with pipeline stages: the requests of a step in flight are not planned again.
         """
-        return self.num_stages == 1 and self._parts.speculation.needs_result(batch)
+        encodes = bool(batch.plan.encodes)  # long against what overlap saves; see `EncoderCache.settled`
+        return self.num_stages == 1 and (encodes or self._parts.speculation.needs_result(batch))
 
     def is_reading(self, store_id: int) -> bool:
         """Whether an adapter's weights are still to be read; False if they are, or if it was refused."""
@@ -511,6 +530,7 @@ class Scheduler:
         sentinel = self._parts.sentinel
         if not self._requests:
             sentinel.progress()
+            self._parts.encoder_cache.check_idle()
             if self._transfer.num_open:
                 self._parts.ledger.check()
             else:
@@ -541,6 +561,7 @@ class Scheduler:
             LedgerError: the message says what is wrong.
         """
         self._parts.adapter_slots.audit(self._requests.with_row)
+        self._parts.encoder_cache.audit(self._requests.with_row)
         self._parts.ledger.audit(self._requests.with_row, self._requests.swapped, self._transfer.leases())
 
     def report(self, now_s: float) -> SchedulerReport:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from ..runtime.step_plan import ForwardMode, NewReq, RowUpdate, StepPlan
 from .arrays import IntArray
 from .batch import ScheduleBatch
+from .media.encoder_cache import NO_ENCODE_WORK, EncodeWork
 from .memory.kv_memory import RowMemory
 from .memory.req_to_token_pool import ReqToTokenPool
 from .phases import Work
@@ -55,6 +56,7 @@ def plan_step(
     drafts: Drafts = NO_DRAFTS,
     num_rounds: int = 1,
     adapter_loads: bytes = b"",
+    images: EncodeWork = NO_ENCODE_WORK,
 ) -> ScheduleBatch:
     """Make the step's batch; advance `num_computed` and take the changes for the runner. Call once per step.
 
@@ -68,6 +70,7 @@ def plan_step(
         drafts: draft tokens of the decodes.
         num_rounds: inner steps; above 1 only for a step of decodes alone, without drafts.
         adapter_loads: see `StepPlan`.
+        images: the tiles that the step encodes, and the rows that its new requests read.
     """
     chunks, decode_rows = work.chunks, work.decode_rows
     pool, kv, host = memory.pool, memory.kv, memory.host
@@ -93,7 +96,7 @@ def plan_step(
         out_cache_loc=b"".join([loc.tobytes() for loc in (tokens.out_cache_loc, *further_loc)]),
         samples=tokens.samples.tobytes(),
         total_num_scheduled_tokens=len(tokens.out_cache_loc),
-        new_reqs=tuple([_new_req(chunk, pool) for chunk in chunks if chunk.is_first]),
+        new_reqs=tuple([_new_req(chunk, pool, images) for chunk in chunks if chunk.is_first]),
         row_updates=tuple(
             [RowUpdate(row, start, pool.slots(row, start, stop).tobytes()) for row, start, stop in moved]
         ),
@@ -107,6 +110,7 @@ def plan_step(
         pools=tokens.pools,
         adapter_loads=adapter_loads,
         state_saves=state_saves,
+        encodes=images.encodes,
     )
     return ScheduleBatch(
         plan=plan,
@@ -119,6 +123,7 @@ def plan_step(
         sampled=sampled,
         has_grammar=bool(memory.states.has_grammar[tokens.rows[sampled]].any()),
         draft_methods=drafts.methods,
+        num_tiles=images.num_tiles,
     )
 
 
@@ -188,16 +193,17 @@ def _per_request(drafts: Drafts, num_extends: int) -> bytes:
     return np.concatenate([np.zeros(num_extends, dtype=np.int32), drafts.counts]).tobytes() if drafts else b""
 
 
-def _new_req(chunk: Chunk, pool: ReqToTokenPool) -> NewReq:
+def _new_req(chunk: Chunk, pool: ReqToTokenPool, images: EncodeWork) -> NewReq:
     req = chunk.req
     return NewReq(
         rid=req.rid,
         row=req.row,
-        input_ids=req.fill_ids,
+        input_ids=req.ordinary_ids,
         prompt_len=req.prompt_len,
         prefix_loc=pool.slots(req.row, 0, chunk.start).tobytes(),
         sampling=req.sampling,
         pooling=req.pooling,
         adapter_slot=req.adapter_slot,
         checkpoint=req.checkpoint,
+        media=images.placements.get(req.rid, b""),
     )

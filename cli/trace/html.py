@@ -54,7 +54,7 @@ PASS_COLUMNS: Final = {
 """Names of the page's data -> columns of `PassTable`."""
 
 WAIT_GROUPS: Final = {
-    "memory": (Reason.NO_KV, Reason.RETRACTING),
+    "memory": (Reason.NO_KV, Reason.RETRACTING, Reason.MEDIA_LIMIT),
     "compute": (
         Reason.CHUNK_BUDGET,
         Reason.STEP_TIME,
@@ -62,6 +62,7 @@ WAIT_GROUPS: Final = {
         Reason.PARTIAL_LIMIT,
         Reason.LONG_PARTIAL_LIMIT,
         Reason.DECODES_FIRST,
+        Reason.ENCODE_TIME,
     ),
     "shared": (
         Reason.PREFIX_COMING,

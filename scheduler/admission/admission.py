@@ -6,6 +6,7 @@ from itertools import islice
 
 from ..arrays import IntArray
 from ..estimator import OutputEstimator
+from ..media.encoder_cache import TileBudget
 from ..pass_state import PassState
 from ..records.stats import SchedulerStats
 from ..records.verdict import Reason, Verdict
@@ -118,6 +119,7 @@ class Admission:
                 step_tokens=min(budget.rem_step_tokens, budget.time.most_tokens(0)),
                 num_prompts=len(parts.requests.partial) + len(parts.requests.waiting),
             ),
+            tiles=TileBudget(parts.encoder_cache, budget.time, page_size),
             num_lookahead_tokens=limits.num_lookahead_tokens,
         )
 

@@ -10,6 +10,7 @@ from itertools import chain
 import numpy as np
 
 from ..adapters.adapter_slots import AdapterSlots
+from ..media.encoder_cache import EncoderCache
 from ..memory.kv_memory import RowMemory
 from ..pass_state import PassState
 from ..policy.base import SchedulePolicy
@@ -36,6 +37,7 @@ class AdmissionParts:
     reservations: Reservations
     parallel_samples: ParallelSamples
     adapter_slots: AdapterSlots
+    encoder_cache: EncoderCache
     memory: RowMemory
     look_ahead: int
 
@@ -129,6 +131,7 @@ class AdmissionPass:
 
     def _admitted(self, req: Req) -> None:
         self._parts.adapter_slots.admitted(req)
+        self._parts.encoder_cache.admitted(req, self._adder.chunks[-1].start)
         if self._prefix_dedup is not None:
             self._prefix_dedup.computing(req, self._adder.chunks[-1].start)
 
@@ -170,7 +173,7 @@ class AdmissionPass:
         elif self._waits_for_prefix(req, prefix):
             reason = Reason.PREFIX_COMING
         if reason is None:
-            return None
+            return self._parts.encoder_cache.refusal(req, prefix.ready_len)
         return Verdict(req.rid, AddReqResult.SKIP, reason, prefix.ready_len)
 
     def _waits_for_prefix(self, req: Req, prefix: Prefix) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from ...runtime.feasibility import pages_for
 from ..estimator import OutputEstimator
+from ..media.encoder_cache import TileBudget
 from ..memory.kv_memory import KVMemory
 from ..prefix_cache.base import Prefix
 from ..records.verdict import AddReqResult, Reason, Verdict
@@ -32,6 +33,7 @@ class PrefillAdder:
         "_num_free_rows",
         "_num_lookahead_tokens",
         "_partial",
+        "_tiles",
         "_verdicts",
         "budget",
         "chunks",
@@ -46,6 +48,7 @@ class PrefillAdder:
         nothing_runs: bool,
         estimator: OutputEstimator,
         partial_prefills: PartialPrefills,
+        tiles: TileBudget,
         num_lookahead_tokens: int = 0,
     ) -> None:
         """Start a pass.
@@ -57,6 +60,7 @@ class PrefillAdder:
             nothing_runs: no request has a row, so every feasible request must be admitted.
             estimator: how many tokens are reserved for the output of a candidate.
             partial_prefills: how the step is shared among prompts.
+            tiles: which tiles of images the step may encode.
             num_lookahead_tokens: slots that each request has ready beyond its next token, for draft tokens.
         """
         self._kv = kv
@@ -67,6 +71,7 @@ class PrefillAdder:
         self._nothing_runs = nothing_runs
         self._estimator = estimator
         self._partial = partial_prefills
+        self._tiles = tiles
         self._num_lookahead_tokens = num_lookahead_tokens
 
     def exhausted(self, *, may_preempt: bool = False) -> Reason | None:
@@ -97,7 +102,7 @@ class PrefillAdder:
         """
         budget = self.budget
         remaining = req.fill_len - num_computed
-        limit, by_time = self._limit(num_computed)
+        limit, by_time = self._limit(req, num_computed)
         have = min(limit, budget.cur_rem_tokens)
         length = remaining if remaining <= have else self._whole_pages(num_computed, have)
         self._partial.count(remaining, length)
@@ -106,7 +111,10 @@ class PrefillAdder:
             if self._whole_pages(num_computed, limit) > 0:
                 result, reason = AddReqResult.NO_TOKEN, Reason.NO_KV
             else:
-                result, reason = AddReqResult.OTHER, Reason.STEP_TIME if by_time else self._spent_budget
+                result, reason = (
+                    AddReqResult.OTHER,
+                    self._reason_for_none(num_computed, limit, by_time=by_time),
+                )
             return Verdict(req.rid, result, reason, num_computed, remaining, 0, page_size, have)
         budget.take_reserved(length)
         chunk = Chunk(req, num_computed, length, is_first=False, is_last=length == remaining)
@@ -144,11 +152,12 @@ class PrefillAdder:
             no_token = AddReqResult.NO_TOKEN
             return Verdict(req.rid, no_token, Reason.NO_KV, ready_len, extend_len, output_len, need, have)
 
-        limit, by_time = self._limit(ready_len)
-        length, refusal = self._cut(ready_len, extend_len)
+        limit, by_time = self._limit(req, ready_len)
+        length, refusal = self._cut(req, ready_len, extend_len)
         if refusal is not None:
             have = limit if by_time else budget.rem_step_tokens
-            return Verdict(req.rid, AddReqResult.OTHER, refusal, ready_len, extend_len, 0, extend_len, have)
+            result = AddReqResult.SKIP if refusal is Reason.ENCODE_TIME else AddReqResult.OTHER
+            return Verdict(req.rid, result, refusal, ready_len, extend_len, 0, extend_len, have)
         chunk = Chunk(req, ready_len, length, is_first=True, is_last=length == extend_len)
         reason = self._reason(chunk, alone=self._alone, by_time=by_time)
         verdict = Verdict(req.rid, AddReqResult.CONTINUE, reason, ready_len, length, output_len, need, have)
@@ -177,7 +186,7 @@ class PrefillAdder:
             return False
         if self.budget.cuts_prompts and self._partial.too_many_long(extend_len):
             return False
-        return self._cut(prefix.ready_len, extend_len)[1] is None
+        return self._cut(req, prefix.ready_len, extend_len)[1] is None
 
     def use_leftover(self) -> list[Verdict]:
         """Extend cut prompts with the step's unused tokens; call at the end of the pass, before rows are taken.
@@ -197,14 +206,22 @@ class PrefillAdder:
         changed = []
         for remaining, idx in sorted(lacking):
             chunk = self.chunks[idx]
-            in_time = budget.time.most_tokens(chunk.start + chunk.length)
+            end = chunk.start + chunk.length
+            in_time = budget.time.most_tokens(end)
             have = min(budget.rem_step_tokens, budget.cur_rem_tokens, in_time)
+            with_tiles = self._tiles.most_tokens(chunk.req, end, have)
+            lacks_tiles = with_tiles < min(have, remaining)
+            if lacks_tiles:
+                have = in_time = with_tiles
             # chunks end at pages, so the extension takes whole pages; cur_rem_tokens is a multiple of the page size
             extra = remaining if remaining <= have else have // page_size * page_size
+            if extra <= 0 and lacks_tiles:
+                continue  # the other prompts may need none
             if extra <= 0:
                 break
             budget.extend(extra)
-            budget.time.spend(chunk.start + chunk.length, extra)
+            self._tiles.spend(chunk.req, end, extra)
+            budget.time.spend(end, extra)
             chunk = self.chunks[idx] = chunk._replace(length=chunk.length + extra, is_last=extra == remaining)
             reason = self._reason(chunk, alone=self._nothing_runs and not idx, by_time=have == in_time)
             verdict = self._verdicts[idx]._replace(reason=reason, extend_len=chunk.length)
@@ -248,17 +265,21 @@ class PrefillAdder:
         most = req.max_kv_len - req.fill_len
         return max(expected, min(expected + self._num_lookahead_tokens, most))
 
-    def _limit(self, start: int) -> tuple[int, bool]:
-        """The most tokens from `start` on that one prompt may compute now, and whether time is the limit."""
+    def _limit(self, req: Req, start: int) -> tuple[int, bool]:
+        """The most tokens from `start` on that a prompt may compute now, and whether time is the limit."""
         limit = self.budget.rem_step_tokens
         if self.budget.cuts_prompts:
             limit = min(limit, self._partial.share)
         in_time = self.budget.time.most_tokens(start)
-        return min(limit, in_time), in_time <= limit
+        limit, by_time = min(limit, in_time), in_time <= limit
+        if self.budget.cuts_prompts:
+            with_tiles = self._tiles.most_tokens(req, start, limit)
+            limit, by_time = with_tiles, by_time or with_tiles < limit
+        return limit, by_time
 
-    def _cut(self, ready_len: int, extend_len: int) -> tuple[int, Reason | None]:
+    def _cut(self, req: Req, ready_len: int, extend_len: int) -> tuple[int, Reason | None]:
         """Number of prompt tokens that this step computes; a cut ends at a page."""
-        limit, by_time = self._limit(ready_len)
+        limit, by_time = self._limit(req, ready_len)
         if extend_len <= limit:
             return extend_len, None
         if not self.budget.cuts_prompts:
@@ -267,11 +288,18 @@ class PrefillAdder:
                 return extend_len, None
             return 0, Reason.STEP_TIME if by_time else Reason.INPUT_BUDGET
         if not self._partial.may_cut:
-            return 0, Reason.PARTIAL_LIMIT
+            lacks_tiles = by_time and limit < self.budget.time.most_tokens(ready_len)
+            return 0, Reason.ENCODE_TIME if lacks_tiles else Reason.PARTIAL_LIMIT
         length = self._whole_pages(ready_len, limit)
         if length > 0:
             return length, None
-        return 0, Reason.STEP_TIME if by_time else self._spent_budget
+        return 0, self._reason_for_none(ready_len, limit, by_time=by_time)
+
+    def _reason_for_none(self, start: int, limit: int, *, by_time: bool) -> Reason:
+        """Reason why not even a page from `start` on can be computed; the arguments are the result of `_limit`."""
+        if not by_time:
+            return self._spent_budget
+        return Reason.STEP_TIME if limit == self.budget.time.most_tokens(start) else Reason.ENCODE_TIME
 
     def _whole_pages(self, start: int, limit: int) -> int:
         """The most tokens from `start` on, up to `limit`, that end at a page."""
@@ -289,6 +317,7 @@ class PrefillAdder:
         return Reason.ADMITTED_ALONE if alone else Reason.ADMITTED
 
     def _accept(self, chunk: Chunk, verdict: Verdict) -> Verdict:
+        self._tiles.spend(chunk.req, chunk.start, chunk.length)
         self.budget.time.spend(chunk.start, chunk.length)
         self.chunks.append(chunk)
         self._verdicts.append(verdict)

@@ -283,6 +283,7 @@ def _result(record: Settled) -> StepResult:
         out_of_memory=record.out_of_memory,
         num_next_tokens=record.num_next_tokens,
         vectors=record.vectors,
+        encode_s=record.encode_s,
     )
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ...model_runner.model_runner import ModelRunner
     from ...models.source import ModelSource
     from ...models.spec.model_spec import ModelSpec
+    from ..scheduler import Scheduler
     from ..transfer.link.ranks import Ranks
 
 
@@ -74,7 +75,7 @@ def open_tier(
     runner: ModelRunner,
     open_outbox: Callable[[], NewsOutbox],
     ranks: Ranks | None,
-    settled_step: Callable[[], int],
+    scheduler: Scheduler,
 ) -> PageMover:
     """Start the thread.
 
@@ -82,7 +83,7 @@ def open_tier(
         runner: of rank 0.
         open_outbox: see `PageMover`.
         ranks: the other ones; None: there are none.
-        settled_step: number of the last step with results that the scheduler has.
+        scheduler: its settled steps, and its images.
     """
     from ...model_runner.assembly import build_facts
     from ...model_runner.memory.page_memory import PageMemory
@@ -94,9 +95,9 @@ def open_tier(
     tensors = [*own.tensors, *(() if own_states is None else own_states.tensors)]
     if ranks is not None:
         tensors += [each for worker in ranks.workers for each in (*worker.tensors, *worker.states)]
-        memory = RankedRows(own, ranks, settled_step)
+        memory = RankedRows(own, ranks, lambda: scheduler.settled_step)
         if own_states is not None:
-            states = RankedRows(own_states, ranks, settled_step, states=True)
+            states = RankedRows(own_states, ranks, lambda: scheduler.settled_step, states=True)
     facts = kv_facts(config, spec, tensors, max_model_len=capacity.max_model_len, build=build_facts(runner))
     path, load_format, seed = Path(source.path), config.model.load_format, config.model.seed
     return PageMover(
@@ -109,4 +110,5 @@ def open_tier(
         open_outbox=open_outbox,
         states=states,
         persist_salted=config.cache.kv_persist_salted,
+        portable=scheduler.media_ids.portable,
     )

@@ -160,6 +160,7 @@ class PageMover:
         open_outbox: Callable[[], NewsOutbox],
         states: PageRows | None = None,
         persist_salted: bool = False,
+        portable: Callable[[bytes], bytes] = bytes,
     ) -> None:
         """Start the threads.
 
@@ -172,6 +173,7 @@ class PageMover:
             open_outbox: leads to the scheduler; called in the thread.
             states: of a model with state layers, the slots for checkpoints.
             persist_salted: store pages of salted namespaces, too.
+            portable: see `page_keys`.
         """
         self._name = name
         self._open_store = open_store
@@ -181,6 +183,7 @@ class PageMover:
         self._page_size = page_size
         self._open_outbox = open_outbox
         self._persist_salted = persist_salted
+        self._portable = portable
         rows = max(1, _PIECE_BYTES // record_bytes(memory.page_bytes))
         self._buffer = RecordBuffer(rows, memory.page_bytes)
         self._states = states
@@ -410,7 +413,8 @@ class PageMover:
         return self._persist_salted or not is_salted(namespace)
 
     def _keys(self, command: LookUp | LoadPages | StorePages) -> Iterator[bytes]:
-        return page_keys(root_key(self._identity, command.namespace), command.token_ids, self._page_size)
+        root = root_key(self._identity, command.namespace)
+        return page_keys(root, command.token_ids, self._page_size, self._portable)
 
     def _look_up(self, command: LookUp) -> _Work:
         store, keys = self._opened, list(self._keys(command))

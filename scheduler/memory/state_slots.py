@@ -15,6 +15,7 @@ Checkpoints are taken within pages' borders:
 - at the end of a prompt, before its last token, which is always computed
 - where the prompt leaves what the cache knows: probably the end of a prefix that many prompts share
 - at the end of a chunk that is not the last one, for requests that wait for this prefix
+- at the end of each image: another question may follow it
 - every `interval` tokens of prompts and answers, for prefixes that end elsewhere, and for retracted requests
 """
 
@@ -111,6 +112,8 @@ class StateSlots:
         wanted = [last_page, chunk.req.tree_len]
         if not chunk.is_last:
             wanted.append(end // self._page_size * self._page_size)
+        if chunk.req.images is not None:
+            wanted += [position // self._page_size * self._page_size for position in chunk.req.images.ends]
         wanted += range(end // self._interval * self._interval, start, -self._interval)
         most = max(1, self.num_checkpoints // _MOST_OF_A_CHUNK)
         distinct = dict.fromkeys(position for position in wanted if start < position <= end)

@@ -1,9 +1,9 @@
 """`BlockEvents`: what the prefix tree stored and removed, in blocks of a fixed size, as plain values for a publisher.
 
 A block is a run of tokens that ends at a multiple of the block size, counted from the start of the prompt. Its hash is
-chained: a digest of the hash of the block before it, or of the adapter for the first block, and of its tokens. So equal
-prefixes have equal hashes in every process, now and later. A block is announced when its last page enters the tree, and
-withdrawn when its last page leaves.
+chained: a digest of the hash of the block before it, or of the adapter for the first block, and of its tokens; an image
+counts with its digest. So equal prefixes have equal hashes in every process, now and later. A block is announced when
+its last page enters the tree, and withdrawn when its last page leaves.
 
 Blocks and nodes do not coincide: pages may be smaller than blocks, so a block may begin in one node and end in the
 next, and siblings may share the beginning of their first blocks. Each block belongs to the node in which it ends, which
@@ -15,7 +15,7 @@ Prefixes with a cache salt are private: their blocks are not announced.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from ..arrays import TOKEN_ID_BYTES
@@ -29,6 +29,9 @@ MAX_REMOVED: Final = 4096
 """Hashes in one `BlocksRemoved`. Together with the publisher's limit it keeps a flush below the 16 MiB that subscribers
 accept in one message."""
 
+OfTokens = Callable[[bytes], bytes]
+"""Makes bytes of the token ids of whole blocks."""
+
 _HASH_BYTES: Final = 8
 _PURPOSE: Final = b"engine-kv-block"
 
@@ -39,7 +42,7 @@ class BlocksStored(NamedTuple):
     Attributes:
         hashes: of the blocks, in order.
         parent_hash: of the block before the first one; None: it is the first of its prompt.
-        token_ids: int32 bytes of their tokens.
+        token_ids: int32 bytes of their tokens, the model's placeholder where an image is.
         lora_id: fingerprint of the adapter that computed them; "" for none.
     """
 
@@ -117,8 +120,14 @@ class _Run:
 class BlockEvents(BlockRecorder):
     """Records every change of the tree of one `RadixCache`."""
 
-    def __init__(self, block_size: int) -> None:
-        """`block_size`: tokens per block; a multiple of the page size."""
+    def __init__(self, block_size: int, portable: OfTokens = bytes, ordinary: OfTokens = bytes) -> None:
+        """Record from an empty tree on.
+
+        Args:
+            block_size: tokens per block; a multiple of the page size.
+            portable, ordinary: of `MediaIds`: what is hashed for a block, and the tokens that are announced.
+        """
+        self._portable, self._ordinary = portable, ordinary
         self._block_bytes = block_size * TOKEN_ID_BYTES
         self._runs: dict[RadixNode, _Run] = {}
         self._events: list[BlockEvent] = []
@@ -132,11 +141,12 @@ class BlockEvents(BlockRecorder):
         token_ids = self._end_of_prefix(node, begun) + node.key if begun else node.key
         last = run.before
         for begin in range(0, len(token_ids) - self._block_bytes + 1, self._block_bytes):
-            last = chained_hash(last, token_ids[begin : begin + self._block_bytes])
+            block = token_ids[begin : begin + self._block_bytes]
+            last = chained_hash(last, self._portable(block))
             run.hashes.append(last)
         if run.hashes:
             parent_hash = run.before if run.start >= self._block_bytes else None
-            whole = token_ids[: len(run.hashes) * self._block_bytes]
+            whole = self._ordinary(token_ids[: len(run.hashes) * self._block_bytes])
             self._events.append(BlocksStored(list(run.hashes), parent_hash, whole, run.lora_id))
 
     def split(self, upper: RadixNode, lower: RadixNode) -> None:

@@ -30,16 +30,19 @@ def root_key(identity: bytes, namespace: str) -> bytes:
     return digest_of(identity + namespace.encode(errors="surrogatepass"))
 
 
-def page_keys(root: bytes, token_ids: bytes, page_size: int) -> Iterator[bytes]:
+def page_keys(
+    root: bytes, token_ids: bytes, page_size: int, portable: Callable[[bytes], bytes] = bytes
+) -> Iterator[bytes]:
     """The keys of a prompt's pages, each of all tokens up to its end; about 1 us a page.
 
     Args:
         root: `root_key`.
         token_ids: [n * page_size] int32.
+        portable: what is hashed for the tokens of a page, if keys leave the process: `MediaIds.portable`.
     """
     key, page_bytes = root, page_size * TOKEN_ID_BYTES
     for begin in range(0, len(token_ids), page_bytes):
-        key = digest_of(key + token_ids[begin : begin + page_bytes])
+        key = digest_of(key + portable(token_ids[begin : begin + page_bytes]))
         yield key
 
 

@@ -19,6 +19,7 @@ import msgspec
 
 from ...runtime.messages import FinishKind
 from ...runtime.step_plan import ForwardMode
+from ...runtime.text import counted
 from .verdict import CacheMiss, Reason, Verdict
 
 
@@ -111,6 +112,7 @@ class Arrived(msgspec.Struct, tag="arrived", array_like=True, gc=False):
     awaits_kv: bool = False
     session: str = ""
     turn: int = 0
+    num_images: int = 0
 
 
 class Handover(msgspec.Struct, tag="handover", array_like=True, gc=False):
@@ -178,7 +180,7 @@ class Settled(msgspec.Struct, tag="settled", array_like=True):
         step_id: the step; 0 for an event between steps.
         forward_s: seconds that the runner took.
         left: requests that ended with it.
-        next_token_ids, errors, swap_s: as in `StepResult`; for replay.
+        next_token_ids, errors, swap_s, encode_s: as in `StepResult`; for replay.
         grammars: rids of requests that join the waiting queue because their grammar is compiled.
         out_of_memory: as in `StepResult`; the next `PassRecord` has the requests that were retracted for it.
         num_next_tokens: as in `StepResult`.
@@ -200,6 +202,7 @@ class Settled(msgspec.Struct, tag="settled", array_like=True):
     grammar_ends: dict[str, str] = msgspec.field(default_factory=dict)
     refused: list[RefusedToken] = msgspec.field(default_factory=list)
     vectors: dict[int, bytes] = msgspec.field(default_factory=dict)
+    encode_s: float = 0.0
 
 
 def vector_digest(vector: bytes) -> bytes:
@@ -238,6 +241,7 @@ class PassRecord(msgspec.Struct, tag="pass", array_like=True):
         num_drafts: draft tokens that the step verifies.
         num_rounds: inner steps, the most tokens that each request gets; see `multi_step.py`.
         grammar_drafts: what matchers said about drafts, by rid; for replay, see `GrammarDrafts`.
+        num_tiles: tiles of images that the step encodes, by the rid of the request that needs them first.
     """
 
     now_s: float
@@ -266,6 +270,7 @@ class PassRecord(msgspec.Struct, tag="pass", array_like=True):
     num_drafts: int = 0
     num_rounds: int = 1
     grammar_drafts: dict[str, MatcherDrafts] = msgspec.field(default_factory=dict)
+    num_tiles: dict[str, int] = msgspec.field(default_factory=dict)
 
     @property
     def retracted(self) -> list[str]:
@@ -283,6 +288,8 @@ class PassRecord(msgspec.Struct, tag="pass", array_like=True):
         )
         for note in self.notes:
             yield f"step={self.step_id} {note}"
+        for rid, count in self.num_tiles.items():
+            yield f"step={self.step_id} ENCODES {counted(count, 'tile')} of {rid}"
         if self.step_time is not None:
             yield f"step={self.step_id} STEP_TIME {self.step_time.text()}"
         for verdict in (*self.continued, *self.verdicts):

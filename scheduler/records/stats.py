@@ -70,6 +70,7 @@ class SchedulerStats:
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
     overruled_tokens: int = 0
+    encode_s: float = 0.0
     drafts: DraftStats = field(default_factory=DraftStats)
 
 

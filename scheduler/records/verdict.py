@@ -10,7 +10,7 @@ class AddReqResult(enum.StrEnum):
     """SGLang's three results, and SKIP. After NO_TOKEN the look-ahead bounds the pass; after SKIP it goes on."""
 
     CONTINUE = "continue"  # admitted
-    NO_TOKEN = "no_token"  # KV memory is short
+    NO_TOKEN = "no_token"  # KV memory is short, or rows of the encoder
     SKIP = "skip"  # a rule refuses this request alone; admitting requests after it does not delay it
     OTHER = "other"  # a compute budget is spent, or a rule refuses all requests; ends the pass
 
@@ -47,6 +47,8 @@ class Reason(enum.StrEnum):
     BATCH_RUNNING = "batch_running"
     NO_DEVICE_MEMORY = "no_device_memory"
     COPY_BUDGET = "copy_budget"
+    MEDIA_LIMIT = "media_limit"
+    ENCODE_TIME = "encode_time"
 
     @property
     def text(self) -> str:
@@ -89,6 +91,8 @@ _TEXTS: Final = {
     Reason.BATCH_RUNNING: "the policy waits for the slowest request of the batch that runs",
     Reason.NO_DEVICE_MEMORY: "the device had no memory for the smallest step, so no step is planned for a while",
     Reason.COPY_BUDGET: "this step copies enough from the host for others",
+    Reason.MEDIA_LIMIT: "the encoder's rows are promised to other images",
+    Reason.ENCODE_TIME: "this step encodes other images for as long as its target time allows",
 }
 
 
@@ -101,7 +105,8 @@ class Verdict(NamedTuple):
         prefix_len: tokens that need not be computed, because the prefix cache or the host has their KV.
         extend_len: tokens to compute: in all if the request is refused, in this step if it is admitted.
         output_len: tokens reserved for its output.
-        need, have: the two sides of the deciding comparison, in tokens; in adapters for LORA_LIMIT.
+        need, have: the two sides of the deciding comparison, in tokens; in adapters for LORA_LIMIT, in rows of the
+            encoder for MEDIA_LIMIT.
     """
 
     rid: str

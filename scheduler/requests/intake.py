@@ -12,14 +12,29 @@ from typing import Final
 import numpy as np
 
 from ...runtime.errors import RequestError
-from ...runtime.feasibility import Capacity, reason_against, reason_against_pooling
+from ...runtime.feasibility import (
+    Capacity,
+    reason_against,
+    reason_against_images,
+    reason_against_pooling,
+)
 from ...runtime.grammar_use import GrammarUse
-from ...runtime.messages import Delivered, GenerateRequest, GrammarUsage, KVHandoff, PinPrefix, Usage
+from ...runtime.media import runs_of
+from ...runtime.messages import (
+    Delivered,
+    GenerateRequest,
+    GrammarUsage,
+    KVHandoff,
+    MediaItem,
+    PinPrefix,
+    Usage,
+)
 from ...runtime.pooling import PoolingKind, PoolingParams
 from ...runtime.request_checks import check_flag, check_integer, check_number, check_text, wrong_type
 from ...runtime.sampling_params import MAX_COUNT, SamplingParams
 from ..arrays import TOKEN_ID_BYTES
 
+_DIGEST_BYTES: Final = 32  # of an image
 _MAX_SECONDS: Final = 1e10  # 300 years; the sum of two such times still resolves microseconds
 
 
@@ -53,11 +68,33 @@ def reason_to_refuse(message: GenerateRequest, capacity: Capacity) -> str | None
         wrong = low if low < 0 else high
         return f"the prompt has token id {wrong}, but ids must lie in [0, {capacity.vocab_size})"
     prompt_len = len(message.input_ids) // TOKEN_ID_BYTES
+    if message.media:
+        against = reason_against_images(message.media, capacity) or _against_runs(message, capacity)
+        if against is not None:
+            return against
     if message.pooling is None:
         return reason_against(prompt_len, message.sampling.max_new_tokens, capacity)
     return _against_pooling(message, message.pooling, capacity) or reason_against_pooling(
         prompt_len, capacity
     )
+
+
+def _against_runs(message: GenerateRequest, capacity: Capacity) -> str | None:
+    """Reason why the runs of images do not fit the prompt, or their tiles; None if they do."""
+    end, prompt_len = 0, len(message.input_ids) // TOKEN_ID_BYTES
+    for number, item in enumerate(message.media):
+        num_rows = 0
+        for start, length in runs_of(item):
+            if start < end or length < 1 or length > prompt_len - start:
+                return (
+                    f"media[{number}].runs has {length} tokens from position {start}, but runs must follow each other "
+                    f"within the {prompt_len} tokens of the prompt"
+                )
+            end, num_rows = start + length, num_rows + length
+        expected = item.shape[0] * capacity.encoder_tile_rows
+        if num_rows != expected:
+            return f"media[{number}].runs has {num_rows} tokens, but its tiles have {expected} rows"
+    return None
 
 
 def reason_to_refuse_pin(message: PinPrefix) -> str | None:
@@ -137,6 +174,29 @@ def _check_fields(message: GenerateRequest) -> None:
         check_integer("data_parallel_rank", message.data_parallel_rank, 0, MAX_COUNT)
     if message.handoff is not None:
         _check_handoff(message.handoff)
+    if not isinstance(message.media, tuple):
+        raise wrong_type("media", message.media, "a tuple of MediaItem")
+    for number, item in enumerate(message.media):
+        _check_image(f"media[{number}]", item)
+
+
+def _check_image(name: str, item: MediaItem) -> None:
+    if not isinstance(item, MediaItem):
+        raise wrong_type(name, item, "a MediaItem")
+    _check_bytes(f"{name}.digest", item.digest)
+    _check_bytes(f"{name}.runs", item.runs)
+    check_text(f"{name}.pixels", item.pixels)
+    if len(item.digest) != _DIGEST_BYTES:
+        raise RequestError(f"{name}.digest has {len(item.digest)} bytes, but it must have {_DIGEST_BYTES}")
+    if not item.runs or len(item.runs) % (2 * TOKEN_ID_BYTES):
+        raise RequestError(
+            f"{name}.runs has {len(item.runs)} bytes, but it must be pairs of int32, at least one"
+        )
+    shape: object = item.shape
+    if not isinstance(shape, tuple) or len(shape) != 4:
+        raise wrong_type(f"{name}.shape", shape, "(tiles, height, width, 3)")
+    for size in shape:
+        check_integer(f"{name}.shape", size, 1, MAX_COUNT)
 
 
 def _check_handoff(handoff: KVHandoff) -> None:

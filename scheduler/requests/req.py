@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ...runtime.sampling_params import SamplingParams
     from ..arrays import IntArray
     from ..prefix_cache.base import Lease, PrefixMatch, Session
+    from .prompt_images import PromptImages
 
 
 @dataclass(slots=True)
@@ -119,7 +120,9 @@ class Req:
         seq: arrival number at the scheduler; orders requests by arrival, also those with equal times.
         prompt_len: tokens of the prompt.
         max_new_tokens: `sampling.max_new_tokens`, known to be set; 1 if another engine decodes.
+        images: of its prompt; None: there are none.
         fill_ids: int32 bytes, tokens to compute before sampling: the prompt and, after a retraction, the output so far.
+            An image's positions have its own id, see `MediaIds`; `ordinary_ids` has the model's placeholder.
         output_len: tokens generated and settled.
         status: see `ReqStatus`; only `enter` changes it.
         entered_s: when each status was entered for the first time.
@@ -165,6 +168,7 @@ class Req:
         "host_len",
         "host_pages",
         "host_tokens",
+        "images",
         "in_memory",
         "is_checked_late",
         "keep_s",
@@ -205,7 +209,12 @@ class Req:
     )
 
     def __init__(
-        self, message: GenerateRequest, seq: int, now_s: float, session: Session | None = None
+        self,
+        message: GenerateRequest,
+        seq: int,
+        now_s: float,
+        session: Session | None = None,
+        images: PromptImages | None = None,
     ) -> None:
         assert message.sampling.max_new_tokens is not None
         self.rid = message.rid
@@ -230,7 +239,8 @@ class Req:
         self.seq = seq
         self.prompt_len = len(message.input_ids) // TOKEN_ID_BYTES
         self.max_new_tokens: int = message.sampling.max_new_tokens if decodes_here else 1
-        self.fill_ids = message.input_ids
+        self.images = images
+        self.fill_ids = message.input_ids if images is None else images.keyed_ids
         self.output_len = 0
         self.status = ReqStatus.RECEIVING if self.receives_kv else ReqStatus.WAITING
         if message.needs_grammar:
@@ -299,6 +309,13 @@ class Req:
     def fill_len(self) -> int:
         """Tokens that must have KV before the next one can be sampled."""
         return len(self.fill_ids) // TOKEN_ID_BYTES
+
+    @property
+    def ordinary_ids(self) -> bytes:
+        """`fill_ids` for the model."""
+        if self.images is None:
+            return self.fill_ids
+        return self.images.input_ids + self.fill_ids[len(self.images.input_ids) :]
 
     @property
     def delivered_ids(self) -> bytes:

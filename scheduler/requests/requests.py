@@ -18,6 +18,7 @@ from ..arrays import EMPTY, BoolArray, IntArray
 from ..prefix_cache.base import Session
 from ..records.decision_log import Finished
 from .outputs import output_row
+from .prompt_images import PromptImages
 from .req import Req, ReqStatus
 
 
@@ -216,10 +217,16 @@ class Requests:
         """Number of requests that have a row and pages."""
         return len(self.running) + len(self.partial)
 
-    def receive(self, message: GenerateRequest, now_s: float, session: Session | None = None) -> Req:
+    def receive(
+        self,
+        message: GenerateRequest,
+        now_s: float,
+        session: Session | None = None,
+        images: PromptImages | None = None,
+    ) -> Req:
         """Make the `Req` of a valid message, which is a turn of a session or of none, and queue it."""
         self._num_arrivals += 1
-        req = self.by_id[message.rid] = Req(message, self._num_arrivals, now_s, session)
+        req = self.by_id[message.rid] = Req(message, self._num_arrivals, now_s, session, images)
         if req.status is ReqStatus.WAITING_GRAMMAR:
             self.grammar[req.rid] = req
         elif req.status is ReqStatus.RECEIVING:

@@ -179,11 +179,10 @@ class NgramProposer:
     def chances(self, count: int) -> list[float]:
         """For each of `count` drafts, the probability that it and all before it are correct; empty without a match.
 
-        There are fewer if the answer that is followed ends.
+        There are fewer if an image follows, or if the answer that is followed ends.
         """
-        if self._of_answers:
-            count = len(self._following(count))
-        if not self.match_len:
+        count = len(self._following(count))
+        if not count:
             return []
         chance, chances = 1.0, []
         for match_len in range(self.match_len, self.match_len + count):
@@ -205,8 +204,12 @@ class NgramProposer:
             return []
         if self._of_answers:
             assert self._answers is not None
-            return self._answers.following(self._source, count)
-        return self._index.following(self._source, count)
+            found = self._answers.following(self._source, count)
+        else:
+            found = self._index.following(self._source, count)
+        if found and min(found) < 0:  # the ids of images, which no answer has
+            found = found[: next(idx for idx, token_id in enumerate(found) if token_id < 0)]
+        return found
 
     def _search(self) -> None:
         """Follow the longest match of the own text or that of the answers, whichever is right more often."""

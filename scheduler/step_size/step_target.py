@@ -17,6 +17,9 @@ Chunks are cut where the predicted time reaches `prompts_s`. The terms:
 
 While no request decodes there is no time limit, and chunks are as large as configured.
 
+Tiles of images are a third kind of work: their time, learned as seconds per tile, is a part of `prompts_s`, and an
+image of several tiles is encoded over several steps. A step with a prompt that needs tiles encodes at least one.
+
 The predicted time of a step has a fixed part and a part per decoding request, per token of their KV, per prompt token,
 and per (query, key) pair of the prompts' attention. The coefficients are learned from the measured time of every step
 (`OnlineFit`). A step with prompts has its own fixed part: if arithmetic bounds it, reading the weights costs no extra
@@ -69,6 +72,8 @@ class PromptTime:
         given_s: time that prompts may take.
         left_s: the part of it that is not spent.
         token_s, pair_s: predicted time of a prompt token, and of one (query, key) pair of its attention.
+        tile_s: predicted time of a tile of an image; 0 while none was measured.
+        tiles_s: time that tiles may take, at most `left_s`.
     """
 
     def __init__(
@@ -80,6 +85,8 @@ class PromptTime:
         page_size: int,
         decodes_s: float = 0.0,
         waiting_s: float = 0.0,
+        tile_s: float = 0.0,
+        tiles_s: float = math.inf,
     ) -> None:
         """Start a pass; the first chunk may always take a page, so that prompts make progress."""
         self.decodes_s = decodes_s
@@ -87,6 +94,8 @@ class PromptTime:
         self.given_s = self.left_s = given_s
         self.token_s = token_s
         self.pair_s = pair_s
+        self.tile_s = tile_s
+        self.tiles_s = tiles_s
         self._page_size = page_size
         self._spent_nothing = True
 
@@ -123,8 +132,25 @@ class PromptTime:
     def spend(self, start: int, length: int) -> None:
         """Subtract the predicted time of a chunk of `length` tokens from position `start`."""
         self._spent_nothing = False
+        self.left_s -= self._tokens_s(start, length)
+
+    def has_tiles(self, num_tiles: int, start: int, num_tokens: int) -> bool:
+        """Whether there is time for so many tiles, and for the tokens from position `start` on that need them."""
+        if self.tiles_s == math.inf:
+            return True
+        needed_s = self.tile_s * num_tiles + self._tokens_s(start, num_tokens)
+        return self.tile_s > 0 and needed_s <= min(self.left_s, self.tiles_s)
+
+    def spend_tiles(self, num_tiles: int) -> None:
+        """Subtract the predicted time of tiles, unless they take more than there is: see `TileBudget`."""
+        tiles_s = self.tile_s * num_tiles
+        if tiles_s <= min(self.left_s, self.tiles_s):
+            self.left_s -= tiles_s
+            self.tiles_s -= tiles_s
+
+    def _tokens_s(self, start: int, length: int) -> float:
         pairs = length * start + length * (length + 1) / 2
-        self.left_s -= self.token_s * length + self.pair_s * pairs
+        return self.token_s * length + self.pair_s * pairs
 
 
 MAX_PASSES: Final = 16
@@ -132,6 +158,7 @@ MAX_PASSES: Final = 16
 _DECODE_STIFFNESS: Final = (1.0, 10.0, 10.0)  # a step; a request in it; a token of its KV
 _DECODE_SOLVE_INTERVAL: Final = 8  # decode steps are many, and alike
 _PROMPT_STIFFNESS: Final = (10.0, 1.0, 10.0)  # a step with prompts; a token of them; a pair
+_TILE_STIFFNESS: Final = (1.0,)
 _LEAST_SHARE: Final = 0.05  # least share of a step's time that is attributed to its prompts
 
 
@@ -142,6 +169,7 @@ class StepTarget:
         self.target_s = target_s
         self._decodes = OnlineFit(_DECODE_STIFFNESS, solve_interval=_DECODE_SOLVE_INTERVAL)
         self._prompts = OnlineFit(_PROMPT_STIFFNESS)
+        self._tiles = OnlineFit(_TILE_STIFFNESS)
 
     def for_prompts(
         self, num_decodes: int, kv_tokens: int, waiting_tokens: int, tokens_behind: int, page_size: int
@@ -156,8 +184,13 @@ class StepTarget:
             page_size: tokens that prompts always get.
         """
         fixed_s, token_s, pair_s = self._prompts.coefficients
-        if not num_decodes or not (token_s or pair_s):
+        if not num_decodes or not self.target_s:
             return PromptTime.unlimited()
+        (tile_s,) = self._tiles.coefficients
+        if not (token_s or pair_s):
+            return PromptTime(
+                math.inf, token_s=0.0, pair_s=0.0, page_size=1, tile_s=tile_s, tiles_s=self.target_s
+            )
         decodes_s = fixed_s + self._beside_prompts_s(num_decodes, kv_tokens)
         alone_s = max(decodes_s, self._decodes.predict((1.0, num_decodes, kv_tokens)))
         waiting_s = token_s * waiting_tokens
@@ -169,6 +202,8 @@ class StepTarget:
             page_size=page_size,
             decodes_s=decodes_s,
             waiting_s=waiting_s,
+            tile_s=tile_s,
+            tiles_s=prompts_s,
         )
 
     def explain(self, time: PromptTime) -> StepTime | None:
@@ -179,10 +214,12 @@ class StepTarget:
             self.target_s, time.decodes_s, time.waiting_s, time.given_s, time.left_s, time.token_s
         )
 
-    def measured(self, batch: ScheduleBatch, seconds: float) -> None:
-        """Learn from a step that took `seconds`, without swaps."""
+    def measured(self, batch: ScheduleBatch, seconds: float, encode_s: float = 0.0) -> None:
+        """Learn from a step that took `seconds`, without swaps, and besides `encode_s` for tiles of images."""
         if not self.target_s:
             return
+        if batch.plan.encodes:
+            self._tiles.learn((sum(each.num_tiles for each in batch.plan.encodes),), encode_s)
         num_extends = batch.num_extends
         num_decodes, kv_tokens = len(batch) - num_extends, int(batch.end[num_extends:].sum())
         decodes = (1.0, num_decodes, kv_tokens)

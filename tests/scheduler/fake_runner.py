@@ -11,11 +11,16 @@ A request may have a `ToyGrammar`: each of its rows of logits must have exactly 
 With `has_states` a row also has a state, which is exact at one position only: a request must start from the checkpoint
 of its prefix, and each of its steps must begin where the last one ended.
 
+A tile of an image is encoded into rows, each of which has a number of its own (`row_value`). Where a prompt has an
+image, its tokens are these numbers: `chains` of them is what a request must read.
+
 The vector of a pooling request is the hash of its prompt, see `expected_vector`.
 """
 
 from __future__ import annotations
 
+import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -41,12 +46,18 @@ from engine.runtime.transport.message_base import Logprobs
 from .grammar.toy_matcher import VOCAB_SIZE, ToyGrammar, allowed_by
 
 MASK = (1 << 61) - 1
+PLACEHOLDER = 5
 GARBAGE = -7
 
 
 def chain(previous: int, token: int) -> int:
     """The hash of a sequence that is one token longer."""
     return (previous * 1_000_003 + token + 1) & MASK
+
+
+def row_value(pixels: str, row: int) -> int:
+    """What a row of an image contains."""
+    return 1000 + zlib.crc32(f"{pixels} {row}".encode())
 
 
 def chains(tokens: list[int], weights: int = 0) -> list[int]:
@@ -156,6 +167,7 @@ class Row:
     weights: int = 0
     pooling: PoolingParams | None = None
     num_pooled: int = 0  # tokens of the prompt that were computed here, in steps that had memory
+    rows_of: dict[int, int] = field(default_factory=dict)  # position -> row of the encoder's buffer
     state_at: tuple[int, int] = (0, 0)  # the first and last position that its next step may begin at
 
 
@@ -197,6 +209,11 @@ class FakeRunner:
         self.late = False
         self.num_masks = 0
         self.caches_on_host = False
+        self.tile_rows = 0
+        self.encoded: dict[int, int] = {}  # row of the encoder's buffer -> its value
+        self.images: dict[str, list[int]] = {}  # rid -> its prompt with the values of its rows
+        self.tile_s = 0.0  # what a tile takes
+        self.num_encodes: Counter[tuple[str, int]] = Counter()  # of each tile
         self.swap_s = 0.0  # what every step with swaps says they took
         self.drafts_right: Callable[[], bool] = lambda: True  # of each draft that it makes
         self.draft_s = 0.0  # what each of them takes
@@ -218,7 +235,8 @@ class FakeRunner:
             prefix = np.frombuffer(new.prefix_loc, dtype=np.int32)
             slots[: len(prefix)] = prefix
             tokens = ints(new.input_ids)
-            assert len(prefix) < len(tokens)
+            assert len(prefix) < len(tokens) and min(tokens) >= 0
+            rows_of = self.rows_of(new, tokens, len(prefix))
             weights = self.adapters[new.adapter_slot] if new.adapter_slot else 0
             self.rows[new.row] = Row(
                 new.sampling,
@@ -229,6 +247,7 @@ class FakeRunner:
                 adapter_slot=new.adapter_slot,
                 weights=weights,
                 pooling=new.pooling,
+                rows_of=rows_of,
             )
             self.rids[new.row] = new.rid
             self.start_state(new, len(prefix))
@@ -239,7 +258,9 @@ class FakeRunner:
             assert (mirror[update.start : update.start + len(loc)] >= 0).all()
             mirror[update.start : update.start + len(loc)] = loc
             self.check_prefix(update.row, update.start + len(loc))
+        self.encode(plan)
         if plan.mode is ForwardMode.IDLE:
+            assert not plan.encodes
             assert plan.finished_rows or plan.swap_outs, "a step for nothing"
             assert not plan.total_num_scheduled_tokens and not plan.rows
             return Launched(StepResult(plan.step_id))
@@ -250,8 +271,39 @@ class FakeRunner:
             self.kv[ints(plan.out_cache_loc)] = GARBAGE
             for row in ints(plan.rows):
                 self.rows[row].lost = True
+            for encode in plan.encodes:  # it may have been the encoder that found no memory
+                for row in range(encode.first_row, encode.first_row + encode.num_tiles * self.tile_rows):
+                    self.encoded[row] = GARBAGE
             return Launched(StepResult(plan.step_id, forward_s=0.01, out_of_memory="tried to allocate 2 GiB"))
         return Launched(self.forward(plan, masks) if plan.num_rounds == 1 else self.burst(plan, go_on, masks))
+
+    def rows_of(self, new: NewReq, tokens: list[int], prefix_len: int) -> dict[int, int]:
+        """The rows of a request, by position; puts the values that it must find there into its tokens."""
+        rows_of: dict[int, int] = {}
+        for position, length, first_row in triples(new.media):
+            assert first_row // self.tile_rows == (first_row + length - 1) // self.tile_rows, (
+                "rows of two tiles"
+            )
+            rows_of |= {position + k: first_row + k for k in range(length)}
+        wanted = self.images.get(new.rid, [])
+        for position, value in enumerate(wanted):
+            if value != tokens[position]:
+                assert tokens[position] == PLACEHOLDER, "the model gets another token than the prompt has"
+                assert position < prefix_len or position in rows_of, f"{new.rid}: no row at {position}"
+                tokens[position] = value
+        assert not rows_of or max(rows_of) < new.prompt_len
+        return rows_of
+
+    def encode(self, plan: StepPlan) -> None:
+        """Fill rows with the values of tiles."""
+        for encode in plan.encodes:
+            assert encode.first_row % self.tile_rows == 0 and encode.num_tiles > 0
+            assert encode.first_tile + encode.num_tiles <= encode.shape[0]
+            for tile in range(encode.num_tiles):
+                self.num_encodes[encode.pixels, encode.first_tile + tile] += 1
+            first = encode.first_tile * self.tile_rows
+            for row in range(encode.num_tiles * self.tile_rows):
+                self.encoded[encode.first_row + row] = row_value(encode.pixels, first + row)
 
     def start_state(self, new: NewReq, prefix_len: int) -> None:
         """A row begins with the state after its prefix."""
@@ -359,6 +411,9 @@ class FakeRunner:
                 row.states.append(chain(row.states[-1], row.sampled))
                 row.sampled = None
             for position in range(start, start + length):
+                if position in row.rows_of:
+                    value = self.encoded.get(row.rows_of[position])
+                    assert value == row.tokens[position], f"{self.rids[row_id]}: another row at {position}"
                 self.kv[out[offset]] = row.states[position]
                 row.slots[position] = out[offset]
                 offset += 1
@@ -400,14 +455,17 @@ class FakeRunner:
                 if self.rids[row_id] in self.fail_next:
                     self.fail_next.discard(self.rids[row_id])
                     errors[idx] = "logits are not finite"
+        encode_s = self.tile_s * sum(each.num_tiles for each in plan.encodes)
+        draft_s = self.draft_s * ints(plan.draft_ids).count(RUNNER_DRAFT)
         return StepResult(
             plan.step_id,
             np.array(next_ids, dtype=np.int32).tobytes(),
             tuple(logprobs) if any(logprobs) else (),
             prompt_logprobs,
             errors,
-            forward_s=self.step_s(plan) + self.draft_s * ints(plan.draft_ids).count(RUNNER_DRAFT),
-            draft_s=self.draft_s * ints(plan.draft_ids).count(RUNNER_DRAFT),
+            forward_s=self.step_s(plan) + encode_s + draft_s,
+            encode_s=encode_s,
+            draft_s=draft_s,
             swap_s=self.swap_s if plan.swap_outs or plan.swap_ins else 0.0,
             num_next_tokens=np.array([len(run) for run in runs if run], dtype=np.int32).tobytes()
             if plan.num_drafts

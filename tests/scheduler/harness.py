@@ -26,6 +26,7 @@ from engine.runtime.messages import (
     HintDone,
     HintSession,
     LoadAdapter,
+    MediaItem,
     TokenOutput,
     UnloadAdapter,
     Usage,
@@ -42,7 +43,16 @@ from engine.scheduler.records.decision_log import DecisionLog, PassRecord, Refus
 from engine.scheduler.records.verdict import AddReqResult, Verdict
 from engine.scheduler.scheduler import Scheduler
 
-from .fake_runner import FakeRunner, Launched, expected_output, expected_overruled, expected_vector, ints
+from .fake_runner import (
+    PLACEHOLDER,
+    FakeRunner,
+    Launched,
+    expected_output,
+    expected_overruled,
+    expected_vector,
+    ints,
+    row_value,
+)
 from .grammar.toy_matcher import ToyGrammar, ToyMatchers
 
 VOCAB_SIZE = 97
@@ -54,6 +64,18 @@ class Pages(NamedTuple):
     free: int
     cached: int
     held: int
+
+
+class Image(NamedTuple):
+    """An image of a prompt; images with the same name are equal."""
+
+    name: str
+    num_tiles: int
+    position: int
+
+    @property
+    def pixels(self) -> str:
+        return f"/pixels/{self.name}"
 
 
 def extend_lens(batch: ScheduleBatch) -> list[int]:
@@ -124,6 +146,8 @@ class Harness:
         num_checkpoints: int = 0,
         checkpoint_pages: int = 0,
         num_stages: int = 1,
+        num_encoder_rows: int = 0,
+        encoder_tile_rows: int = 0,
         radix_cache: bool = True,
         overlap: int = 0,
         memory: int | None = None,
@@ -146,6 +170,8 @@ class Harness:
             num_checkpoints=num_checkpoints,
             checkpoint_pages=checkpoint_pages,
             num_stages=num_stages,
+            num_encoder_rows=num_encoder_rows,
+            encoder_tile_rows=encoder_tile_rows,
         )
         self.store_ids: dict[str, int] = {}  # of loaded adapters, by fingerprint
         self.weights: dict[str, int] = {"": 0}  # fingerprint -> a number: what is loaded again is the same
@@ -167,6 +193,7 @@ class Harness:
         self.runner = FakeRunner(
             num_pages, page_size, max_model_len, self.eos, VOCAB_SIZE, num_host_pages, memory
         )
+        self.runner.tile_rows = encoder_tile_rows
         self.runner.has_states = checkpoint_pages > 0
         self.runner.caches_on_host = (cache or {}).get("kv_host_size", 0.0) > 0
         if config.get("speculative", "off") != "off":
@@ -201,11 +228,13 @@ class Harness:
         message: dict[str, Any] | None = None,
         grammar: ToyGrammar | None = None,
         pooling: PoolingParams | None = None,
+        images: Sequence[Image] = (),
         **sampling: Any,
     ) -> str:
         """Send a request; a random prompt unless one is given. With `delivered` tokens it was begun elsewhere.
 
-        A `grammar` is ready, unless the message says `needs_grammar`.
+        A `grammar` is ready, unless the message says `needs_grammar`. `images` are put into the prompt at their
+        positions, each of which counts the placeholders of those before.
         """
         rid = rid if rid is not None else f"r{len(self.answers)}"
         if prompt is None:
@@ -215,6 +244,9 @@ class Harness:
         ids, fields = np.array(prompt, dtype=np.int32).tobytes(), {"pooling": pooling, **(message or {})}
         if fingerprint := fields.get("lora_id", ""):
             self.load_adapter(fingerprint)
+        if images:
+            prompt, ids, fields["media"] = self.with_images(prompt, images)
+            self._fake_runner.images[rid] = prompt
         self.answers[rid] = Answer(prompt, params, delivered, pooling, self.weights.get(fingerprint, 0))
         if grammar is not None:
             self.matchers.grammars[rid] = grammar
@@ -225,6 +257,22 @@ class Harness:
         self.scheduler.handle(GenerateRequest(rid, ids, params, extra_key=extra_key, **fields), self.now_s)
         self.collect()
         return rid
+
+    def with_images(
+        self, prompt: list[int], images: Sequence[Image]
+    ) -> tuple[list[int], bytes, tuple[MediaItem, ...]]:
+        """A prompt with the values of images, the ids that are sent for it, and its images."""
+        values, ids, media = list(prompt), list(prompt), []
+        for image in images:
+            num_rows = image.num_tiles * self.capacity.encoder_tile_rows
+            values[image.position : image.position] = [
+                row_value(image.pixels, row) for row in range(num_rows)
+            ]
+            ids[image.position : image.position] = [PLACEHOLDER] * num_rows
+            runs = np.array([image.position, num_rows], dtype=np.int32).tobytes()
+            digest = image.name.ljust(32, ".").encode()
+            media.append(MediaItem(digest, runs, image.pixels, (image.num_tiles, 4, 4, 3)))
+        return values, np.array(ids, dtype=np.int32).tobytes(), tuple(media)
 
     def load_adapter(self, fingerprint: str, *, read: bool = True) -> int:
         """Load an adapter unless it is loaded, and let it be read; returns its store id."""
@@ -293,7 +341,8 @@ class Harness:
             self.refused[batch.plan.step_id] = refused
             self.in_flight.append((batch, launched))
         idle = batch is None or batch.plan.mode is ForwardMode.IDLE
-        idle = idle or (batch is not None and batch.num_drafts > 0 and self.scheduler.needs_result(batch))
+        if batch is not None and (batch.num_drafts or batch.plan.encodes):
+            idle = idle or self.scheduler.needs_result(batch)
         while self.in_flight and (len(self.in_flight) > self.overlap or idle):
             self.settle()
             if batch is None:

@@ -15,6 +15,7 @@ from engine.runtime.messages import (
     FinishKind,
     GenerateRequest,
     KVHandoff,
+    MediaItem,
     PinDone,
     PinPrefix,
     Usage,
@@ -90,6 +91,7 @@ OTHERS: Final[dict[str, list[Any]]] = {
     "keep_special_ids": [None, 5, [5], ("5",), (-1,), (True,)],
     "data_parallel_rank": ["1", 1.5, True, -1, []],
     "handoff": [5, "x", {}, KVHandoff(5), KVHandoff("a", None), KVHandoff("a")],  # type: ignore[arg-type]
+    "media": [None, 5, "x", [], (5,), ("cat",), (MediaItem(b"", b"", "", (1, 1, 1, 3)),)],
     "pooling": [
         *(5, "embed", {}, PoolingParams()),  # the last one: `max_new_tokens` is not 1
         *(

@@ -92,6 +92,9 @@ _TOTALS: Final = (
     ("grammar_masks_total", "Token masks that grammars filled."),
     ("grammar_mask_s_total", "Seconds for that."),
     ("overruled_tokens_total", "Tokens that replace one that a grammar refused."),
+    ("encoder_tiles_total", "Tiles of images that were encoded."),
+    ("encoder_hits_total", "Tiles of images that a request found encoded."),
+    ("encoder_s_total", "Seconds for encoding tiles."),
     ("kv_events_total", "Events of the prefix cache that were published (--kv-events)."),
     ("kv_event_replays_total", "Times a subscriber asked for KV events that it had missed."),
 )
@@ -133,6 +136,7 @@ _OF_REPLICA: Final[Mapping[str, tuple[str, str, Callable[[SchedulerReport, bool]
 """Figures of each replica, with `--dp`."""
 
 _SHOWN_AS: Final = {
+    "encoder_s_total": "encoder_seconds_total",
     "grammar_build_s_total": "grammar_build_seconds_total",
     "grammar_mask_s_total": "grammar_mask_seconds_total",
     "num_sessions": "sessions",

@@ -10,6 +10,7 @@ from engine.runtime.sampling_params import SamplingParams
 from engine.scheduler.admission.budget import PrefillBudget
 from engine.scheduler.admission.prefill_adder import PrefillAdder
 from engine.scheduler.estimator import NewTokenRatio
+from engine.scheduler.media.encoder_cache import EncoderCache, TileBudget
 from engine.scheduler.prefix_cache.base import Prefix, PrefixMatch
 from engine.scheduler.records.verdict import AddReqResult, Verdict
 from engine.scheduler.requests.req import Req
@@ -77,6 +78,7 @@ def make_adder(
         num_free_rows=1000,
         nothing_runs=nothing_runs,
         partial_prefills=partial_prefills,
+        tiles=TileBudget(EncoderCache(0, 0), budget.time, budget.page_size),
         **options,  # type: ignore[arg-type]
     )
 

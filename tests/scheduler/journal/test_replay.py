@@ -283,10 +283,13 @@ def test_a_log_without_the_newest_fields_can_be_read():
     refused = [RefusedToken(0, 1, 2)]
     for record_, names in (
         (
-            Settled(1.0, 2, grammar_ends={"a": ""}, refused=refused, vectors={0: b"digest"}),
-            ("grammar_ends", "refused", "vectors"),
+            Settled(1.0, 2, grammar_ends={"a": ""}, refused=refused, vectors={0: b"digest"}, encode_s=0.5),
+            ("grammar_ends", "refused", "vectors", "encode_s"),
         ),
-        (PassRecord(1.0, grammar_drafts={"a": MatcherDrafts([1], 2)}), ("grammar_drafts",)),
+        (
+            PassRecord(1.0, grammar_drafts={"a": MatcherDrafts([1], 2)}, num_tiles={"a": 1}),
+            ("grammar_drafts", "num_tiles"),
+        ),
     ):
         kind = type(record_)
         assert kind.__struct_fields__[-len(names) :] == names

@@ -56,6 +56,7 @@ FIXED_NAMES = {
     "restarts_total": "counter",
     "steps_total": "counter",
     "step_seconds_total": "counter",
+    "encoder_seconds_total": "counter",
     "grammar_build_seconds_total": "counter",
     "grammar_mask_seconds_total": "counter",
     "healthy": "gauge",
@@ -155,6 +156,9 @@ def test_the_schedulers_numbers_are_shown_as_reported():
             "grammar_build_s_total": 0.5,
             "num_steps_total": 10,
             "step_s_total": 2.5,
+            "encoder_tiles_total": 8,
+            "encoder_hits_total": 3,
+            "encoder_s_total": 0.5,
         }
     )
     page = Metrics("m").render(report)
@@ -168,6 +172,9 @@ def test_the_schedulers_numbers_are_shown_as_reported():
         "grammar_build_seconds_total": 0.5,
         "steps_total": 10,
         "step_seconds_total": 2.5,
+        "encoder_tiles_total": 8,
+        "encoder_hits_total": 3,
+        "encoder_seconds_total": 0.5,
     }
     assert {name: value(page, name) for name in expected} == expected
 

@@ -1,0 +1,365 @@
+"""Images in the whole scheduler: which tiles are encoded, in which step, and what a request waits for."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.runtime.messages import FinishKind, GenerateRequest, KVHandoff, MediaItem
+from engine.runtime.sampling_params import SamplingParams
+from engine.runtime.step_plan import StepPlan
+from engine.scheduler.journal.log_file import read_runs
+from engine.scheduler.journal.replay import replay
+from engine.scheduler.queries.why import explain
+from engine.scheduler.records.verdict import Reason
+
+from ..harness import Harness, Image
+from ..journal.recorded import finish, record
+
+ROWS = 8  # of a tile
+
+
+def make(num_tiles: int = 8, **options: Any) -> Harness:
+    options.setdefault("num_pages", 200)
+    return Harness(num_encoder_rows=num_tiles * ROWS, encoder_tile_rows=ROWS, **options)
+
+
+def encodes(harness: Harness) -> dict[str, int]:
+    """Tiles that were encoded, by image."""
+    counts: dict[str, int] = {}
+    for (pixels, _), count in harness.runner.num_encodes.items():
+        name = pixels.rsplit("/", 1)[1]
+        counts[name] = counts.get(name, 0) + count
+    return counts
+
+
+def hits(harness: Harness) -> int:
+    return harness.scheduler.report(harness.now_s).totals.encoder_hits
+
+
+def tiles_of_step(harness: Harness) -> int:
+    batch = harness.step()
+    assert batch is not None
+    return sum(each.num_tiles for each in batch.plan.encodes)
+
+
+# ---------------------------------------------------------------- what is encoded
+
+
+def test_a_prefix_with_an_image_needs_no_rows_and_no_encode():
+    harness = make()
+    prompt = list(range(1, 20))
+    harness.submit("a", prompt=prompt, images=[Image("cat", 3, 5)])
+    harness.run_until_idle()
+    harness.submit("b", prompt=[*prompt, 50, 51], images=[Image("cat", 3, 5)])
+    harness.run_until_idle()
+    assert encodes(harness) == {"cat": 3} and hits(harness) == 0
+    assert harness.answers["b"].rows[-1].usage.cached_tokens >= 40
+
+
+def test_after_a_hit_that_ends_within_an_image_the_other_tiles_are_encoded():
+    harness = make(num_tiles=3, chunked_prefill_size=16)
+    harness.submit("a", prompt=[1, 2, 3, 4, 6], images=[Image("cat", 3, 4)])
+    assert tiles_of_step(harness) == 2  # tokens 0 to 15
+    harness.abort("a")
+    harness.submit("b", prompt=[7, 8], images=[Image("dog", 3, 1)], max_new_tokens=1)  # takes all rows
+    harness.run_until_idle()
+    assert encodes(harness) == {"cat": 2, "dog": 3}
+    harness.submit("c", prompt=[1, 2, 3, 4, 6], images=[Image("cat", 3, 4)])
+    harness.run_until_idle()
+    assert harness.answers["c"].rows[-1].usage.cached_tokens == 16
+    assert encodes(harness) == {"cat": 2 + 2, "dog": 3}
+
+
+def test_an_image_at_another_place_is_read_from_the_encoder_cache():
+    harness = make()
+    harness.submit("a", prompt=list(range(1, 20)), images=[Image("cat", 3, 5)])
+    harness.run_until_idle()
+    harness.submit("b", prompt=list(range(30, 49)), images=[Image("cat", 3, 2), Image("cat", 3, 30)])
+    harness.run_until_idle()
+    assert encodes(harness) == {"cat": 3} and hits(harness) == 6
+
+
+def test_eight_chats_about_two_images_encode_two():
+    harness = make(chunked_prefill_size=-1, max_prefill_tokens=2000, max_model_len=200)
+    for number in range(8):
+        prompt = [20 + number] * 9  # no common prefix
+        harness.submit(prompt=prompt, images=[Image("cat", 2, 3), Image("dog", 2, 21)])
+    harness.run_until_idle()
+    assert encodes(harness) == {"cat": 2, "dog": 2}
+
+
+def test_parallel_samples_encode_once_with_and_without_a_prefix_cache():
+    for radix_cache in (True, False):
+        harness = make(radix_cache=radix_cache)
+        for _ in range(3):
+            message = {"group": "g"}
+            harness.submit(prompt=[1, 2, 3, 4, 6], images=[Image("cat", 3, 2)], message=message)
+        harness.run_until_idle()
+        assert encodes(harness) == {"cat": 3}
+
+
+def test_a_retracted_request_finds_its_tiles_again():
+    harness = make(chaos="retract=1.0:3", radix_cache=False, chunked_prefill_size=12)
+    harness.submit("a", prompt=[1, 2, 3], images=[Image("cat", 3, 2)], max_new_tokens=6)
+    harness.run_until_idle()
+    assert harness.scheduler.report(0.0).totals.retracted_reqs == 3
+    assert encodes(harness) == {"cat": 3}
+
+
+def test_the_tiles_of_a_failed_step_are_encoded_again():
+    harness = make()
+    harness.submit("a", prompt=[1, 2, 3], images=[Image("cat", 2, 2)])
+    harness.runner.fail_next.add("a")
+    harness.run_until_idle()
+    harness.submit("b", prompt=[9, 8, 7], images=[Image("cat", 2, 1)])
+
+    def once(plan: StepPlan) -> bool:
+        harness.runner.no_memory = lambda plan: False
+        return True
+
+    harness.runner.no_memory = once
+    harness.run_until_idle()
+    assert encodes(harness) == {"cat": 6}
+    assert harness.answers["b"].finish is not None and harness.answers["b"].finish.kind is FinishKind.LENGTH
+
+
+# ---------------------------------------------------------------- rows
+
+
+def test_a_request_waits_until_rows_are_free_and_the_log_says_so():
+    harness = make(num_tiles=4)
+    harness.submit("a", prompt=[1, 2, 3], images=[Image("cat", 3, 2)], max_new_tokens=8)
+    harness.submit("b", prompt=[4, 6, 7], images=[Image("dog", 2, 2)], max_new_tokens=1)
+    harness.submit("c", prompt=[8, 9, 10], max_new_tokens=1)
+    harness.step()
+    verdict = harness.verdicts_about("b")[0]
+    assert (verdict.reason, verdict.need, verdict.have) == (Reason.MEDIA_LIMIT, 2 * ROWS, ROWS)
+    assert harness.answers["c"].finish is not None, "text needs no rows"
+    harness.run_until_idle()
+    story = explain(harness.scheduler.decisions, "b")
+    assert "the encoder's rows are promised to other images (need 16, have 8)" in story.sentence
+
+
+def test_half_a_tile_is_not_given_away():
+    """One tile: its first rows are read by a chunk, the others by the next; meanwhile another image waits."""
+    harness = make(num_tiles=1, chunked_prefill_size=8)
+    harness.submit("a", prompt=[1, 2, 3], images=[Image("cat", 1, 2)])
+    harness.step()
+    harness.submit("b", prompt=[4, 6, 7], images=[Image("dog", 1, 2)])
+    harness.step()
+    assert harness.verdicts_about("b")[0].reason is Reason.MEDIA_LIMIT
+    harness.run_until_idle()
+    assert encodes(harness) == {"cat": 1, "dog": 1}
+
+
+def test_an_idle_image_leaves_when_rows_are_short_the_longest_idle_one_first():
+    harness = make(num_tiles=3)
+    for name in ("cat", "dog", "cow", "cat", "elk", "dog"):
+        harness.submit(prompt_len=6, images=[Image(name, 1, 2)])
+        harness.run_until_idle()
+    assert encodes(harness) == {"cat": 1, "dog": 2, "cow": 1, "elk": 1}
+
+
+def test_an_aborted_request_gives_its_rows_back():
+    harness = make(num_tiles=4, chunked_prefill_size=8)
+    harness.submit("a", prompt=[1, 2, 3], images=[Image("cat", 4, 2)])
+    harness.step()
+    harness.abort("a")
+    harness.submit("b", prompt=[1, 2, 3], images=[Image("dog", 4, 2)])
+    harness.run_until_idle()
+    assert encodes(harness)["dog"] == 4
+
+
+def test_a_flush_forgets_idle_tiles_and_keeps_those_that_are_needed():
+    harness = make(num_tiles=8, chunked_prefill_size=16)
+    harness.submit(prompt=[1, 2, 3], images=[Image("cat", 3, 2)])
+    harness.run_until_idle()
+    harness.submit(prompt=[4, 6, 7], images=[Image("dog", 3, 2)])
+    harness.step()
+    harness.flush()
+    harness.submit(prompt=[1, 2, 3], images=[Image("cat", 3, 2)])
+    harness.run_until_idle()
+    assert encodes(harness) == {"cat": 6, "dog": 3}
+
+
+def test_a_model_with_state_layers_reuses_a_prefix_up_to_the_end_of_an_image():
+    harness = make(num_checkpoints=8, checkpoint_pages=50)
+    for number in range(2):
+        harness.submit(prompt=[1, 2, 3, *range(20 + number, 50)], images=[Image("cat", 2, 2)])
+        harness.run_until_idle()
+    assert [each.rows[-1].usage.cached_tokens for each in harness.answers.values()] == [0, 16]
+    assert encodes(harness) == {"cat": 2}
+
+
+# ---------------------------------------------------------------- steps
+
+
+def test_while_others_decode_an_image_is_encoded_over_several_steps():
+    """50 ms a tile and steps of 10 ms: one tile a step, and the chunk ends before the next one."""
+    harness = make(target_step_ms=15.0)
+    harness.runner.tile_s = 0.05
+    harness.submit("text", prompt_len=6, max_new_tokens=60)
+    harness.submit("warm", prompt_len=6, images=[Image("dog", 1, 2)], max_new_tokens=1)
+    for _ in range(4):
+        harness.step()
+    harness.submit("a", prompt=[1, 2, 3], images=[Image("cat", 5, 2)], max_new_tokens=1)
+    assert [tiles_of_step(harness) for _ in range(6)] == [1, 1, 1, 1, 1, 0]
+    assert harness.answers["a"].finish is not None
+    assert harness.answers["text"].finish is None, "the others go on"
+    harness.run_until_idle()
+
+
+def test_as_many_tiles_as_the_target_allows_share_a_step():
+    """4 ms a tile: the time that a target of 30 ms leaves is enough for some, not for all."""
+    harness = make(num_tiles=40, target_step_ms=30.0, max_model_len=400)
+    harness.runner.tile_s = 0.004
+    harness.submit("text", prompt_len=6, max_new_tokens=60)
+    harness.submit("warm", prompt_len=6, images=[Image("dog", 1, 2)], max_new_tokens=1)
+    for _ in range(4):
+        harness.step()
+    harness.submit("a", prompt=[1, 2, 3], images=[Image("cat", 12, 2)], max_new_tokens=1)
+    counts = []
+    while harness.answers["a"].finish is None:
+        counts.append(tiles_of_step(harness))
+    assert sum(counts) == 12 and 1 < max(counts) <= 5, counts
+    harness.run_until_idle()
+
+
+def test_without_decodes_all_tiles_of_a_chunk_are_encoded_at_once():
+    harness = make(target_step_ms=15.0)
+    harness.runner.tile_s = 0.05
+    harness.submit("a", prompt=[1, 2, 3], images=[Image("cat", 5, 2)], max_new_tokens=1)
+    assert tiles_of_step(harness) == 5
+    harness.run_until_idle()
+
+
+def test_a_text_is_not_held_up_by_an_image_that_is_encoded():
+    harness = make(target_step_ms=15.0)
+    harness.runner.tile_s, harness.runner.step_s = 0.05, lambda plan: 0.001
+    harness.submit("text", prompt_len=6, max_new_tokens=60)
+    harness.step()
+    for name in ("cat", "dog"):
+        harness.submit(name, prompt_len=6, images=[Image(name, 4, 0)], max_new_tokens=1)
+    harness.submit("later", prompt_len=6, max_new_tokens=1)
+    harness.step()
+    harness.step()
+    assert harness.answers["later"].finish is not None
+    assert Reason.ENCODE_TIME in [each.reason for each in harness.verdicts_about("dog")]
+    harness.run_until_idle()
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16, 64])
+@pytest.mark.parametrize("start", [0, 5, 15])
+def test_a_prompt_advances_by_a_page_at_least(page_size, start):
+    """Also where a page has the rows of several tiles, of which one fits into the time."""
+    harness = make(target_step_ms=15.0, page_size=page_size, num_pages=400 // page_size)
+    harness.runner.tile_s = 0.05
+    harness.submit("text", prompt_len=6, max_new_tokens=90)
+    harness.step()
+    harness.submit("a", prompt_len=start + 3, images=[Image("cat", 8, start)], max_new_tokens=1)
+    for _ in range(20):
+        harness.step()
+    assert harness.answers["a"].finish is not None
+    harness.run_until_idle()
+
+
+def test_a_step_that_encodes_is_settled_before_the_next_one():
+    harness = make()
+    harness.submit("a", prompt=[1, 2, 3], images=[Image("cat", 1, 2)])
+    batch = harness.scheduler.next_batch(harness.now_s)
+    assert batch is not None and harness.scheduler.needs_result(batch)
+    harness.scheduler.settle(batch, harness.runner.launch(batch.plan).wait(), harness.now_s)
+    batch = harness.scheduler.next_batch(harness.now_s)
+    assert batch is not None and not harness.scheduler.needs_result(batch)
+
+
+# ---------------------------------------------------------------- refusals, and the log
+
+
+def test_what_can_never_run_is_refused_at_once():
+    harness = make(num_tiles=4)
+    harness.submit("a", prompt=[1, 2, 3], images=[Image("cat", 5, 2)])
+    harness.submit("b", prompt=[1, 2, 3], images=[Image("cat", 1, 2)], message={"handoff": KVHandoff("7")})
+    finish = harness.answers["a"].finish
+    assert finish is not None and finish.status == 400 and "5 tiles with 40 rows" in finish.message
+    finish = harness.answers["b"].finish
+    assert finish is not None and finish.status == 400 and "without bootstrap_room" in finish.message
+    text = Harness()
+    text.submit("a", prompt=[1, 2, 3], images=[Image("cat", 1, 2)])
+    finish = text.answers["a"].finish
+    assert finish is not None and "text only" in finish.message
+
+
+GOOD = MediaItem(b"d" * 32, array("i", [1, ROWS]).tobytes(), "/pixels", (1, 4, 4, 3))
+
+
+@pytest.mark.parametrize(
+    ("item", "words"),
+    [
+        (MediaItem(b"short", GOOD.runs, "", GOOD.shape), "digest has 5 bytes"),
+        (MediaItem(GOOD.digest, b"", "", GOOD.shape), "runs has 0 bytes"),
+        (
+            MediaItem(GOOD.digest, array("i", [1, 4]).tobytes(), "", GOOD.shape),
+            "4 tokens, but its tiles have 8",
+        ),
+        (MediaItem(GOOD.digest, array("i", [9, 8]).tobytes(), "", GOOD.shape), "within the 12 tokens"),
+        (MediaItem(GOOD.digest, array("i", [-1, 8]).tobytes(), "", GOOD.shape), "must follow each other"),
+        (
+            MediaItem(GOOD.digest, array("i", [4, 4, 1, 4]).tobytes(), "", GOOD.shape),
+            "must follow each other",
+        ),
+        (
+            MediaItem(GOOD.digest, array("i", [1, 9, 1, -1]).tobytes(), "", GOOD.shape),
+            "must follow each other",
+        ),
+        (MediaItem(GOOD.digest, GOOD.runs, "", (0, 4, 4, 3)), "shape"),
+        (MediaItem(GOOD.digest, GOOD.runs, "", (1, 4)), "shape"),  # type: ignore[arg-type]
+        (MediaItem(GOOD.digest, GOOD.runs, 7, GOOD.shape), "pixels"),  # type: ignore[arg-type]
+        ("cat", "MediaItem"),
+    ],
+)
+def test_a_wrong_image_is_refused_by_name(item, words):
+    harness = make()
+    params = SamplingParams(max_new_tokens=1, seed=1)
+    ids = array("i", [1] * 12).tobytes()
+    for number, each in enumerate((item, GOOD)):
+        message = GenerateRequest(f"{number}", ids, params, media=(each,))
+        harness.scheduler.handle(message, harness.now_s)
+    [rows] = [each.outputs for each in harness.scheduler.take_outputs()]
+    assert [row.rid for row in rows] == ["0"]
+    assert rows[0].finish is not None and words in rows[0].finish.message, rows[0].finish
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_a_run_with_images_is_replayed_without_pixels(tmp_path: Path, overlap: int) -> None:
+    path = tmp_path / "decisions.log"
+    harness = record(
+        path,
+        num_encoder_rows=6 * ROWS,
+        encoder_tile_rows=ROWS,
+        num_pages=40,
+        chunked_prefill_size=16,
+        target_step_ms=15.0,
+        schedule_conservativeness=0.01,
+        overlap=overlap,
+    )
+    harness.runner.tile_s = 0.006
+    rng = random.Random(1)
+    for _ in range(12):
+        name = rng.choice(["cat", "dog", "cow"])
+        images = [Image(name, len(name) + (name == "cow"), 3)] if rng.random() < 0.8 else []
+        harness.submit(prompt_len=rng.randrange(4, 9), images=images, max_new_tokens=rng.randrange(1, 12))
+        harness.step()
+    harness.run_until_idle()
+    finish(harness)
+    records = harness.scheduler.decisions.passes
+    assert sum(sum(each.num_tiles.values()) for each in records) == sum(encodes(harness).values()) > 6
+    assert any("ENCODES" in line for each in records for line in each.lines())
+    (run,) = read_runs(path)
+    result = replay(run)
+    assert result.is_equal, result.difference
