@@ -44,6 +44,7 @@ from .sampling.shared_sampler import shared_sampler
 from .sampling.token_counts import TokenCounts
 from .states.state_planner import StatePlanner
 from .states.state_runs import StateLayout
+from .vision.encoder_rows import EncoderRows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from .recording.executor import StepExecutor
     from .recording.graphs.graph_sizes import GraphSizes
     from .structures.causal_lm import CausalLM
+    from .vision.tower import Tower
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +84,7 @@ class LoadedModel:
         stage: the pipeline stage of this rank; `spec` is that of its layers.
         avoid: the components to do without.
         make_drafter: makes the drafter; None: there is none.
+        tower: of a model that sees images, on the first pipeline stage; else None.
     """
 
     model: CausalLM
@@ -99,6 +102,7 @@ class LoadedModel:
     stage: Stage = WHOLE_MODEL
     avoid: AvoidedKernels = NOTHING_AVOIDED
     make_drafter: MakeDrafter | None = None
+    tower: Tower | None = None
 
     def page_bytes(self, page_size: int) -> int:
         """Memory of one page on this rank."""
@@ -143,7 +147,12 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, graph_sizes: GraphS
     counts = TokenCounts(capacity.vocab_size, buffers)
     relay = TokenRelay(capacity.max_running_requests, device)
     attention = _make_attention(loaded, kv_pool, slot_table.req_to_token, buffers)
-    executor = _make_executor(loaded, graph_sizes, kv_pool, state_pool, attention, slot_table, relay, buffers)
+    encoder_rows = None
+    if loaded.tower is not None:
+        encoder_rows = EncoderRows(loaded.tower, capacity.num_encoder_rows, spec.hidden_size, device)
+    executor = _make_executor(
+        loaded, graph_sizes, kv_pool, state_pool, attention, slot_table, relay, buffers, encoder_rows
+    )
     builder = BatchBuilder(
         states=states,
         counts=counts,
@@ -191,6 +200,7 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, graph_sizes: GraphS
         attention_backend=attention.name,
         adapters=loaded.adapters,
         drafter=drafter,
+        encoder_rows=encoder_rows,
     )
 
 
@@ -262,6 +272,7 @@ def _make_executor(
     slot_table: SlotTable,
     relay: TokenRelay,
     buffers: InputBuffers,
+    encoder_rows: EncoderRows | None,
 ) -> StepExecutor:
     model, kernels, num_ranks = loaded.model, loaded.kernels, loaded.group.size
     forward: Forward = model.forward
@@ -289,6 +300,7 @@ def _make_executor(
         state_pool=state_pool,
         link=loaded.link,
         keeps_features=loaded.make_drafter is not None,
+        encoder_rows=None if encoder_rows is None else encoder_rows.rows,
     )
     if not loaded.spec.causal:
         return eager  # there are no decodes

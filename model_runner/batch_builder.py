@@ -21,6 +21,7 @@ from .request_states import RequestStates, SamplingFlag
 from .sampling.draft_batch import DraftBatch
 from .sampling.sampling_batch import SamplingBatch, plan_sampling
 from .states.state_planner import StatePlanner
+from .vision.encoder_rows import ImageTokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,11 +59,13 @@ class BatchBuilder:
         if _each_decodes(plan):
             rows, computed = _int64(plan.rows), _int64(plan.num_computed_tokens)
             input_ids = np.full(len(rows), RELAYED, dtype=np.int64)
-            for idx in (computed < self.states.known_len[rows]).nonzero()[0].tolist():
+            known = (computed < self.states.known_len[rows]).nonzero()[0]
+            for idx in known.tolist():
                 input_ids[idx] = self.states[int(rows[idx])].input_ids[int(computed[idx])]
-            return self._decodes(
-                plan, rows, computed, np.ones_like(rows), _int64(plan.out_cache_loc), input_ids
-            )
+            if not len(known) or (computed >= self.states.media_end[rows]).all():
+                return self._decodes(
+                    plan, rows, computed, np.ones_like(rows), _int64(plan.out_cache_loc), input_ids
+                )
         return self._build_any(plan, _Step.of(plan))
 
     def draft_rows(self, plan: StepPlan) -> DraftRows | None:
@@ -159,7 +162,18 @@ class BatchBuilder:
             adapter_slots=self._adapter_slots(token_rows),
             token_types=self._token_types(token_rows, positions) if self.has_token_types else None,
             state_plan=self._state_plan(plan, rows, computed, scheduled, num_drafts),
+            images=self._images(rows, computed, scheduled, starts),
         )
+
+    def _images(
+        self, rows: Int64s, computed: Int64s, scheduled: Int64s, starts: Int64s
+    ) -> ImageTokens | None:
+        chunks = []
+        for idx in np.flatnonzero(computed < self.states.media_end[rows]).tolist():
+            media = self.states[int(rows[idx])].media
+            assert media is not None, "its end is known"
+            chunks.append((int(starts[idx]), int(computed[idx]), int(scheduled[idx]), media))
+        return ImageTokens.of(chunks) if chunks else None
 
     def _adapter_slots(self, token_rows: Int64s) -> Int64s | None:
         slots = self.states.adapter_slot[token_rows]

@@ -45,6 +45,13 @@ class FeaturedStates(NamedTuple):
     features: Tensor
 
 
+class ImageRows(NamedTuple):
+    """Rows of the encoder in a step: [n] int64 indices into the T, ascending, and [n, hidden] vectors."""
+
+    indices: Tensor
+    vectors: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """One step on the device.
@@ -60,6 +67,7 @@ class ForwardBatch:
         adapters: the adapters of the tokens; None: all tokens use the base model.
         states: the states of the requests; None: the model has no state layers.
         incoming: from the pipeline stage before; None: this is the first one. May be overwritten.
+        images: what takes the place of embeddings of tokens; None: nothing does.
     """
 
     input_ids: Tensor
@@ -72,3 +80,4 @@ class ForwardBatch:
     adapters: AdapterBatch | None = None
     states: StateBatch | None = None
     incoming: StageStates | None = None
+    images: ImageRows | None = None

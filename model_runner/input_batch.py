@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .pooling.pooler import PooledChunk
     from .sampling.draft_batch import DraftBatch
     from .sampling.sampling_batch import SamplingBatch
+    from .vision.encoder_rows import ImageTokens
 
 Int64s = npt.NDArray[np.int64]
 
@@ -71,6 +72,7 @@ class InputBatch:
         token_types: [T] for models with a table of them; None: all are 0.
         adapter_slots: [T] the adapter slot of each token; None: all use the base model.
         state_plan: [1 + 4 * n] the plan of the state layers, see `state_runs`; None: the model has none.
+        images: the tokens that take rows of the encoder, and the rows; None: there are none.
     """
 
     layout: BatchLayout
@@ -90,6 +92,7 @@ class InputBatch:
     token_types: Int64s | None = None
     adapter_slots: Int64s | None = None
     state_plan: Int64s | None = None
+    images: ImageTokens | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -99,7 +102,8 @@ class InputBatch:
     @property
     def samples_all(self) -> bool:
         """Whether the step reads the logits of all T tokens in order and nothing else: decodes, also with drafts."""
-        return self.logits_indices is None and self.sample_indices is None and not self.prompt_spans
+        is_plain = not self.prompt_spans and self.images is None
+        return self.logits_indices is None and self.sample_indices is None and is_plain
 
 
 class DraftRows(NamedTuple):

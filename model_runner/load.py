@@ -8,7 +8,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from msgspec.structs import replace
@@ -19,7 +19,6 @@ from ..launch.resolve.pool_size import largest_step, largest_step_of
 from ..launch.resolve.rank_spec import rank_spec
 from ..launch.resolve.stages import is_of_other_stages, stage_spec
 from ..models.spec.sizes import kv_dtype_of, max_drafts_of
-from ..models.weight_files.vision_tensors import TOWER
 from ..runtime.errors import ConfigError
 from ..runtime.step_plan import MAX_DRAFT_STEP_TOKENS
 from .adapters.adapter_layers import AdapterLayers
@@ -44,6 +43,7 @@ from .recording.programs.program_planes import MAX_TOKENS
 from .sampling import backend_selection as sampler_selection
 from .structures.causal_lm import build_model
 from .trial import measure
+from .vision.tower import Tower
 from .weights.dummy import DummyStore
 from .weights.format_selection import make_linear_format
 from .weights.gguf import GGUFStore
@@ -124,7 +124,7 @@ def load_model_runner(
             spec, max_slots=max_slots, max_rank=max_rank, dtype=dtype, device=device, targets=targets
         )
     with explained("the weights", memory, "lower --max-model-len, quantize the model, or shard it with --tp"):
-        model, pooling_head, make_drafter, reason = _load_model(
+        model, pooling_head, make_drafter, tower, reason = _load_model(
             config, source, whole_spec, capacity, group, dtype, device, layers, stage, avoid
         )
     if device.type == "cpu":
@@ -152,6 +152,7 @@ def load_model_runner(
         stage=stage,
         avoid=avoid,
         make_drafter=make_drafter,
+        tower=tower,
     )
     if make_drafter is not None:
         reason = reason or "a drafter reads features of all tokens"
@@ -254,6 +255,16 @@ def _measured_capacity(
     return replace(capacity, num_pages=least(capacity.num_pages), max_model_len=least(capacity.max_model_len))
 
 
+class _Loaded(NamedTuple):
+    """The model; its parts, None if it has none; why recordings cannot hold its steps, or ""."""
+
+    model: CausalLM
+    pooling_head: PoolingHead | None
+    make_drafter: MakeDrafter | None = None
+    tower: Tower | None = None
+    reason: str = ""
+
+
 def _load_model(
     config: EngineConfig,
     source: ModelSource,
@@ -265,12 +276,8 @@ def _load_model(
     layers: AdapterLayers | None,
     stage: Stage,
     avoid: AvoidedKernels,
-) -> tuple[CausalLM, PoolingHead | None, MakeDrafter | None, str]:
-    """The model; its layers after pooling, and its drafter, None if it has none; why recordings cannot hold its steps.
-
-    Args:
-        spec: of the whole model.
-    """
+) -> _Loaded:
+    """`spec` is that of the whole model."""
     if config.model.model_impl != "transformers":
         return _load_own_model(config, source, spec, capacity, group, dtype, device, layers, stage, avoid)
     model = load_transformers_model(
@@ -284,7 +291,7 @@ def _load_model(
         ops=select_ops(Target(spec, device, dtype, avoid=avoid)) if device.type == "cpu" else None,
     )
     weights = WeightReader(_open_store(config.model, source, spec), dtype, device)
-    return model, _load_pooling_head(config, source, spec, weights, device), None, ""
+    return _Loaded(model, _load_pooling_head(config, source, spec, weights, device))
 
 
 def _load_own_model(
@@ -298,10 +305,9 @@ def _load_own_model(
     layers: AdapterLayers | None,
     stage: Stage,
     avoid: AvoidedKernels,
-) -> tuple[CausalLM, PoolingHead | None, MakeDrafter | None, str]:
+) -> _Loaded:
     weights = WeightReader(_open_store(config.model, source, spec), dtype, device)
     spec = stage_spec(spec, stage)
-    weights.ignore_where(lambda name: name.startswith(TOWER))  # until images are computed
     if stage.count > 1:
         weights.ignore_where(is_of_other_stages(spec, stage))
     target = Target(rank_spec(spec, group.size), device, dtype, avoid=avoid)
@@ -324,11 +330,12 @@ def _load_own_model(
     model = build_model(context)
     pooling_head = _load_pooling_head(config, source, spec, weights, device)
     make_drafter = drafter_of(config.scheduler.speculative, context, model)
+    tower = None if spec.vision is None else Tower(context, spec.vision)
     weights.finish()
     report.log()
     changes_experts = layers is not None and layers.change_experts
     reason = reason_against_graphs(ops, spec, dtype, device, changes_experts)
-    return model, pooling_head, make_drafter, reason
+    return _Loaded(model, pooling_head, make_drafter, tower, reason)
 
 
 def drafter_of(speculative: SpeculativeName, context: ModelContext, model: CausalLM) -> MakeDrafter | None:

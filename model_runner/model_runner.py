@@ -11,7 +11,7 @@ calls them in the order that the plan's contract promises.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from .sampling.shared_sampler import SamplerLike
     from .sampling.token_counts import TokenCounts
     from .structures.causal_lm import CausalLM
+    from .vision.encoder_rows import EncoderRows
 
 logger = logging.getLogger(__name__)
 
@@ -137,6 +138,7 @@ class ModelRunner:
         attention_backend: name of the backend that `executor` uses.
         adapters: the slots of the model's adapters, and their store; None: the server has none.
         drafter: makes the drafts that plans leave to the runner; None: no plan does.
+        encoder_rows: the rows of images, and what computes them; None: this rank computes none.
     """
 
     model: CausalLM
@@ -159,6 +161,7 @@ class ModelRunner:
     attention_backend: str = ""
     adapters: AdapterSlots | None = None
     drafter: Drafter | None = None
+    encoder_rows: EncoderRows | None = None
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, go_on: GoOn = to_the_end, masks: GetMasks = no_masks) -> Pending:
@@ -169,6 +172,7 @@ class ModelRunner:
         with timer:
             swap_timer = self._move_pages(plan)
             self._update_rows(plan)
+            encode_timer = self._encode(plan)
             if plan.total_num_scheduled_tokens:
                 self.buffers.retried(self.slot_table.update, plan)
                 if self.drafter is not None:
@@ -177,7 +181,8 @@ class ModelRunner:
                 fetched = self._try_forward(plan if plan.num_rounds == 1 else plan.round(0), masks)
             if plan.num_rounds > 1 and isinstance(fetched, Fetched):
                 further = self._further_rounds(plan, fetched, go_on, masks)
-        pending = PendingStep(plan.step_id, timer, swap_timer, draft_timer, fetched)
+        failures = self._failures(fetched)
+        pending = PendingStep(plan.step_id, timer, swap_timer, draft_timer, fetched, encode_timer, failures)
         return PendingMultiStep(pending, further) if further else pending
 
     def _with_drafts(self, drafter: Drafter, plan: StepPlan) -> StepPlan:
@@ -231,6 +236,27 @@ class ModelRunner:
             if self.states.flags[new.row] & SamplingFlag.PENALTIES:
                 prompt_ids, output_ids = np.split(state.input_ids, [new.prompt_len])
                 self.buffers.retried(self.counts.add, new.row, prompt_ids, output_ids)
+
+    def _encode(self, plan: StepPlan) -> DeviceTimer | None:
+        """Encode tiles of images; returns the timer, None without any. Later pipeline stages have no rows."""
+        if not plan.encodes or self.encoder_rows is None:
+            return None
+        timer = DeviceTimer(self.buffers.device)
+        with timer:
+            self.encoder_rows.encode(plan.encodes)
+        return timer
+
+    def _failures(self, fetched: Fetched | StepOutOfMemory | None) -> dict[int, str]:
+        """Requests with tokens that take rows which could not be computed, by their index in the batch."""
+        images = fetched.batch.images if isinstance(fetched, Fetched) else None
+        if self.encoder_rows is None or images is None or not isinstance(fetched, Fetched):
+            return {}
+        failures, layout, (indices, rows) = {}, fetched.batch.layout, images
+        owners = np.repeat(np.arange(len(layout.rows)), layout.extend_lens)[indices]
+        for idx in np.unique(owners).tolist():
+            if (reason := self.encoder_rows.failure(rows[owners == idx])) is not None:
+                failures[idx] = reason
+        return failures
 
     def _move_pages(self, plan: StepPlan) -> DeviceTimer | None:
         """Swap and copy whole pages as planned; returns the timer of the swaps, None without swaps."""
@@ -352,15 +378,20 @@ class PendingStep:
     swap_timer: DeviceTimer | None
     draft_timer: DeviceTimer
     fetched: Fetched | StepOutOfMemory | None
+    encode_timer: DeviceTimer | None = None
+    failures: dict[int, str] = field(default_factory=dict)
 
     def wait(self) -> StepResult:
         """Wait for the device and make the result from the fetched tensors."""
         forward_s = self.timer.wait_for_seconds()
         swap_s = self.swap_timer.wait_for_seconds() if self.swap_timer is not None else 0.0
         draft_s = self.draft_timer.wait_for_seconds()
+        encode_s = self.encode_timer.wait_for_seconds() if self.encode_timer is not None else 0.0
         if self.fetched is None or isinstance(self.fetched, StepOutOfMemory):
             reason = self.fetched.reason if self.fetched is not None else ""
-            return StepResult(self.step_id, forward_s=forward_s, swap_s=swap_s, out_of_memory=reason)
+            return StepResult(
+                self.step_id, forward_s=forward_s, swap_s=swap_s, out_of_memory=reason, encode_s=encode_s
+            )
         batch, sampled, cut_finite, prompts, num_tokens, unmasked, pooled = self.fetched
         if unmasked is not None:
             unmasked.pass_on()
@@ -393,12 +424,13 @@ class PendingStep:
             next_token_ids=b"" if next_ids is None else next_ids.tobytes(),
             logprobs=_pack_logprobs(batch, sampled, counts),
             prompt_logprobs=prompt_logprobs,
-            errors=errors,
+            errors=errors | self.failures,
             forward_s=forward_s,
             swap_s=swap_s,
             num_next_tokens=b"" if counts is None else counts.astype(np.int32).tobytes(),
             vectors=vectors,
             draft_s=draft_s,
+            encode_s=encode_s,
         )
 
 

@@ -45,6 +45,7 @@ class RowState:
         prompt_len: number of prompt tokens among them.
         sampling: its sampling parameters.
         pooling: what is computed instead of a next token; None: the request generates text.
+        media: [n, 3] int64, see `NewReq`.
     """
 
     rid: str
@@ -52,6 +53,7 @@ class RowState:
     prompt_len: int
     sampling: SamplingParams
     pooling: PoolingParams | None = None
+    media: npt.NDArray[np.int64] | None = None
 
 
 class RequestStates:
@@ -67,6 +69,7 @@ class RequestStates:
         adapter_slot: [rows] int64, 0: the base model.
         is_pooling: [rows] bool, whether the request has `RowState.pooling`.
         second_start: [rows] int64, see `PoolingParams`; 0 for other requests.
+        media_end: [rows] int64, the position after the last one that takes a row of the encoder; 0 without images.
     """
 
     def __init__(self, num_rows: int, vocab_size: int) -> None:
@@ -83,6 +86,7 @@ class RequestStates:
         self.is_pooling = np.zeros(num_rows, dtype=np.bool_)
         self.second_start = np.zeros(num_rows, dtype=np.int64)
         self.adapter_slot = np.zeros(num_rows, dtype=np.int64)
+        self.media_end = np.zeros(num_rows, dtype=np.int64)
 
     def __getitem__(self, row: int) -> RowState:
         state = self._states[row]
@@ -96,7 +100,10 @@ class RequestStates:
         )
         sampling = new.sampling
         input_ids = np.frombuffer(new.input_ids, dtype=np.int32)
-        state = RowState(new.rid, input_ids, new.prompt_len, sampling, new.pooling)
+        media = (
+            np.frombuffer(new.media, dtype=np.int32).reshape(-1, 3).astype(np.int64) if new.media else None
+        )
+        state = RowState(new.rid, input_ids, new.prompt_len, sampling, new.pooling, media)
         row = new.row
         self._states[row] = state
         self.known_len[row] = len(state.input_ids)
@@ -110,6 +117,7 @@ class RequestStates:
         self.is_pooling[row] = new.pooling is not None
         self.second_start[row] = 0 if new.pooling is None else new.pooling.second_start
         self.adapter_slot[row] = new.adapter_slot
+        self.media_end[row] = 0 if media is None else int((media[:, 0] + media[:, 1]).max())
         return state
 
     def remove(self, row: int) -> None:

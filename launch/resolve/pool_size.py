@@ -31,6 +31,7 @@ from .swap_space import SwapSpace
 
 if TYPE_CHECKING:
     from ...models.spec.model_spec import ModelSpec
+    from ...models.spec.vision_spec import VisionSpec
 
 TOKENS_PER_REQUEST: Final = 256  # of a short request, to bound how many run at once
 MAX_AUTO_RUNNING: Final = 256
@@ -185,6 +186,8 @@ class PoolSize:
         budget = replace(budget, weights_bytes=budget.weights_bytes + adapters)
         if self._spec.state is not None:
             budget = self._beside_states(budget)
+        if self._spec.vision is not None:
+            budget = self._beside_tower(budget, self._spec.vision)
         return self._swap.beside(budget)
 
     def _beside_states(self, budget: MemoryBudget) -> MemoryBudget:
@@ -201,6 +204,13 @@ class PoolSize:
             workspace_bytes=budget.workspace_bytes + states,
             checkpoint_token_bytes=int(share * budget.kv_token_bytes),
         )
+
+    def _beside_tower(self, budget: MemoryBudget, vision: VisionSpec) -> MemoryBudget:
+        """The budget with the rows of images, and with the working memory of encoding a tile."""
+        num_rows = self._config.cache.mm_encoder_cache_tokens
+        assert num_rows != "auto", "decided before the pool"
+        rows = num_rows * self._spec.hidden_size * BYTES_OF_DTYPE[self._device.dtype]
+        return replace(budget, workspace_bytes=budget.workspace_bytes + rows + vision.workspace_bytes)
 
     def _pool(self, budget: MemoryBudget) -> int:
         """KV slots that fit into memory, or that the user asked for, in whole pages."""

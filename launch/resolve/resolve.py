@@ -35,6 +35,7 @@ CPU_MEM_FRACTION: Final = 0.4  # other programs use the same memory
 CUDA_MEM_FRACTION: Final = 0.94  # of what is left once weights, steps and recordings are measured: `fit_pool`
 CUDA_ESTIMATED_FRACTION: Final = 0.88  # of an estimate, before the weights are loaded
 MAX_AUTO_GRAPH_BATCH: Final = 256
+MOST_IMAGES: Final = 8  # of the largest size that stay computed: as many as a request may have
 
 T = TypeVar("T")
 
@@ -91,6 +92,7 @@ class _Resolver:
         quantization = self.quantization(device, dtype, model_impl)
         self.spec = with_quantization(self.spec, quantization)
         check_ranks(self.config, self.spec, self.host, device, self.num_gpus_needed())
+        self.set_encoder_rows()
         pool = self.pool(device, dtype, num_threads, chunk, fraction)
         config = replace(
             self.config,
@@ -251,6 +253,31 @@ class _Resolver:
             self.config = replace(self.config, scheduler=scheduler)
 
     # ---------------------------------------------------------------- memory
+
+    def set_encoder_rows(self) -> None:
+        """Decide `mm_encoder_cache_tokens`, in rows of whole tiles."""
+        asked, vision = self.config.cache.mm_encoder_cache_tokens, self.spec.vision
+        if vision is None:
+            if asked not in ("auto", 0):
+                raise ConfigError(
+                    f"mm_encoder_cache_tokens is {asked}, but the model sees no images; omit --mm-encoder-cache-tokens"
+                )
+            rows = 0
+        elif asked == "auto":
+            rows = MOST_IMAGES * vision.most_tiles * vision.rows_per_tile
+            self.note("mm_encoder_cache_tokens", rows, f"{MOST_IMAGES} of the largest images")
+        else:
+            rows = asked // vision.rows_per_tile * vision.rows_per_tile
+            if not rows:
+                raise ConfigError(
+                    f"mm_encoder_cache_tokens is {asked}, but a tile of an image takes {vision.rows_per_tile}; raise "
+                    "--mm-encoder-cache-tokens, or serve text with --language-model-only"
+                )
+            if rows != asked:
+                self.note(
+                    "mm_encoder_cache_tokens", rows, f"{asked} in whole tiles of {vision.rows_per_tile}"
+                )
+        self.config = replace(self.config, cache=replace(self.config.cache, mm_encoder_cache_tokens=rows))
 
     def mem_fraction(self, device: str) -> float:
         asked = self.config.cache.mem_fraction

@@ -98,7 +98,10 @@ class Decoder:
             assert batch.incoming is not None, "the stage before has sent nothing"
             return batch.incoming.x, batch.incoming.residual
         adapters = batch.adapters
-        return None, self.embedding(batch.input_ids, None if adapters is None else adapters.tokens)
+        embedded = self.embedding(batch.input_ids, None if adapters is None else adapters.tokens)
+        if batch.images is not None:
+            embedded = embedded.index_copy(0, *batch.images)
+        return None, embedded
 
     def final_states(self, hidden: Tensor) -> Tensor:
         assert self.norm is not None, "only the last pipeline stage has a norm after its layers"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..adapter_runs import batch_of
 from ..distributed.pp_link import NO_LINK, StageLink
-from ..forward_batch import FeaturedStates, ForwardBatch, StageStates
+from ..forward_batch import FeaturedStates, ForwardBatch, ImageRows, StageStates
 from ..input_batch import RELAYED
 from ..memory.state_pool import StateBatch, StatePool
 from ..states.state_runs import StateRuns
@@ -39,6 +39,7 @@ class EagerExecutor:
         attention: plans the attention of its steps.
         link: to other pipeline stages.
         keeps_features: there is a drafter, so that all tokens are computed after the last layer's attention, too.
+        encoder_rows: [R, K] the rows of images; None: the model sees none.
     """
 
     recorded_bytes = RecordedBytes()
@@ -57,6 +58,7 @@ class EagerExecutor:
         state_pool: StatePool | None = None,
         link: StageLink = NO_LINK,
         keeps_features: bool = False,
+        encoder_rows: Tensor | None = None,
     ) -> None:
         self.forward = forward
         self.attention = attention
@@ -68,12 +70,14 @@ class EagerExecutor:
         self._state_pool = state_pool
         self.link = link
         self.keeps_features = keeps_features
+        self.encoder_rows = encoder_rows
 
     def run(self, batch: InputBatch) -> StepOutput:
         """Uploads are retried once if the device has no memory for them; the rest is not."""
         inputs, rows = self._buffers.retried(self._upload, batch)
         self.link.receive(batch.num_tokens)
-        hidden, adapters = self.forward(inputs), inputs.adapters
+        forward = self.forward if inputs.images is None else self._model.forward  # programs take no images
+        hidden, adapters = forward(inputs), inputs.adapters
         if isinstance(hidden, StageStates):
             self.link.send(hidden)
             return StepOutput(None, rows.sampled)
@@ -131,8 +135,16 @@ class EagerExecutor:
             adapters=self._adapters(batch),
             states=self._states(batch, state_plan),
             incoming=self.link.incoming(batch.num_tokens),
+            images=self._images(batch),
         )
         return inputs, rows
+
+    def _images(self, batch: InputBatch) -> ImageRows | None:
+        if batch.images is None:
+            return None
+        assert self.encoder_rows is not None, "the plan has images, the model sees none"
+        indices, rows = self._buffers.put_all(list(batch.images))
+        return ImageRows(indices, self.encoder_rows.index_select(0, rows))
 
     def _states(self, batch: InputBatch, on_device: Tensor) -> StateBatch | None:
         if batch.state_plan is None:

@@ -79,9 +79,25 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
         return 3 * self.patch_size**2
 
     @property
+    def most_tiles(self) -> int:
+        """Tiles of the largest image after resizing; of images that are not resized, a guess."""
+        if not self.processing.splits:
+            return 1
+        if self.processing.longest_edge is None:
+            return 17
+        return (-(-self.processing.longest_edge // self.processing.tile_size)) ** 2 + 1
+
+    @property
     def joined_size(self) -> int:
         """Width of the connector's input."""
         return self.hidden_size * self.scale_factor**2
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Working memory of encoding a tile: activations, and scores of attention that is not fused."""
+        patches = self.grid**2
+        width = self.patch_values + 6 * self.hidden_size + 2 * self.intermediate_size
+        return 4 * patches * (width + self.num_heads * patches)
 
     def flops_per_tile(self, row_size: int) -> float:
         """Floating-point operations that encode a tile, `row_size` wide: those of products, also of attention."""

@@ -237,6 +237,10 @@ class CacheConfig:
     swap_space: Annotated[float | Auto, "Host memory in GiB for the KV of requests that are swapped out."] = (
         "auto"
     )
+    mm_encoder_cache_tokens: Annotated[
+        int | Auto,
+        "Tokens of images that stay computed for prompts: those of running requests, and of earlier ones.",
+    ] = "auto"
 
     @property
     def kv_tier(self) -> str:
@@ -269,6 +273,7 @@ class CacheConfig:
     def __post_init__(self) -> None:
         check_at_least("page_size", self.page_size, 1)
         check_at_least("max_total_tokens", self.max_total_tokens, 2)
+        check_at_least("mm_encoder_cache_tokens", self.mm_encoder_cache_tokens, 0)
         if self.page_size > 4096:
             raise ConfigError(
                 f"page_size is {self.page_size}, but it must lie in [1, 4096]; 1, 16 and 64 are usual"

@@ -141,6 +141,7 @@ SERVE_FLAGS = """
 --max-tools
 --max-total-tokens
 --mem-fraction
+--mm-encoder-cache-tokens
 --model
 --model-impl
 --model-path

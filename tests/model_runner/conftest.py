@@ -38,7 +38,7 @@ from engine.runtime.config.model_choice import Quantization
 from engine.runtime.feasibility import Capacity, pages_for
 from engine.runtime.pooling import PoolingParams
 from engine.runtime.sampling_params import SamplingParams
-from engine.runtime.step_plan import ForwardMode, NewReq, RowUpdate, StepPlan, StepResult
+from engine.runtime.step_plan import Encode, ForwardMode, NewReq, RowUpdate, StepPlan, StepResult
 from engine.runtime.transport.message_base import Logprobs
 
 GREEDY = SamplingParams(temperature=0.0, seed=0, max_new_tokens=64)
@@ -87,6 +87,7 @@ class Request:
     announced: bool = False
     pooling: PoolingParams | None = None
     adapter_slot: int = 0
+    media: bytes = b""
 
     @property
     def output(self) -> list[int]:
@@ -153,6 +154,7 @@ class Driver:
         self,
         work: Sequence[tuple[Request, int]],
         row_updates: tuple[RowUpdate, ...] = (),
+        encodes: tuple[Encode, ...] = (),
         **pages: Sequence[tuple[int, int]],
     ) -> StepPlan:
         """Compute so many more tokens of each request; extends must come first.
@@ -178,6 +180,7 @@ class Driver:
                         req.sampling,
                         req.pooling,
                         adapter_slot=req.adapter_slot,
+                        media=req.media,
                     )
                 )
                 req.announced = True
@@ -204,6 +207,7 @@ class Driver:
             swap_ins=tables.get("swap_ins", b""),
             pools=bytes(pools) if any(pools) else b"",
             adapter_loads=tables.get("adapter_loads", b""),
+            encodes=encodes,
         )
         self.finished = []
         return plan
@@ -398,8 +402,17 @@ def make_driver() -> Callable[..., Driver]:
         max_recorded_bs: int | Literal["auto"] = "auto",
         adapter_slots: SlotSizes | None = None,
         avoid_kernels: tuple[str, ...] = (),
+        num_encoder_rows: int = 0,
     ) -> Driver:
-        capacity = Capacity(max_model_len, num_pages, page_size, rows, spec.vocab_size, num_host_pages)
+        capacity = Capacity(
+            max_model_len,
+            num_pages,
+            page_size,
+            rows,
+            spec.vocab_size,
+            num_host_pages,
+            num_encoder_rows=num_encoder_rows,
+        )
         config = ModelConfig(
             dtype=dtype,
             device="cpu",

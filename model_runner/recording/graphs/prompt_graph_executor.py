@@ -102,7 +102,7 @@ class PromptGraphExecutor:
     def run(self, batch: InputBatch) -> StepOutput:
         """Memory for inputs and plan is asked for twice, if the device has none."""
         num, has_adapters = batch.num_tokens, batch.adapter_slots is not None
-        if num > self._sizes[-1] or (has_adapters and not self._records_adapters):
+        if num > self._sizes[-1] or (has_adapters and not self._records_adapters) or batch.images is not None:
             return self.eager.run(batch)
         size = self._sizes[bisect_left(self._sizes, num)]
         rows, adapters = self._buffers.retried(self._upload, size, batch)

@@ -91,9 +91,13 @@ ARCHITECTURES: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 
 def load_rank(
-    tiny: TinyModel, group: TPGroup | None, *, dtype: Literal["bfloat16", "float32"] = "float32"
+    tiny: Any,
+    group: TPGroup | None,
+    *,
+    dtype: Literal["bfloat16", "float32"] = "float32",
+    num_encoder_rows: int = 0,
 ) -> Any:
-    capacity = Capacity(256, 128, 4, 8, tiny.spec.vocab_size)
+    capacity = Capacity(256, 128, 4, 8, tiny.spec.vocab_size, num_encoder_rows=num_encoder_rows)
     config = ModelConfig(dtype=dtype, device="cpu", num_threads=1, load_format="auto", model_impl="engine")
     source = ModelSource("hf", str(tiny.folder), "test")
     place = Place(group or SINGLE_RANK, None)

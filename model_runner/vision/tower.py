@@ -1,0 +1,124 @@
+"""`Tower`: tiles of images to rows for a prompt: SigLIP (Zhai et al. 2023) with the connector of Idefics3.
+
+A tile is computed alone, always in the same shapes, so its rows have the same bits in every batch. With several ranks
+each one has the whole tower and computes all tiles. Names of tensors: `vision_tensors`.
+"""
+
+# Shapes: P patches of a tile, G = sqrt(P) in each direction, S side of a patch in pixels, K width of the tower.
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from ...models.weight_files.vision_tensors import (
+    FINAL_NORM,
+    PATCHES,
+    POSITIONS,
+    PROJECTION,
+    QKV,
+    tower_layer,
+)
+from ..layers.linear import Linear
+from ..layers.norm import LayerNorm
+from ..weights.linear_format import PlainFormat
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ...models.spec.vision_spec import VisionSpec
+    from ..model_context import ModelContext
+
+
+class Tower:
+    """See the module.
+
+    Attributes:
+        spec: the sizes.
+        dtype: of the rows.
+    """
+
+    def __init__(self, context: ModelContext, spec: VisionSpec) -> None:
+        """Take the weights from a checkpoint; they are plain, also beside a quantized language model."""
+        ops, weights, size, side = context.ops, context.weights, spec.hidden_size, spec.patch_size
+        context = dataclasses.replace(context, linear_format=PlainFormat(ops.pack_linear), adapters=None)
+        self.spec, self.dtype = spec, context.dtype
+        self._device, self._add = context.device, ops.add
+        kernel = weights.tensor(f"{PATCHES}.weight", (size, 3, side, side))
+        self._patches = ops.pack_linear(kernel.flatten(1))
+        self._patches_bias = weights.tensor(f"{PATCHES}.bias", (size,))
+        table = weights.tensor(f"{POSITIONS}.weight", (spec.grid**2, size))
+        self._positions = table[_table_rows(spec.grid).to(table.device)]
+        self._layers = [_TowerLayer(context, spec, layer_id) for layer_id in range(spec.num_layers)]
+        self._final_norm = LayerNorm(context, FINAL_NORM, size, spec.norm_eps, bias=True)
+        row_size = context.spec.hidden_size
+        self._projection = Linear(context, [PROJECTION], spec.joined_size, [row_size], bias=False)
+        self._mean, self._std = (
+            torch.tensor(values, dtype=torch.float32, device=context.device)
+            for values in (spec.processing.mean, spec.processing.std)
+        )
+
+    def encode(self, tile: Tensor) -> Tensor:
+        """[side, side, 3] uint8, in RGB, on any device -> [rows per tile, hidden of the language model]."""
+        x = self._patches(self._patches_of(tile), self._patches_bias)
+        residual = self._add(x, self._positions.clone())
+        norms = [layer.attention_norm for layer in self._layers[1:]] + [self._final_norm]
+        x = self._layers[0].attention_norm(residual)
+        for layer, next_norm in zip(self._layers, norms, strict=True):
+            x, residual = layer.mlp_norm.add(layer.attend(x), residual)
+            x, residual = next_norm.add(layer.mlp(x), residual)
+        return self._projection(joined(x, self.spec.grid, self.spec.scale_factor))
+
+    def _patches_of(self, tile: Tensor) -> Tensor:
+        """[P, 3 * S * S] normalized values, by color, then by row; rounded as transformers' processors do."""
+        grid, side = self.spec.grid, self.spec.patch_size
+        seen = tile[: grid * side, : grid * side].to(self._device)
+        rescaled = (seen.to(torch.float64) * self.spec.processing.rescale_factor).to(torch.float32)
+        values = rescaled.sub_(self._mean).div_(self._std).to(self.dtype)
+        patches = values.view(grid, side, grid, side, 3).permute(0, 2, 4, 1, 3)
+        return patches.reshape(grid * grid, 3 * side * side)
+
+
+class _TowerLayer:
+    """Attention of all patches to all, then an MLP, with a norm before each."""
+
+    def __init__(self, context: ModelContext, spec: VisionSpec, layer_id: int) -> None:
+        name, size, inner = tower_layer(layer_id), spec.hidden_size, spec.intermediate_size
+        self.attention_norm = LayerNorm(context, f"{name}layer_norm1", size, spec.norm_eps, bias=True)
+        self.mlp_norm = LayerNorm(context, f"{name}layer_norm2", size, spec.norm_eps, bias=True)
+        self._qkv = Linear(context, [name + one for one in QKV], size, [size] * 3, bias=True)
+        self._out = Linear(context, [f"{name}self_attn.out_proj"], size, [size], bias=True)
+        self._up = Linear(context, [f"{name}mlp.fc1"], size, [inner], bias=True)
+        self._down = Linear(context, [f"{name}mlp.fc2"], inner, [size], bias=True)
+        self._num_heads, self._activate, self._kind = spec.num_heads, context.ops.activate, spec.activation
+
+    def attend(self, x: Tensor) -> Tensor:
+        """[P, K] -> [P, K]."""
+        heads = self._qkv(x).view(x.shape[0], 3, self._num_heads, -1).permute(1, 2, 0, 3)
+        attended = F.scaled_dot_product_attention(heads[:1], heads[1:2], heads[2:])
+        return self._out(attended[0].transpose(0, 1).reshape(x.shape))
+
+    def mlp(self, x: Tensor) -> Tensor:
+        """[P, K] -> [P, K]."""
+        return self._down(self._activate(self._up(x), self._kind))
+
+
+def joined(x: Tensor, grid: int, factor: int) -> Tensor:
+    """The pixel shuffle of Idefics3: each `factor` x `factor` patches become one row; [P, K] -> [P / f^2, f^2 * K]."""
+    rows = grid // factor
+    return x.view(rows, factor, rows, factor, -1).transpose(1, 2).reshape(rows * rows, -1)
+
+
+def _table_rows(grid: int) -> Tensor:
+    """[P] the row of the table of positions of each patch.
+
+    As Idefics3, which compares fractions in float32 with boundaries in float32: in some grids a fraction is rounded to
+    below its boundary, and the patch gets the row before.
+    """
+    fractions = torch.arange(grid, dtype=torch.float32) * (1.0 / torch.tensor(grid))
+    boundaries = torch.arange(1 / grid, 1.0, 1 / grid)
+    buckets = torch.bucketize(fractions.clamp(max=1.0 - 1e-6), boundaries, right=True)
+    return (buckets[:, None] * grid + buckets[None, :]).flatten()

@@ -1,0 +1,80 @@
+"""`mm_encoder_cache_tokens`: how many rows of images stay computed, and their memory."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from engine.launch.resolve.memory_budget import capacity_of
+from engine.launch.resolve.resolve import resolve
+from engine.models.spec.vision_spec import ImageProcessing, VisionSpec
+from engine.runtime.errors import ConfigError
+
+from .test_resolve import HOST, SPEC, config, pool_of
+
+HALF = (0.5, 0.5, 0.5)
+PROCESSING = ImageProcessing(
+    longest_edge=2048, tile_size=512, splits=True, resample=1, rescale_factor=1 / 255, mean=HALF, std=HALF
+)
+VISION = VisionSpec(
+    hidden_size=768,
+    intermediate_size=3072,
+    num_layers=12,
+    num_heads=12,
+    norm_eps=1e-6,
+    activation="gelu_tanh",
+    image_size=512,
+    patch_size=16,
+    scale_factor=4,
+    image_token_id=7,
+    image_token="<image>",
+    around_token="<fake>",
+    global_token="<global>",
+    processing=PROCESSING,
+)
+SEEING = msgspec.structs.replace(SPEC, vision=VISION)
+
+
+def test_auto_holds_eight_of_the_largest_images() -> None:
+    resolved = resolve(config(), SEEING, HOST)
+    capacity = capacity_of(resolved.config, SEEING)
+
+    assert VISION.most_tiles == 17
+    assert (capacity.num_encoder_rows, capacity.encoder_tile_rows) == (8 * 17 * 64, 64)
+    assert resolved.notes["mm_encoder_cache_tokens"] == "8 of the largest images"
+    text = capacity_of(resolve(config(), SPEC, HOST).config, SPEC)
+    assert (text.num_encoder_rows, text.encoder_tile_rows) == (0, 0)
+
+
+def test_what_the_user_asks_for_is_in_whole_tiles() -> None:
+    resolved = resolve(config(mm_encoder_cache_tokens=200), SEEING, HOST)
+
+    assert capacity_of(resolved.config, SEEING).num_encoder_rows == 192
+    assert resolved.notes["mm_encoder_cache_tokens"] == "200 in whole tiles of 64"
+
+
+def test_rows_and_tower_take_memory_from_the_pool() -> None:
+    # With so many positions memory is the only bound of the pool.
+    spec = msgspec.structs.replace(SEEING, max_position_embeddings=1 << 20)
+    settings = {"max_model_len": 1 << 17, "mem_fraction": 0.4}
+    few, many = (
+        pool_of(resolve(config(mm_encoder_cache_tokens=n, **settings), spec, HOST).config)
+        for n in (64, 64_064)
+    )
+    text = pool_of(resolve(config(**settings), msgspec.structs.replace(spec, vision=None), HOST).config)
+
+    rows = 64_000 * SPEC.hidden_size * 2
+    assert 0.5 * 0.4 * rows < (few - many) * SPEC.kv_bytes_per_token(2) < 0.4 * rows
+    assert text > few
+
+
+@pytest.mark.parametrize(
+    ("spec", "asked", "message"),
+    [
+        (SPEC, 64, "mm_encoder_cache_tokens is 64, but the model sees no images; omit"),
+        (SEEING, 63, "is 63, but a tile of an image takes 64; raise .*--language-model-only"),
+    ],
+)
+def test_what_is_refused(spec, asked, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(config(mm_encoder_cache_tokens=asked), spec, HOST)
