@@ -53,6 +53,11 @@ VALID: dict[str, dict[str, Any]] = {
     "/v2/rerank": {"query": MARK, "documents": [MARK]},
     "/v1/score": {"query": MARK, "items": [MARK], "label_token_ids": [5]},
     "/score": {"query": MARK, "items": [MARK], "label_token_ids": [5]},
+    "/v1/decisions": {
+        "input": MARK,
+        "questions": [{"type": "predicate", "instructions": MARK, "name": MARK}],
+    },
+    "/v1/systemone": {"state": MARK, "questions": {MARK: {"type": "noul", "instructions": MARK}}},
     "/api/embed": {"input": MARK},
     "/api/embeddings": {"prompt": MARK},
     "/v1/load_lora_adapter": {"lora_name": MARK, "lora_path": MARK},

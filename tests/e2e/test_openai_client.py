@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import httpx
 import openai
 import pytest
@@ -232,3 +234,25 @@ def tokenize(client, text: str) -> list[int]:
     )
     tokens: list[int] = response.json()["tokens"]
     return tokens
+
+
+def test_a_decision_has_the_probabilities_that_the_model_gives_its_labels(client):
+    levels = [{"label": "low"}, {"label": "high"}, {"label": "higher"}]
+    questions = [{"type": "score", "instructions": each, "levels": levels} for each in ("the fox", "one two")]
+
+    decision = client.decisions.create(
+        model=MODEL, input=PROMPT, questions=questions, extra_body={"return_prompt_token_ids": True}
+    )
+
+    for answer in decision.model_dump()["answers"]:
+        ids = answer["prompt_token_ids"]
+        masses = []
+        for group in answer["label_token_ids"]:
+            echoed = [
+                complete(client, prompt=[*ids, each], max_tokens=1, echo=True, logprobs=0) for each in group
+            ]
+            told = [each.choices[0].logprobs.token_logprobs[len(ids)] for each in echoed]
+            masses.append(sum(map(math.exp, told)))
+        assert answer["label_mass"] == pytest.approx(sum(masses), rel=1e-4)
+        shares = [each["probability"] for each in answer["probabilities"]]
+        assert shares == pytest.approx([mass / sum(masses) for mass in masses], rel=1e-4)

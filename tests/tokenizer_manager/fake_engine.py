@@ -188,9 +188,13 @@ def row(
 
 
 def say_all(*texts: str, finish: Finish = STOP, cached: int = 0) -> Script:
-    """Answers every request with these texts, a row each, the last one finished."""
+    """Answers every request with these texts, a row each, the last one finished; labels are equally likely."""
+    labels = say_vectors(lambda request: [-9.0] * len(request.pooling.label_ids) if request.pooling else ())
 
     def script(request: GenerateRequest) -> Iterable[TextOutput]:
+        if request.pooling is not None:
+            yield from labels(request)
+            return
         total = 0
         for i, text in enumerate(texts):
             total += len(text.encode())

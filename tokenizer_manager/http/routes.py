@@ -80,6 +80,8 @@ from .openai import rendering
 from .openai.chat import chat_completions
 from .openai.completions import completions
 from .openai.wire import ChatChunk, ChatCompletion, ChatRequest, Completion, CompletionRequest, RenderedBody
+from .pooling.decisions import decisions, system_one
+from .pooling.decisions_wire import DecisionsBody, DecisionsRequest, SystemOneBody, SystemOneRequest
 from .pooling.embeddings import embeddings
 from .pooling.rerank import rerank
 from .pooling.score import score
@@ -210,6 +212,20 @@ ROUTES: Final = (
         "Scores of pairs of texts, or of labels as the next token.",
         ScoreRequest,
         ScoreBody,
+    ),
+    *_answering(
+        "/v1/decisions",
+        decisions,
+        "Answer typed questions about an input (OpenAI's Decisions).",
+        DecisionsRequest,
+        DecisionsBody,
+    ),
+    *_answering(
+        "/v1/systemone",
+        system_one,
+        "Answer typed questions about a state (System One).",
+        SystemOneRequest,
+        SystemOneBody,
     ),
     *_answering(
         "/v1/responses",

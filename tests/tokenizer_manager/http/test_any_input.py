@@ -71,6 +71,8 @@ VALID: dict[str, dict[str, Any]] = {
     "/v2/rerank": {"query": "hi", "documents": ["ho"]},
     "/v1/score": {"text_1": "hi", "text_2": "ho"},
     "/score": {"text_1": "hi", "text_2": "ho"},
+    "/v1/decisions": {"input": "hi", "questions": [{"type": "predicate", "instructions": "ho"}]},
+    "/v1/systemone": {"state": "hi", "questions": {"a": {"type": "noul", "instructions": "ho"}}},
     "/v1/load_lora_adapter": {"lora_name": "sql", "lora_path": "sql", "load_inplace": True},
     "/load_lora_adapter": {"lora_name": "sql", "lora_path": "sql", "load_inplace": True},
     "/v1/unload_lora_adapter": {"lora_name": "sql", "force": True},

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
@@ -35,12 +36,14 @@ class PooledAnswer(NamedTuple):
         model: the name of what computed it.
         vectors: float32 bytes of each prompt.
         usage: tokens of all prompts.
+        prompt_ids: [prompt_len] int32 of each prompt.
     """
 
     id: str
     model: str
     vectors: list[bytes]
     usage: PoolingUsage
+    prompt_ids: list[array[int]]
 
 
 def pooled_request(
@@ -103,7 +106,8 @@ async def run_pooled(exchange: Exchange, engine: Engine, request: GenerationRequ
                     raise RequestError("the request was aborted; send it again", code="aborted", status=409)
                 vectors[row.choice.index] = row.output.vector
     model = request.scheduling.served_as or engine.served_model
-    return PooledAnswer(generation.id, model, vectors, _usage(generation))
+    prompt_ids = [choice.prompt_ids for choice in generation.choices]
+    return PooledAnswer(generation.id, model, vectors, _usage(generation), prompt_ids)
 
 
 def _usage(generation: Generation) -> PoolingUsage:

@@ -64,6 +64,11 @@ NOTES: Final[Mapping[str, str]] = {
     "label_token_ids": "Tokens that are judged as the next one.",
     "apply_softmax": "Probabilities among the labels, instead of among all tokens.",
     "item_first": "The item comes before the query.",
+    "state": "What the questions are about: a text, or any JSON.",
+    "questions": "At most 400; each has a type, instructions, and the options of its type.",
+    "permutations": "Orders of the options of a choice whose mean is taken; 1.",
+    "min_label_mass": "Below this probability of all labels the answer is a refusal; 0.",
+    "return_prompt_token_ids": "Answers have the tokens of their prompt and of their labels.",
     # ---- where it ends
     "max_tokens": "Most tokens of the answer; as many as the context holds unless set.",
     "MessagesRequest.max_tokens": "Most tokens of the answer.",
@@ -291,6 +296,21 @@ BODIES: Final[Mapping[tuple[str, str], Mapping[str, Any]]] = {
     ("POST", "/v2/rerank"): _RERANK,
     ("POST", "/v1/score"): _SCORE,
     ("POST", "/score"): _SCORE,
+    ("POST", "/v1/decisions"): {
+        "input": "The parcel came broken. I want my money back.",
+        "questions": [
+            {"type": "predicate", "instructions": "The customer asks for a refund."},
+            {
+                "type": "choice",
+                "instructions": "Who answers?",
+                "choices": [{"value": "sales"}, {"value": "support"}],
+            },
+        ],
+    },
+    ("POST", "/v1/systemone"): {
+        "state": "The parcel came broken. I want my money back.",
+        "questions": {"refund": {"type": "noul", "instructions": "The customer asks for a refund."}},
+    },
     ("POST", "/v1/responses"): {"input": "Why is the sky blue?", "max_output_tokens": 100},
     ("POST", "/v1/responses/input_tokens"): {"input": "Why is the sky blue?"},
     ("POST", "/v1/messages"): {"messages": _QUESTION, "max_tokens": 100},

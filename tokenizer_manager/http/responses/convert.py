@@ -97,7 +97,7 @@ def read_responses(
     history = History()
     if request.instructions:
         history.system(request.instructions)
-    _read_input(request.input, _ItemReader(history, notes, find_item), config.limits)
+    read_items(request.input, history, notes, config.limits, find_item)
     _check_include(request.include or (), notes)
     tools = _tools(request.tools or [], notes)
     text = convert(request.text or {}, TextOptions, "text")
@@ -141,7 +141,22 @@ def read_responses(
 # ---------------------------------------------------------------- input
 
 
-def _read_input(value: object, reader: _ItemReader, limits: RequestLimits) -> None:
+def read_items(
+    value: object,
+    history: History,
+    notes: Notes,
+    limits: RequestLimits,
+    find_item: Callable[[str], Body | None] = lambda item_id: None,
+) -> None:
+    """Add a text or items to a history.
+
+    Args:
+        find_item: as in `read_responses`.
+
+    Raises:
+        RequestError: one is refused; names its path in `input`.
+    """
+    reader = _ItemReader(history, notes, find_item)
     if isinstance(value, str):
         if not value:
             raise refused("input", "is empty; a chat has at least one message", "empty_prompt")

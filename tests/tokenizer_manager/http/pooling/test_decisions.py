@@ -1,0 +1,239 @@
+"""`POST /v1/decisions` and `/v1/systemone`: prompts, answers in both forms, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import openai
+import pytest
+
+from engine.runtime.messages import GenerateRequest
+from engine.runtime.pooling import PoolingKind
+
+from ...conftest import Serve, Served
+from ...fake_engine import TOKENIZER, ids_of, say_vectors
+
+PREDICATE = {"type": "predicate", "instructions": "It is late."}
+CHOICE = {
+    "type": "choice",
+    "name": "who",
+    "instructions": [{"type": "input_text", "text": "Who?"}, {"type": "input_json", "data": {"a": 1}}],
+    "choices": [{"value": "true"}, {"value": True, "description": "for sure"}, {"value": "no"}],
+}
+SCORE = {"type": "score", "instructions": "How much?", "levels": [{"label": "low"}, {"label": "high"}]}
+SHARES = {"y": 0.3, "Y": 0.3, "n": 0.2, "A": 0.1, "B": 0.6, "b": 0.1, "0": 0.25, "1": 0.5}
+"""The next token of the model, for every prompt."""
+
+
+def vector_of(request: GenerateRequest) -> list[float]:
+    assert request.pooling is not None and request.pooling.kind is PoolingKind.LABELS
+    shares = [SHARES.get(TOKENIZER.token_bytes(each).decode(), 0.0) for each in request.pooling.label_ids]
+    return [math.log(share) if share else -math.inf for share in shares]
+
+
+@pytest.fixture
+def served(serve: Serve) -> Served:
+    return serve(say_vectors(vector_of))
+
+
+def text_of(request: GenerateRequest) -> str:
+    return TOKENIZER.decode(ids_of(request), False)
+
+
+def refused(served: Served, path: str, **fields: Any) -> dict[str, Any]:
+    usual: dict[str, dict[str, Any]] = {
+        "/v1/decisions": {"input": "x", "questions": [PREDICATE]},
+        "/v1/systemone": {"state": "x", "questions": {"a": {"type": "noul", "instructions": "y"}}},
+    }
+    response = served.client.post(path, json=usual[path] | fields)
+    assert response.status_code == 400
+    error: dict[str, Any] = response.json()["error"]
+    return error
+
+
+def test_every_kind_through_the_official_client(served: Served):
+    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="-", max_retries=0)
+
+    decision = client.decisions.create(
+        model="",
+        input="The sky is dark.",
+        questions=[PREDICATE, CHOICE, SCORE],  # type: ignore[list-item]
+    )
+
+    predicate, choice, score = decision.answers
+    assert predicate.type == "predicate" and predicate.name is None
+    assert predicate.probability == pytest.approx(0.75)
+    assert choice.type == "choice" and choice.name == "who"
+    assert choice.choice is True
+    assert [each.value for each in choice.probabilities] == ["true", True, "no"]
+    assert [each.probability for each in choice.probabilities] == pytest.approx([0.125, 0.875, 0.0])
+    assert choice.confidence == pytest.approx((0.875 - 1 / 3) / (1 - 1 / 3))
+    assert score.type == "score"
+    assert score.score == pytest.approx(2 / 3)
+    assert [(each.value, each.label) for each in score.probabilities] == [(0, "low"), (1, "high")]
+    masses = [answer["label_mass"] for answer in decision.model_dump()["answers"]]
+    assert masses == pytest.approx([0.8, 0.8, 0.75])
+    prompts = [text_of(served.engine.next_request()) for _ in range(3)]
+    begin, end = "<|im_start|>user\nThe sky is dark.\n\n", "<|im_end|>\n<|im_start|>assistant\n"
+    assert all(prompt.startswith(begin) and prompt.endswith(end) for prompt in prompts)
+    assert 'Who?\n{"a": 1}\n\nA. true\nB. true: for sure\nC. no' in prompts[1]
+    assert decision.usage.input_tokens == sum(map(len, map(TOKENIZER.encode, prompts)))
+    assert (decision.usage.output_tokens, decision.usage.output_tokens_details.reasoning_tokens) == (0, 0)
+
+
+def test_system_one(served: Served):
+    questions = {
+        "late": {"type": "noul", "instructions": "It is late.", "criteria": {"true": "after ten"}},
+        "who": {"type": "choice", "instructions": "Who?", "criteria": {"you": None, "me": "the author"}},
+        "much": {"type": "score", "instructions": {"ask": "How much?"}, "criteria": ["low", "high"]},
+    }
+
+    body = served.client.post("/v1/systemone", json={"state": {"sky": "dark"}, "questions": questions}).json()
+
+    late, who, much = (body["answers"][name] for name in questions)
+    assert late == {"type": "noul", "noul": pytest.approx(0.75), "x_label_mass": pytest.approx(0.8)}
+    assert (who["choice"], who["probabilities"]["you"]) == ("me", pytest.approx(0.125))
+    assert much["score"] == pytest.approx(2 / 3) and much["legend"] == {"0": "low", "1": "high"}
+    assert much["probabilities"] == {"0": pytest.approx(1 / 3), "1": pytest.approx(2 / 3)}
+    prompts = [text_of(served.engine.next_request()) for _ in questions]
+    assert all(prompt.startswith('<|im_start|>user\n{"sky": "dark"}\n\n') for prompt in prompts)
+    assert (
+        "Y: after ten" in prompts[0]
+        and "B. me: the author" in prompts[1]
+        and '{"ask": "How much?"}' in prompts[2]
+    )
+
+
+def test_an_input_of_messages_calls_and_outputs(served: Served):
+    items = [
+        {"role": "developer", "content": "Be fair."},
+        {"role": "user", "content": [{"type": "input_text", "text": "Look it up."}]},
+        {"type": "function_call", "call_id": "c", "name": "find", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "found"},
+    ]
+
+    served.client.post("/v1/decisions", json={"input": items, "questions": [PREDICATE]}).raise_for_status()
+
+    prompt = text_of(served.engine.next_request())
+    assert prompt.startswith("<|im_start|>system\nBe fair.") and "found" in prompt
+    assert prompt.index("found") < prompt.index("It is late.")
+
+
+def test_a_model_without_a_template_reads_input_question_and_the_word_answer(serve: Serve):
+    served = serve(say_vectors(vector_of), chat_template=None)
+
+    served.client.post("/v1/decisions", json={"input": "Dark.", "questions": [PREDICATE]}).raise_for_status()
+
+    prompt = text_of(served.engine.next_request())
+    assert prompt == "Dark.\n\nIt is late.\n\nIs it true? Answer with Y or N only.\n\nAnswer:"
+
+
+def test_permutations_ask_in_several_orders_and_return_the_mean(served: Served):
+    body = {"input": "x", "questions": [CHOICE, PREDICATE], "permutations": 3}
+
+    [choice, predicate] = served.client.post("/v1/decisions", json=body).json()["answers"]
+
+    # The model prefers B, whatever it is: each choice is B once.
+    assert [each["probability"] for each in choice["probabilities"]] == pytest.approx([1 / 3] * 3)
+    assert predicate["probability"] == pytest.approx(0.75)
+    prompts = [text_of(served.engine.next_request()) for _ in range(4)]
+    assert [prompt.split("B. ")[1].split("\n")[0] for prompt in prompts[:3]] == [
+        "true: for sure",
+        "no",
+        "true",
+    ]
+
+
+def test_a_small_label_mass_is_a_refusal_where_it_is_asked_for(served: Served):
+    body = {"input": "x", "questions": [PREDICATE | {"name": "p"}, SCORE], "min_label_mass": 0.78}
+
+    [predicate, score] = served.client.post("/v1/decisions", json=body).json()["answers"]
+
+    assert predicate["type"] == "predicate"
+    assert score == {"type": "refusal", "name": None, "label_mass": pytest.approx(0.75)}
+
+
+def test_the_tokens_of_prompt_and_labels_are_returned_when_asked_for(served: Served):
+    body = {"input": "x", "questions": [SCORE], "return_prompt_token_ids": True}
+
+    [score] = served.client.post("/v1/decisions", json=body).json()["answers"]
+
+    assert score["prompt_token_ids"] == ids_of(served.engine.next_request())
+    assert score["label_token_ids"] == [TOKENIZER.encode("0"), TOKENIZER.encode("1")]
+
+
+@pytest.mark.parametrize(
+    ("questions", "param"),
+    [
+        ([], "questions"),
+        ([PREDICATE] * 401, "questions"),
+        ([PREDICATE, {"type": "noul", "instructions": "x"}], "questions[1].type"),
+        ([{"type": "predicate"}], "questions[0].instructions"),
+        ([PREDICATE | {"instructions": " "}], "questions[0].instructions"),
+        ([PREDICATE | {"color": "red"}], "questions[0]"),
+        ([PREDICATE | {"name": "a"}, CHOICE | {"name": "a"}], "questions[1].name"),
+        ([CHOICE | {"choices": [{"value": "a"}]}], "questions[0].choices"),
+        ([CHOICE | {"choices": [{"value": str(i)} for i in range(256)]}], "questions[0].choices"),
+        (
+            [CHOICE | {"choices": [{"value": "a"}, {"value": "b"}, {"value": "a"}]}],
+            "questions[0].choices[2].value",
+        ),
+        ([PREDICATE, CHOICE | {"choices": [{"value": str(i)} for i in range(27)]}], "questions[1]"),
+        ([SCORE | {"levels": [{"label": str(i)} for i in range(11)]}], "questions[0].levels"),
+        (
+            [PREDICATE | {"instructions": [{"type": "input_image", "image_url": "data:,"}]}],
+            "questions[0].instructions[0].type",
+        ),
+    ],
+)
+def test_a_refused_question_is_named_by_its_path(served: Served, questions: list[Any], param: str):
+    error = refused(served, "/v1/decisions", questions=questions)
+
+    assert error["param"] == param, error
+    assert served.engine.generate.empty()
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/decisions", {"input": ""}, "input"),
+        (
+            "/v1/decisions",
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0].type",
+        ),
+        ("/v1/decisions", {"temperature": 0}, "temperature"),
+        ("/v1/decisions", {"permutations": 0}, "permutations"),
+        ("/v1/decisions", {"min_label_mass": 1.5}, "min_label_mass"),
+        ("/v1/systemone", {"state": ""}, "state"),
+        ("/v1/systemone", {"questions": {}}, "questions"),
+        (
+            "/v1/systemone",
+            {"questions": {"a": {"type": "choice", "instructions": "x", "criteria": {"b": None}}}},
+            "questions.a.criteria",
+        ),
+        (
+            "/v1/systemone",
+            {"questions": {"a": {"type": "score", "instructions": "x", "criteria": ["b"]}}},
+            "questions.a.criteria",
+        ),
+    ],
+)
+def test_a_refused_value_is_named_by_its_path(served: Served, path: str, fields: dict[str, Any], param: str):
+    assert refused(served, path, **fields)["param"] == param
+
+
+def test_a_question_beyond_the_context_is_named(served: Served):
+    long = PREDICATE | {"instructions": "x" * 300}
+
+    assert refused(served, "/v1/decisions", questions=[PREDICATE, long])["param"] == "questions[1]"
+    questions = {"a": {"type": "noul", "instructions": "x"}, "b": {"type": "noul", "instructions": "x" * 300}}
+    assert refused(served, "/v1/systemone", questions=questions)["param"] == "questions.b"
+
+
+def test_an_embedder_cannot_decide(serve: Serve):
+    from .test_rerank import HEAD, LENGTH
+
+    error = refused(serve(LENGTH, pooling=HEAD), "/v1/decisions")
+    assert error["code"] == "unsupported_task"
