@@ -276,6 +276,7 @@ def _beginning_of(req: Req) -> Beginning:
         req.num_delivered,
         session="" if req.session is None else req.session.key,
         turn=req.turn,
+        num_images=0 if req.images is None else len(req.images.ends),
     )
     grammar_s = req.queued_s if needs_grammar else None
     return Beginning(arrived, grammar_s, req.entered_s.get(ReqStatus.PREFILL))

@@ -116,6 +116,7 @@ class RequestStory:
         waited_s: seconds of completed waits.
         was_started: whether it ever got memory.
         num_retractions: how often it was retracted.
+        num_tiles: tiles that were encoded for it.
         grammar_s: seconds from its arrival until its grammar was compiled; None if it did not wait for one, or still
             does.
         ended_by_grammar: whether its grammar was complete.
@@ -131,6 +132,7 @@ class RequestStory:
         "grammar_s",
         "left",
         "num_retractions",
+        "num_tiles",
         "rid",
         "waited_s",
         "waiting_since_s",
@@ -149,7 +151,7 @@ class RequestStory:
         self.waiting_since_s: float | None = None
         self.waited_s = 0.0
         self.was_started = False
-        self.num_retractions = 0
+        self.num_retractions = self.num_tiles = 0
         self.grammar_s: float | None = None
         self.ended_by_grammar = False
         self._needs_grammar = False
@@ -221,6 +223,8 @@ class RequestStory:
 
     def _take_pass(self, record: PassRecord) -> None:
         rid, place = self.rid, self._place
+        if record.num_tiles:
+            self.num_tiles += record.num_tiles.get(rid, 0)
         was_waiting = self.waiting_since_s is not None
         for retraction in record.retractions:
             if retraction.rid == rid:

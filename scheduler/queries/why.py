@@ -110,6 +110,7 @@ def _sentence(story: RequestStory, now_s: float) -> str:
         _waiting_words(story, now_s),
         *_grammar_words(story),
         *_prompt_words(story),
+        *_image_words(story),
         *_disk_words(story),
         *_cache_words(story),
         *_retraction_words(story),
@@ -185,6 +186,17 @@ def _prompt_words(story: RequestStory) -> Iterator[str]:
         reasons = "; ".join(reason.text for reason in cuts) or Reason.CHUNKED.text
         tokens = counted(num_tokens, "token", commas=True)
         yield f"computed its prompt in {counted(num_chunks, 'chunk')}, {tokens} ({reasons})"
+
+
+def _image_words(story: RequestStory) -> Iterator[str]:
+    if story.arrived is None or not story.arrived.num_images or not story.was_started:
+        return
+    count = story.arrived.num_images
+    images = "image" if count == 1 else f"{count} images"
+    if story.num_tiles:
+        yield f"had {counted(story.num_tiles, 'tile')} of its {images} encoded"
+    else:
+        yield f"found its {images} encoded"
 
 
 def _disk_words(story: RequestStory) -> Iterator[str]:
@@ -340,6 +352,8 @@ def _why(episode: Episode, story: RequestStory | None = None) -> str:
 def _arrival_words(arrived: Arrived) -> str:
     most = counted(arrived.max_new_tokens, "new one", commas=True)
     words = f"prompt of {counted(arrived.prompt_len, 'token', commas=True)}, at most {most}"
+    if arrived.num_images:
+        words += f", {counted(arrived.num_images, 'image')}"
     if arrived.num_delivered:
         words += f", {arrived.num_delivered:,} of them delivered before a process was lost"
     if arrived.awaits_kv:

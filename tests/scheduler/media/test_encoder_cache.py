@@ -143,6 +143,11 @@ def test_a_request_waits_until_rows_are_free_and_the_log_says_so():
     harness.run_until_idle()
     story = explain(harness.scheduler.decisions, "b")
     assert "the encoder's rows are promised to other images (need 16, have 8)" in story.sentence
+    assert "had 2 tiles of its image encoded" in story.sentence
+    assert ", 1 image" in story.rows[0][3]
+    harness.submit("d", prompt=[9, 6, 7], images=[Image("dog", 2, 2)], max_new_tokens=1)
+    harness.run_until_idle()
+    assert "found its image encoded" in explain(harness.scheduler.decisions, "d").sentence
 
 
 def test_half_a_tile_is_not_given_away():
