@@ -252,6 +252,7 @@ PROVIDERS: Final[Mapping[str, Sequence[Provider]]] = {
         _native_states("mamba2"),
         _plain(plain_states.mamba2),
     ),
+    "clamped_swiglu": (_native("clamped_swiglu"), _plain(plain.clamped_swiglu)),
     "mul_sigmoid": (_native("mul_sigmoid"), _plain(plain.mul_sigmoid)),
     "gelu_times": (_native_streams("gelu_times"), _plain(streams.gelu_times)),
     "sparse_gelu_and_mul": (

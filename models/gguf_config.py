@@ -53,7 +53,6 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
         )
     vocab_size = _vocab_size(file, fields, arch)
     hidden_size = fields.integer(f"{arch}.embedding_length", 1, 1 << 20)
-    num_heads = fields.integer(f"{arch}.attention.head_count", 1, 1 << 12)
     rope_theta = fields.number(f"{arch}.rope.freq_base", 1.0, 1e15, default=10000.0)
     facts = {
         "model_type": model_type,
@@ -63,6 +62,7 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
     }
     if family.of_tensors is not None:
         facts = family.of_tensors(file, facts)
+    num_heads = facts.pop("num_heads", None) or fields.integer(f"{arch}.attention.head_count", 1, 1 << 12)
     if not family.has_own_heads:
         head_dim = _head_dim(fields, arch, family, hidden_size // num_heads)
         rotary_dim = fields.integer(f"{arch}.rope.dimension_count", 1, head_dim, default=head_dim)

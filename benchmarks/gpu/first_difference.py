@@ -47,7 +47,7 @@ MAX_SAVED_BYTES: Final = 50 << 20
 _FUNCTIONS: Final = (
     *("rms_norm", "add_rms_norm", "silu_and_mul", "gelu_and_mul", "gelu_erf_and_mul", "layer_norm"),
     *("add_layer_norm", "activate", "rotate_and_store", "route", "scale", "add", "add_gated", "take_rows"),
-    *("soft_cap", "to_float32", "mul_sigmoid"),
+    *("soft_cap", "to_float32", "mul_sigmoid", "clamped_swiglu"),
 )
 """Operators that are functions of tensors; besides them experts, attention and sampler are compared."""
 

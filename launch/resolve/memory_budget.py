@@ -127,12 +127,13 @@ def plan_memory(
     dequantized = spec.quantization is not None and not spec.quantization.is_kept(on_cpu=on_cpu)
     weights = stage_weight_bytes(spec, stage, width, dequantized=dequantized, on_cpu=on_cpu)
     heads = [spec.heads_of(layer_id) for layer_id in range(spec.num_layers)]
-    q_size = spec.num_heads * max(each.head_dim for each in heads)
+    q_size = max(each.num_heads * each.head_dim for each in heads)
     kv_size = max(each.num_kv_heads * each.head_dim for each in heads)
     mixer = max(3 * q_size + 4 * kv_size, _STATE_COPIES * (0 if spec.state is None else spec.state.conv_size))
     activations = step_tokens * (4 * spec.hidden_size + mixer + spec.mlp_width + spec.stream_width) * 4
     block = min(step_tokens, _CPU_BF16_QUERY_BLOCK if on_cpu and dtype == "bfloat16" else _QUERY_BLOCK)
-    scores = block * (spec.num_heads + _MASK_HEADS) * max_model_len * 4 * _SCORES_COPIES
+    most_heads = max(each.num_heads for each in heads)
+    scores = block * (most_heads + _MASK_HEADS) * max_model_len * 4 * _SCORES_COPIES
     logits = max_running_requests * vocab_size * 4 * _LOGITS_COPIES if spec.causal and stage.is_last else 0
     return MemoryBudget(
         usable_bytes=usable_bytes,

@@ -57,9 +57,10 @@ def check_tp(spec: ModelSpec, tp: int) -> None:
 
 def reason_against_tp(spec: ModelSpec, tp: int) -> str | None:
     """Reason why `tp` ranks cannot share the model; None: they can."""
-    if spec.num_heads % tp:
-        return f"the model's {spec.num_heads} attention heads cannot be divided by it"
     streams = spec.streams
+    for num_heads in dict.fromkeys((spec.num_heads, *(each.num_heads for each in streams.layer_heads))):
+        if num_heads % tp:
+            return f"the model's {num_heads} attention heads cannot be divided by it"
     numbers = spec.num_kv_heads, *(each.num_kv_heads for each in streams.layer_heads)
     for num_kv_heads in dict.fromkeys(numbers):
         if num_kv_heads % tp and tp % num_kv_heads:

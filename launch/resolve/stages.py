@@ -81,7 +81,9 @@ def stage_spec(spec: ModelSpec, stage: Stage) -> ModelSpec:
     experts = spec.experts
     if experts is not None:
         dense = tuple(n - stage.first for n in experts.dense_layers if stage.first <= n < stage.end)
-        experts = msgspec.structs.replace(experts, dense_layers=dense)
+        experts = msgspec.structs.replace(
+            experts, dense_layers=dense, limits=experts.limits[part], mlp_limits=experts.mlp_limits[part]
+        )
     windows = spec.windows
     if windows is not None:
         windows = msgspec.structs.replace(windows, layers=windows.layers[part])

@@ -145,8 +145,8 @@ class CpuNativeAttention(AttentionBackend):
             self._addresses,
             plans,
             self._kv_dtype,
-            (num_tokens, self._spec.num_heads),
-            [view.heads.head_dim for view in self._views],
+            num_tokens,
+            [(view.heads.num_heads, view.heads.head_dim) for view in self._views],
         )
 
 
@@ -174,7 +174,7 @@ class _Plans:
                 table.shape[1],
                 page_size,
                 view.heads.num_kv_heads,
-                spec.num_heads // view.heads.num_kv_heads,
+                view.heads.num_heads // view.heads.num_kv_heads,
                 view.heads.head_dim,
                 view.window or 0,
                 view.chunked,
@@ -197,8 +197,8 @@ class _Step:
     addresses: Mapping[int, tuple[int | None, ...]]  # of each layer's keys, values, and their scales
     plans: _Plans
     kv_dtype: torch.dtype
-    shape: tuple[int, int]  # of the queries: tokens, heads
-    head_dims: list[int]  # of each layer
+    num_tokens: int
+    heads: list[tuple[int, int]]  # of each layer: number of query heads, and their size
 
     @property
     def plan_addresses(self) -> list[int]:
@@ -209,8 +209,10 @@ class _Step:
     ) -> Tensor:
         """The sinks are read again when a recorded step is repeated."""
         is_right = q.dtype == self.kv_dtype or (self.kv_dtype == torch.int8 and q.dtype in _DTYPES)
-        num_heads, head_dim = self.shape[1], self.head_dims[layer_id]
-        assert is_right and q.shape == (*self.shape, head_dim), f"queries are {q.dtype} {tuple(q.shape)}"
+        num_heads, head_dim = self.heads[layer_id]
+        assert is_right and q.shape == (self.num_tokens, num_heads, head_dim), (
+            f"queries are {q.dtype} {tuple(q.shape)}"
+        )
         assert sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (num_heads,))
         if q.stride(2) != 1 or q.stride(1) != head_dim:
             q = q.contiguous()

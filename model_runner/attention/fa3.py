@@ -110,7 +110,7 @@ class FlashAttention3(AttentionBackend):
         self._buffers = buffers
         self._page_size = kv_pool.page_size
         self._scale, self._cap = spec.score_scale, spec.attention.score_cap or _NO_CAP
-        self._heads: dict[str, Any] = {"num_heads": spec.num_heads, "qkv_dtype": kv_pool.k[0].dtype}
+        self._dtype = kv_pool.k[0].dtype
         self._pages = {
             layer_id: _in_pages(kv_pool.layer(layer_id), kv_pool.page_size)
             for layer_id in spec.attention_layers
@@ -147,9 +147,7 @@ class FlashAttention3(AttentionBackend):
 
     def _shape(self, view: LayerView) -> SplitShape:
         heads = view.heads
-        return SplitShape(
-            self._heads["num_heads"], heads.num_kv_heads, heads.head_dim, view.window, self._num_sms
-        )
+        return SplitShape(heads.num_heads, heads.num_kv_heads, heads.head_dim, view.window, self._num_sms)
 
     def _plan(
         self,
@@ -177,7 +175,7 @@ class FlashAttention3(AttentionBackend):
             "page_size": self._page_size,
             "causal": self._causal,
             "has_softcap": self._cap > _NO_CAP,
-            **self._heads,
+            "qkv_dtype": self._dtype,
         }
         by_view = {view: self._view_arguments(view, common, num) for view, num in splits.items()}
         arguments = {
@@ -196,7 +194,11 @@ class FlashAttention3(AttentionBackend):
         """The arguments of the layers of one view; the metadata are made with those of all."""
         window, metadata = _window_size(view.window, causal=self._causal), None
         if common["batch_size"]:
-            heads = {"num_heads_k": view.heads.num_kv_heads, "headdim": view.heads.head_dim}
+            heads = {
+                "num_heads": view.heads.num_heads,
+                "num_heads_k": view.heads.num_kv_heads,
+                "headdim": view.heads.head_dim,
+            }
             metadata = self._get_metadata(**common, **heads, window_size=window, num_splits=num_splits)
         return {"window_size": window, "scheduler_metadata": metadata, "num_splits": num_splits}
 

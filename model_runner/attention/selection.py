@@ -36,7 +36,8 @@ def measured_decodes(spec: ModelSpec, capability: tuple[int, int], choices: Choi
     shapes = {spec.heads_of(layer_id) for layer_id in range(spec.num_layers)}
     if len(shapes) != 1:
         return None
-    return choices.get((capability, spec.num_heads // shapes.pop().num_kv_heads))
+    heads = shapes.pop()
+    return choices.get((capability, heads.num_heads // heads.num_kv_heads))
 
 
 logger = logging.getLogger(__name__)

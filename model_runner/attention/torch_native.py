@@ -88,7 +88,6 @@ class TorchNativeAttention(AttentionBackend):
         self._kv_pool = kv_pool
         self._req_to_token = req_to_token
         self._buffers = buffers
-        self._num_heads = spec.num_heads
         self._form = form = ScoreForm(spec.score_scale, spec.attention.score_cap)
         self._views = [spec.view_of(layer_id) for layer_id in range(spec.num_layers)]
         dtype, device = kv_pool.k[0].dtype, kv_pool.k[0].device
@@ -117,7 +116,7 @@ class TorchNativeAttention(AttentionBackend):
         )
 
     def _view(self, layout: BatchLayout, starts: Int64s, of: LayerView) -> _View:
-        window, group_size = of.window, self._num_heads // of.heads.num_kv_heads
+        window, group_size = of.window, of.heads.num_heads // of.heads.num_kv_heads
         seq_lens = layout.prefix_lens + layout.extend_lens
         firsts = np.zeros_like(seq_lens)  # the first token to which a new token of each request attends
         if window is not None:

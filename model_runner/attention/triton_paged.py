@@ -55,7 +55,7 @@ class TritonAttention(AttentionBackend):
         if not spec.causal:
             reasons.append("attends to earlier tokens only, and the model is an encoder")
         for heads in dict.fromkeys(spec.heads_of(layer_id) for layer_id in range(spec.num_layers)):
-            group = spec.num_heads // heads.num_kv_heads
+            group = heads.num_heads // heads.num_kv_heads
             most = _MAX_GROUP if heads.head_dim <= _WIDE_HEAD_DIM else _MAX_WIDE_GROUP
             if heads.head_dim > _MAX_HEAD_DIM:
                 reasons.append(f"head_dim is {heads.head_dim}, at most {_MAX_HEAD_DIM} fits")
@@ -82,7 +82,7 @@ class TritonAttention(AttentionBackend):
         self._views = [spec.view_of(layer_id) for layer_id in range(spec.num_layers)]
         self._shapes = {
             heads: attention_tiles.HeadShape(
-                heads.num_kv_heads, spec.num_heads // heads.num_kv_heads, heads.head_dim, page_size
+                heads.num_kv_heads, heads.num_heads // heads.num_kv_heads, heads.head_dim, page_size
             )
             for heads in dict.fromkeys(view.heads for view in self._views)
         }

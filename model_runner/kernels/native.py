@@ -26,7 +26,7 @@ from .native_lora import native_deltas
 from .native_matmul import NativeMatmul
 
 if TYPE_CHECKING:
-    from ...models.spec.experts_spec import Routing
+    from ...models.spec.experts_spec import ClampedSwiGLU, Routing
     from ..ops.deltas import MakeDeltas
 
 logger = logging.getLogger(__name__)
@@ -122,6 +122,10 @@ class NativeOps:
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         return _gated(self._library.silu_and_mul, gate_up)
 
+    def clamped_swiglu(self, gate_up: Tensor, clamp: ClampedSwiGLU) -> Tensor:
+        numbers = clamp.alpha, clamp.limit, clamp.gate_limit, clamp.offset
+        return _gated(self._library.clamped_swiglu, gate_up, *numbers)
+
     def gelu_and_mul(self, gate_up: Tensor) -> Tensor:
         """Gelu by the tanh approximation."""
         return _gated(self._library.gelu_and_mul, gate_up)
@@ -193,9 +197,11 @@ class NativeOps:
         return x
 
     def mul_sigmoid(self, gate: Tensor, x: Tensor) -> Tensor:
-        assert x.dtype == gate.dtype in _DTYPES and x.shape == gate.shape, (x.dtype, gate.dtype, x.shape)
+        assert x.dtype == gate.dtype in _DTYPES, (x.dtype, gate.dtype)
+        assert len(x) == len(gate) and x.shape[1] % gate.shape[1] == 0, (x.shape, gate.shape)
         x, gate = x.contiguous(), gate.contiguous()
-        self._library.mul_sigmoid(gate.data_ptr(), x.data_ptr(), x.numel(), x.dtype == torch.bfloat16)
+        each = x.shape[1] // gate.shape[1]
+        self._library.mul_sigmoid(gate.data_ptr(), x.data_ptr(), x.numel(), each, x.dtype == torch.bfloat16)
         return x
 
     def take_rows(self, table: Tensor, indices: Tensor, scale: float | None = None) -> Tensor:
@@ -310,12 +316,13 @@ def _check_pool(kv: LayerKV, dtype: torch.dtype) -> None:
             assert scales.shape == kv.k.shape[:2], scales.shape
 
 
-def _gated(function: ctypes._NamedFuncPointer, gate_up: Tensor) -> Tensor:
+def _gated(function: ctypes._NamedFuncPointer, gate_up: Tensor, *numbers: float) -> Tensor:
     assert gate_up.dtype in _DTYPES, gate_up.dtype
     gate_up = gate_up.contiguous()
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty((num_tokens, size))
-    function(gate_up.data_ptr(), out.data_ptr(), num_tokens, size, gate_up.dtype == torch.bfloat16)
+    is_bf16 = gate_up.dtype == torch.bfloat16
+    function(gate_up.data_ptr(), out.data_ptr(), num_tokens, size, *numbers, is_bf16)
     return out
 
 

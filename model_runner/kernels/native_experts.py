@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ...models.spec.experts_spec import ClampedSwiGLU, ExpertActivation, Routing
     from ..ops.deltas import ExpertChanges
 
+_NO_CLAMP: Final = (1.0, math.inf, math.inf, 0.0)
 _SQUARED_RELU: Final = 3  # of `Activation` in `kernels/cpu/activations.h`
 _WEIGHT: Final = np.dtype(
     [
@@ -189,9 +190,7 @@ class NativeExperts:
             num_rows,
             self._num_experts,
             inner,
-            1.0 if clamp is None else clamp.alpha,
-            math.inf if clamp is None else clamp.limit,
-            0.0 if clamp is None else 1.0,
+            *_NO_CLAMP if clamp is None else (clamp.alpha, clamp.limit, clamp.gate_limit, clamp.offset),
         )
         return out
 

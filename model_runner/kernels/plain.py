@@ -121,8 +121,8 @@ def gelu_erf_and_mul(gate_up: Tensor) -> Tensor:
 def clamped_swiglu(gate_up: Tensor, clamp: ClampedSwiGLU) -> Tensor:
     """Computed in float32. [T, 2N], the gates in the first half -> [T, N]."""
     gate, up = gate_up.to(torch.float32).chunk(2, dim=-1)
-    gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
-    return ((up + 1) * gate * (clamp.alpha * gate).sigmoid()).to(gate_up.dtype)
+    gate, up = gate.clamp(max=clamp.gate_limit), up.clamp(-clamp.limit, clamp.limit)
+    return ((up + clamp.offset) * gate * (clamp.alpha * gate).sigmoid()).to(gate_up.dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -425,7 +425,9 @@ def add_gated(y: Tensor, gate: Tensor, x: Tensor) -> Tensor:
 
 
 def mul_sigmoid(gate: Tensor, x: Tensor) -> Tensor:
-    return x.copy_(x.to(torch.float32) * gate.to(torch.float32).sigmoid())
+    by_gate = x.view(*gate.shape, x.shape[1] // gate.shape[1])
+    by_gate.copy_(by_gate.to(torch.float32) * gate.to(torch.float32).sigmoid().unsqueeze(-1))
+    return x
 
 
 def take_rows(table: Tensor, indices: Tensor, scale: float | None = None) -> Tensor:

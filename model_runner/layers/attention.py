@@ -31,8 +31,9 @@ class SelfAttention:
     """o(attention(rotary(q(x)), rotary(k(x)), v(x))), with q, k and v in one matmul, and sinks if the model has them.
 
     Heads of v may be smaller than those of q and k. A layer may have no v, as its keys are its values, or only q, as it
-    attends to the keys and values of another one. With an output gate, o gets the product of what is attended to and
-    sigmoid(gate(x)). The attention backend takes the window, the heads and the source of a layer from the `ModelSpec`.
+    attends to the keys and values of another one. With gates, for each number or for each head, o gets the product of
+    what is attended to and sigmoid(gate(x)). The attention backend takes the window, the heads and the source of a
+    layer from the `ModelSpec`.
     """
 
     def __init__(
@@ -86,25 +87,28 @@ class SelfAttention:
             self.gate = Linear(
                 context, gate_names, spec.hidden_size, gate_sizes, bias=spec.biases.qkv, outputs=gates
             )
+        own = equal_span(heads.num_heads, context.group), kv_head_span(heads.num_kv_heads, context.group)
+        if spec.attention.head_gates:
+            mine = None if context.group.size == 1 else [own[0]]
+            gate_name, num_gates = f"{name}.g_proj", [heads.num_heads]
+            self.gate = Linear(context, [gate_name], spec.hidden_size, num_gates, bias=False, outputs=mine)
         if spec.form.grouped_qkv:
             outputs = _grouped_parts(context)
         if fused:
             num_parts = 1 if outputs is None else len(outputs)
             names, sizes = [f"{name}.qkv_proj"] * num_parts, [sum(sizes)] * num_parts
-        own = equal_span(spec.num_heads, context.group), kv_head_span(heads.num_kv_heads, context.group)
         self.num_qk = sum(map(len, own)) * self.head_dim
         self.qkv = Linear(context, names, spec.hidden_size, sizes, bias=spec.biases.qkv, outputs=outputs)
         self.value_dim, self.value_scale = spec.value_dim_of(layer_id), spec.attention.value_scale
         self.scale = context.ops.scale
         self.sinks: Tensor | None = None
         if spec.has_sinks(layer_id):
-            mine = [Slice(0, *equal_span(spec.num_heads, context.group))]
-            shape = (spec.num_heads,)
-            self.sinks = context.weights.stacked([f"{name}.sinks"], [shape], torch.float32, mine)
+            shape, rows = (heads.num_heads,), [Slice(0, *own[0])]
+            self.sinks = context.weights.stacked([f"{name}.sinks"], [shape], torch.float32, rows)
         self.o = RowLinear(
             context,
             f"{name}.{spec.form.names.attention_out}",
-            spec.num_heads * self.value_dim,
+            heads.num_heads * self.value_dim,
             spec.hidden_size,
             bias=spec.biases.attention_out,
         )
@@ -182,10 +186,10 @@ def _rank_outputs(
         sizes: number of rows of each of them that the layer has.
         fused: one matrix holds all of them.
     """
-    spec, group = context.spec, context.group
+    group = context.group
     if group.size == 1:
         return None
-    q_heads, kv_heads = equal_span(spec.num_heads, group), kv_head_span(heads.num_kv_heads, group)
+    q_heads, kv_heads = equal_span(heads.num_heads, group), kv_head_span(heads.num_kv_heads, group)
     starts = [sum(sizes[:n]) if fused else 0 for n in range(len(sizes))]
     parts = [q_heads, *[kv_heads] * (len(sizes) - 1)]
     dims = [heads.head_dim, heads.head_dim, value_dim][: len(sizes)]

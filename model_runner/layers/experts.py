@@ -33,23 +33,34 @@ if TYPE_CHECKING:
 
 def build_mlp(context: ModelContext, layer: str, layer_id: int) -> GatedMLP | PlainMLP | SparseMLP:
     """The MLP of a layer (`model.layers.<n>`): a mixture of experts, or a dense one where the configuration says so."""
-    spec, experts = context.spec, context.spec.experts
-    assert experts is not None
+    spec = context.spec
+    assert spec.experts is not None
+    experts = spec.experts.of_layer(layer_id)
     if layer_id in experts.dense_layers:
-        return _dense(context, f"{layer}.{experts.names.block}", spec.intermediate_size, is_summed=True)
+        name = f"{layer}.{experts.names.block}"
+        return _dense(context, name, spec.intermediate_size, experts, is_summed=True)
     return SparseMLP(context, layer, spec.hidden_size, experts)
 
 
-def _dense(context: ModelContext, name: str, inner: int, *, is_summed: bool) -> GatedMLP | PlainMLP:
+def _dense(
+    context: ModelContext, name: str, inner: int, experts: ExpertsSpec, *, is_summed: bool
+) -> GatedMLP | PlainMLP:
     """A dense MLP, in the form of the experts: with a gate, or without."""
-    spec, experts = context.spec, context.spec.experts
-    assert experts is not None
+    spec, clamp = context.spec, experts.mlp_clamp
     bias, size = spec.biases.mlp, spec.hidden_size
     if not experts.gated:
         up, down = (f"{name}.{part}" for part in spec.form.mlp_names)
         return PlainMLP(context, up, down, size, inner, bias, "relu2", is_summed=is_summed)
-    fused = spec.form.fused_gate_up
-    return GatedMLP(context, name, size, inner, bias=bias, fused=fused, is_summed=is_summed)
+    return GatedMLP(
+        context,
+        name,
+        size,
+        inner,
+        bias=bias,
+        fused=spec.form.fused_gate_up,
+        activation=None if clamp is None else partial(context.ops.clamped_swiglu, clamp=clamp),
+        is_summed=is_summed,
+    )
 
 
 class SparseMLP:
@@ -184,7 +195,8 @@ class _SharedExpert:
 
     def __init__(self, context: ModelContext, layer: str, size: int, experts: ExpertsSpec) -> None:
         names, ops = experts.names, context.ops
-        self.mlp = _dense(context, f"{layer}.{names.shared_module}", experts.shared_size, is_summed=False)
+        name = f"{layer}.{names.shared_module}"
+        self.mlp = _dense(context, name, experts.shared_size, experts, is_summed=False)
         self._add, self._add_gated, self._to_float32 = ops.add, ops.add_gated, ops.to_float32
         self.gate: Callable[[Tensor], Tensor] | None = None
         if experts.has_shared_gate:

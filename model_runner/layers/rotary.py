@@ -69,7 +69,7 @@ class RotaryEmbedding:
         """The table of the windowed layers, for models where they have their own."""
         spec = context.spec
         assert spec.windows is not None and spec.windows.rope_theta is not None
-        rotary_dim = spec.rotary_dim or spec.head_dim
+        rotary_dim = spec.windows.rotary_dim or spec.rotary_dim or spec.head_dim
         frequencies = rotary_frequencies(
             spec.windows.rope_theta, rotary_dim, RopeScaling(), context.max_model_len
         )

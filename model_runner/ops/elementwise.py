@@ -12,6 +12,8 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
+from ...models.spec.experts_spec import ClampedSwiGLU
+
 ActivationKind = Literal["gelu", "gelu_tanh", "relu", "relu2", "silu"]
 """`gelu` is the exact one, by the error function; `relu2` is the square of `relu`."""
 
@@ -67,7 +69,10 @@ AddGatedOp = Callable[[Tensor, Tensor, Tensor], Tensor]
 """
 
 MulSigmoidOp = Callable[[Tensor, Tensor], Tensor]
-"""(gate, x) -> x * sigmoid(gate), rounded once; [T, K] of one dtype. `x` may be overwritten."""
+"""(gate, x) -> x * sigmoid(gate), rounded once; [T, G] and [T, K] of one dtype. `x` may be overwritten.
+
+Each gate is that of K / G neighboring numbers.
+"""
 
 SoftCap = Callable[[Tensor, float], Tensor]
 """(x, cap) -> cap * tanh(x / cap); any shape, contiguous, in float32. `x` may be overwritten."""
@@ -77,6 +82,14 @@ IdsBelow = Callable[[Tensor, int], Tensor]
 
 ToFloat32 = Callable[[Tensor], Tensor]
 """The same values in float32, contiguous."""
+
+
+class ClampedActivation(Protocol):
+    """The activation of `ClampedSwiGLU`."""
+
+    def __call__(self, gate_up: Tensor, clamp: ClampedSwiGLU) -> Tensor:
+        """[T, 2N] with the gate in the first half -> [T, N], rounded once."""
+        ...
 
 
 class TakeRows(Protocol):

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         AddLayerNormOp,
         AddOp,
         AddRMSNormOp,
+        ClampedActivation,
         GatedActivation,
         GeluTimes,
         IdsBelow,
@@ -55,6 +56,7 @@ class Ops:
     add_rms_norm: AddRMSNormOp
     silu_and_mul: GatedActivation
     gelu_and_mul: GatedActivation
+    clamped_swiglu: ClampedActivation
     gelu_erf_and_mul: GatedActivation
     layer_norm: LayerNormOp
     add_layer_norm: AddLayerNormOp

@@ -68,6 +68,18 @@ def read_proportional(file: GGUFFile, rotary_dim: int) -> RopeScaling:
     )
 
 
+def read_divisors(file: GGUFFile, rotary_dim: int, head_dim: int) -> RopeScaling:
+    """The scaling of Step-3.7: divisors for whole heads, of which those of the rotating part are used.
+
+    Raises:
+        ConfigError: the tensor has another size.
+    """
+    if _LLAMA3 not in file.tensors:
+        return RopeScaling()
+    divisors = tuple(_divisors(file, _LLAMA3, head_dim // 2)[: rotary_dim // 2].tolist())
+    return RopeScaling(kind="longrope", short_factor=divisors, long_factor=divisors)
+
+
 def _longrope_scaling(file: GGUFFile, fields: Fields, arch: str, rotary_dim: int) -> RopeScaling:
     original = fields.integer(f"{arch}.rope.scaling.original_context_length", 2, 1 << 30)
     factor = fields.integer(f"{arch}.context_length", 1, 1 << 30) / original

@@ -35,14 +35,14 @@ def _gpt_oss(fields: Fields) -> Facts:
 
 def _experts(fields: Fields) -> ExpertsSpec:
     active = fields.given("num_experts_per_tok", "experts_per_token")
+    limit = fields.number("swiglu_limit", 1e-3, 1e6, default=7.0)
     return ExpertsSpec(
         num_experts=fields.integer(fields.given("num_local_experts", "num_experts"), 1, 1 << 16),
         intermediate_size=fields.integer("intermediate_size", 1, 1 << 22),
         routing=Routing(num_active=fields.integer(active, 1, 1 << 16, default=4)),
         has_bias=True,
         clamp=ClampedSwiGLU(
-            alpha=fields.number("swiglu_alpha", 1e-3, 1e3, default=1.702),
-            limit=fields.number("swiglu_limit", 1e-3, 1e6, default=7.0),
+            alpha=fields.number("swiglu_alpha", 1e-3, 1e3, default=1.702), limit=limit, gate_limit=limit
         ),
         names=NAMES,
     )

@@ -67,7 +67,7 @@ def read_rope(
         if any(isinstance(value, Mapping) for value in values.values()):
             raise fields.error(name, values, "a different rope for some of the layers is not supported")
         rope = Fields(fields.path, values, prefix=f"{name}.")
-        return _read(fields, rope, default_theta, kinds, outer_original, default_partial)
+        return read_one_rope(fields, rope, default_theta, kinds, outer_original, default_partial)
 
     return _read_both(fields, read)
 
@@ -97,7 +97,9 @@ def read_two_ropes(
                 raise fields.error(
                     f"{_OLD}.type", values["type"], "which transformers ignores here; name it rope_type"
                 )
-            return _read(fields, Fields(fields.path, values, prefix=f"{name}."), default_theta), local_theta
+            return read_one_rope(
+                fields, Fields(fields.path, values, prefix=f"{name}."), default_theta
+            ), local_theta
         if values and _FULL not in values and _SLIDING not in values:
             raise fields.error(name, values, f"expected an object for {_FULL} and one for {_SLIDING}")
         ropes = []
@@ -107,7 +109,7 @@ def read_two_ropes(
                 raise fields.error(f"{name}.{kind}", inner, "expected an object or null")
             prefix = f"{name}.{kind}."
             inner = {**inner, "rope_theta": base if inner.get("rope_theta") is None else inner["rope_theta"]}
-            ropes.append(_read(fields, Fields(fields.path, inner, prefix=prefix), base, kinds))
+            ropes.append(read_one_rope(fields, Fields(fields.path, inner, prefix=prefix), base, kinds))
         if ropes[1].scaling != RopeScaling():
             raise fields.error(f"{name}.{_SLIDING}", values[_SLIDING], "windowed layers must not be scaled")
         if ropes[0].partial_factor != ropes[1].partial_factor:
@@ -143,7 +145,7 @@ def _read_both(fields: Fields, read: Callable[[str, Mapping[str, object]], T]) -
     return found[0]
 
 
-def _read(
+def read_one_rope(
     fields: Fields,
     rope: Fields,
     default_theta: float,
@@ -151,7 +153,7 @@ def _read(
     outer_original: bool = False,
     default_partial: float = 1.0,
 ) -> Rope:
-    """One rope; fields missing in its own object are read from the top level.
+    """One rope; fields missing in its own object, `rope`, are read from the top level.
 
     Llama 1 and 2 were published without a base; 10000 is the one they were trained with.
     """

@@ -48,10 +48,6 @@ _REFUSED: Final[dict[str, str]] = {
     "use_bidirectional_attention": "only attention to earlier tokens is supported",
 }
 _REFUSED_TYPES: Final[dict[str, str]] = {
-    **dict.fromkeys(
-        ("step3p5", "step3p7"),
-        "whose heads have gates of their own, and are more in layers with a window, which is not supported",
-    ),
     "kimi_linear": "whose layers have states of a kind that is not supported (Kimi delta attention)",
 }
 """`model_type` values, and what their layers need."""

@@ -110,6 +110,11 @@ MULTIMODAL: Final[dict[str, Multimodal]] = {
         ("vision_model.", "multi_modal_projector."),
         is_fixed=True,
     ),
+    "step3p7": Multimodal(
+        "Step3p7ForConditionalGeneration",
+        "step3p5",
+        ("vision_model.", "vit_large_projector.", "multi_modal_projector."),
+    ),
     "multi_modality": Multimodal(
         "MultiModalityCausalLM",
         "llama",
@@ -362,6 +367,7 @@ TEXT_TYPES: Final[dict[str, TextType]] = {
         },
         {"use_qk_norm": False},
     ),
+    "step3p5": TextType("step3p5", {}),
     "exaone4_5_text": TextType("exaone4", {}),
     "qwen3_5_text": TextType("qwen3_5_text", _QWEN_DELTA | {"hidden_size": 4096, "num_key_value_heads": 4}),
     "qwen3_5_moe_text": TextType("qwen3_5_moe_text", _QWEN_DELTA | _QWEN_DELTA_MOE),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final, Literal, get_args
 
 import msgspec
 
 MOST_GROUP_BEST: Final = 2
 """Largest `Routing.group_best` of the kernels."""
+
+_SILU_STEPS: Final = 40
+"""Steps of a fixed point that comes closer by a factor of at least 3 in each."""
 
 ExpertActivation = Literal["silu", "gelu_tanh"]
 ScoresKind = Literal["softmax", "sigmoid", "mixer"]
@@ -68,10 +72,26 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClampedSwiGLU(msgspec.Struct, frozen=True, kw_only=True):
-    """The activation (up + 1) * gate * sigmoid(alpha * gate): gate is at most `limit`, up within +-`limit`."""
+    """The activation (up + offset) * gate * sigmoid(alpha * gate): gate is at most `gate_limit`, up within +-`limit`.
+
+    The defaults are those of gpt-oss.
+    """
 
     alpha: float = 1.702
     limit: float = 7.0
+    gate_limit: float = 7.0
+    offset: float = 1.0
+
+    @classmethod
+    def after_silu(cls, limit: float) -> ClampedSwiGLU:
+        """min(silu(gate), limit) * up, with up within +-`limit`: the gate is at most that of which silu is `limit`.
+
+        Above it silu is larger, because it rises from its minimum of -0.28 on.
+        """
+        gate = limit
+        for _ in range(_SILU_STEPS):
+            gate = limit * (1.0 + math.exp(-gate))
+        return cls(alpha=1.0, limit=limit, gate_limit=gate, offset=0.0)
 
 
 class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,6 +169,9 @@ class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True):
         has_shared_gate: its result is multiplied by a number from 0 to 1 for each token.
         has_bias: the three modules of each expert and the router have biases.
         clamp: the activation of experts; None: silu(gate) * up.
+        mlp_clamp: the same of the shared expert and of dense MLPs.
+        limits, mlp_limits: where layers differ, one for each layer: that of `ClampedSwiGLU.after_silu`, or 0 for none;
+            see `of_layer`.
         scales_inputs: a share is a factor of the expert's input instead of its output.
         gated: if False, experts have no gate: down(relu(up) ** 2).
         activation: of the gates of experts, if there is no clamp.
@@ -166,12 +189,25 @@ class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True):
     has_shared_gate: bool = False
     has_bias: bool = False
     clamp: ClampedSwiGLU | None = None
+    mlp_clamp: ClampedSwiGLU | None = None
+    limits: tuple[float, ...] = ()
+    mlp_limits: tuple[float, ...] = ()
     scales_inputs: bool = False
     gated: bool = True
     activation: ExpertActivation = "silu"
     has_scales: bool = False
     latent_size: int = 0
     names: ExpertNames = ExpertNames()
+
+    def of_layer(self, layer_id: int) -> ExpertsSpec:
+        """The same with the activations of one layer."""
+        if not self.limits and not self.mlp_limits:
+            return self
+        clamp, mlp_clamp = (
+            ClampedSwiGLU.after_silu(limits[layer_id]) if limits and limits[layer_id] else None
+            for limits in (self.limits, self.mlp_limits)
+        )
+        return msgspec.structs.replace(self, clamp=clamp, mlp_clamp=mlp_clamp, limits=(), mlp_limits=())
 
     @property
     def first_parts(self) -> tuple[str, ...]:

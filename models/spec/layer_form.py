@@ -73,6 +73,7 @@ class AttentionForm(msgspec.Struct, frozen=True, kw_only=True):
             layer attends to itself and to those before it in its chunk.
         output_gate: what heads have attended to is multiplied by sigmoid(gate(x)) before the output projection; the
             gate's rows are in the matrix of queries, those of each head after its query.
+        head_gates: the same with one gate for each query head, by a matrix of its own, `g_proj`.
         temperature: None: queries have no factors by position.
     """
 
@@ -84,6 +85,7 @@ class AttentionForm(msgspec.Struct, frozen=True, kw_only=True):
     value_scale: float = 1.0
     chunked: bool = False
     output_gate: bool = False
+    head_gates: bool = False
     temperature: TemperatureTuning | None = None
 
 
@@ -97,18 +99,24 @@ class WindowsSpec(msgspec.Struct, frozen=True, kw_only=True):
         size: tokens that such a layer attends to, see `ModelSpec.window_of`.
         layers: one for each layer of the model: whether it has a window.
         rope_theta: of these layers, whose frequencies are not scaled; None: they rotate as the others.
+        rotary_dim: of these layers if they have a `rope_theta`: elements of a head that rotate; None: as in the others.
     """
 
     size: int
     layers: tuple[bool, ...]
     rope_theta: float | None = None
+    rotary_dim: int | None = None
 
 
 class LayerHeads(msgspec.Struct, frozen=True, kw_only=True):
-    """The heads of one layer: the size of all heads, and the number of those of keys and values."""
+    """The heads of one layer: the size of all heads, and the numbers of those of keys and values, and of queries.
+
+    `num_heads`: 0 in a spec is `ModelSpec.num_heads`, which `ModelSpec.heads_of` fills in.
+    """
 
     head_dim: int
     num_kv_heads: int
+    num_heads: int = 0
 
 
 class Biases(msgspec.Struct, frozen=True, kw_only=True):

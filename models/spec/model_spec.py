@@ -74,7 +74,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     hidden_size: int
     intermediate_size: int  # the largest, if layers differ
     num_layers: int
-    num_heads: int
+    num_heads: int  # of queries, except in layers that have a number of their own
     num_kv_heads: int
     head_dim: int  # of windowed layers, if layers differ
     rms_norm_eps: float  # of all norms, also of those that are not RMS norms
@@ -132,9 +132,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def heads_of(self, layer_id: int) -> LayerHeads:
         """The heads of one layer."""
-        if self.streams.layer_heads:
-            return self.streams.layer_heads[layer_id]
-        return LayerHeads(head_dim=self.head_dim, num_kv_heads=self.num_kv_heads)
+        if not self.streams.layer_heads:
+            return LayerHeads(
+                head_dim=self.head_dim, num_kv_heads=self.num_kv_heads, num_heads=self.num_heads
+            )
+        heads = self.streams.layer_heads[layer_id]
+        return structs.replace(heads, num_heads=heads.num_heads or self.num_heads)
 
     def computes_kv(self, layer_id: int) -> bool:
         """Whether an attention layer has keys and values of its own."""
@@ -209,7 +212,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def qk_norm_sizes(self, layer_id: int) -> tuple[int, int]:
         """Widths of the norms of q and of k of one layer, if there are any; 0 if the layer has no k."""
         own = self.heads_of(layer_id)
-        heads = (self.num_heads, own.num_kv_heads) if self.form.qk_norm_over_heads else (1, 1)
+        heads = (own.num_heads, own.num_kv_heads) if self.form.qk_norm_over_heads else (1, 1)
         return heads[0] * own.head_dim, heads[1] * own.head_dim * self.computes_kv(layer_id)
 
     @property
@@ -263,8 +266,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         streams, altup = self.streams, self.streams.altup
         if altup is not None and altup.active >= altup.num_streams:
             return f"stream {altup.active} is active, but there are only {altup.num_streams}"
-        if rotary_dim % 2:
-            return f"{rotary_dim} elements of a head rotate, rotary position embedding needs an even number"
+        in_windows = self.windows.rotary_dim if self.windows is not None else None
+        for turning in (rotary_dim, in_windows or rotary_dim):
+            if turning % 2:
+                return f"{turning} elements of a head rotate, rotary position embedding needs an even number"
         per_layer = (
             ("layer types", () if self.windows is None else self.windows.layers),
             ("rotary choices", self.rope_layers),
@@ -278,8 +283,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             if layers and len(layers) != self.num_layers:
                 return f"{len(layers)} {name} for {self.num_layers} layers"
         for heads in streams.layer_heads:
-            if heads.head_dim % 2 or self.num_heads % heads.num_kv_heads:
-                return f"{self.num_heads} attention heads cannot share {heads}"
+            if heads.head_dim % 2 or (heads.num_heads or self.num_heads) % heads.num_kv_heads:
+                return f"{heads.num_heads or self.num_heads} attention heads cannot share {heads}"
         state = self.state
         if state is not None and len(state.layers) != self.num_layers:
             return f"{len(state.layers)} kinds of layers for {self.num_layers} layers"

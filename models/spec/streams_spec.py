@@ -76,7 +76,9 @@ class StreamsSpec(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(
             self,
             layer_heads=tuple(
-                msgspec.structs.replace(heads, num_kv_heads=max(1, heads.num_kv_heads // tp))
+                msgspec.structs.replace(
+                    heads, num_kv_heads=max(1, heads.num_kv_heads // tp), num_heads=heads.num_heads // tp
+                )
                 for heads in self.layer_heads
             ),
             intermediate_sizes=tuple(size // tp for size in self.intermediate_sizes),

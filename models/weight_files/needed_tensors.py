@@ -213,7 +213,8 @@ def attention_modules(spec: ModelSpec, layer: int) -> Iterator[Module]:
         yield from _latent_attention(spec, spec.latent, layer)
         return
     size, sizes = spec.hidden_size, projection_sizes(spec, layer)
-    attended = spec.num_heads * spec.value_dim_of(layer)
+    num_heads = spec.heads_of(layer).num_heads
+    attended = num_heads * spec.value_dim_of(layer)
     if spec.attention.output_gate:
         sizes[0] *= 2
     if spec.form.fused_qkv:
@@ -222,8 +223,10 @@ def attention_modules(spec: ModelSpec, layer: int) -> Iterator[Module]:
         yield Module(f"self_attn.{name}", (rows, size), is_linear=True, has_bias=spec.biases.qkv)
     name = f"self_attn.{spec.form.names.attention_out}"
     yield Module(name, (size, attended), is_linear=True, has_bias=spec.biases.attention_out)
+    if spec.attention.head_gates:
+        yield Module("self_attn.g_proj", (num_heads, size), is_linear=True)
     if spec.has_sinks(layer):
-        yield Module("self_attn", (spec.num_heads,), part="sinks")
+        yield Module("self_attn", (num_heads,), part="sinks")
 
 
 def projection_sizes(spec: ModelSpec, layer: int) -> list[int]:
@@ -231,7 +234,7 @@ def projection_sizes(spec: ModelSpec, layer: int) -> list[int]:
     heads = spec.heads_of(layer)
     kv_sizes = [heads.num_kv_heads * size for size in (heads.head_dim, spec.value_dim_of(layer))]
     parts = 2 - spec.keys_are_values(layer) if spec.computes_kv(layer) else 0
-    return [spec.num_heads * heads.head_dim, *kv_sizes[:parts]]
+    return [heads.num_heads * heads.head_dim, *kv_sizes[:parts]]
 
 
 def _latent_attention(spec: ModelSpec, latent: LatentSpec, layer: int) -> Iterator[Module]:

@@ -254,11 +254,14 @@ def _attention_linears(spec: ModelSpec, layer: int) -> list[_Linear]:
     qkv = dict(zip(("q_proj", "k_proj", "v_proj"), sizes, strict=False))
     if spec.attention.output_gate:
         qkv["q_proj"] *= 2
+    num_heads = spec.heads_of(layer).num_heads
+    gates = [_Linear({"self_attn.g_proj": num_heads}, spec.hidden_size)] if spec.attention.head_gates else []
     return [
         _Linear({f"self_attn.{name}": rows for name, rows in qkv.items()}, spec.hidden_size),
+        *gates,
         _Linear(
             {f"self_attn.{spec.form.names.attention_out}": spec.hidden_size},
-            spec.num_heads * spec.value_dim_of(layer),
+            num_heads * spec.value_dim_of(layer),
         ),
     ]
 

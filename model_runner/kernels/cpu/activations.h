@@ -62,6 +62,17 @@ struct SquaredRelu {
     }
 };
 
+// (up + offset) * gate * sigmoid(alpha * gate), gate at most `gate_limit`, up within +-`limit`.
+struct ClampedSwiGLU {
+    float alpha, limit, gate_limit, offset;
+
+    ALWAYS_INLINE f32x16 operator()(f32x16 gate, f32x16 up) const {  // NaN stays NaN: it is the second operand
+        gate = minimum(splat(gate_limit), gate);
+        up = maximum(splat(-limit), minimum(splat(limit), up));
+        return (up + offset) * gate / (1.0f + exp2(gate * (alpha * -1.44269504f)));
+    }
+};
+
 enum Activation { GELU, GELU_TANH, RELU, SQUARED_RELU, SILU };
 
 }  // namespace engine

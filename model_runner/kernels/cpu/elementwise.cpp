@@ -104,20 +104,26 @@ void activate(void* x_, int64_t size, Activation kind) {
     }
 }
 
+// `act`: gates and ups to results.
 template <class T, class Act>
-void gated(const void* gate_up_, void* out_, int64_t rows, int64_t size) {
+void gated_by(const Act& act, const void* gate_up_, void* out_, int64_t rows, int64_t size) {
     const T* gate_up = static_cast<const T*>(gate_up_);
     T* out = static_cast<T*>(out_);
-    Act act;
     parallel_for(rows, rows_per_thread(size), [&](int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; ++row) {
             const T *gate = gate_up + row * 2 * size, *up = gate + size;
             T* to = out + row * size;
             int64_t n = 0;
-            for (; n + LANES <= size; n += LANES) store(to + n, act(load(gate + n)) * load(up + n));
-            for (; n < size; ++n) from_float(act(splat(to_float(gate[n])))[0] * to_float(up[n]), to + n);
+            for (; n + LANES <= size; n += LANES) store(to + n, act(load(gate + n), load(up + n)));
+            for (; n < size; ++n) from_float(act(splat(to_float(gate[n])), splat(to_float(up[n])))[0], to + n);
         }
     });
+}
+
+template <class T, class Act>
+void gated(const void* gate_up, void* out, int64_t rows, int64_t size) {
+    Act act;
+    gated_by<T>([&](f32x16 gate, f32x16 up) { return act(gate) * up; }, gate_up, out, rows, size);
 }
 
 // ---------------------------------------------------------------- rotary
@@ -311,11 +317,23 @@ void add_gated(const T* y, const float* gates, T* sum, int64_t rows, int64_t siz
     });
 }
 
-// x *= sigmoid(gate)
+// x *= sigmoid(gate); each gate is that of `each` numbers.
 template <class T>
-void mul_sigmoid(const T* gates, T* x, int64_t size) {
+void mul_sigmoid(const T* gates, T* x, int64_t size, int64_t each) {
+    auto gated = [](f32x16 value, f32x16 gate) { return value / (1.0f + exp2(gate * -1.44269504f)); };
+    if (each > 1) {
+        parallel_for(size / each, rows_per_thread(each), [&](int64_t begin, int64_t end) {
+            for (int64_t row = begin; row < end; ++row) {
+                const f32x16 gate = splat(to_float(gates[row]));
+                T* to = x + row * each;
+                int64_t n = 0;
+                for (; n + LANES <= each; n += LANES) store(to + n, gated(load(to + n), gate));
+                for (; n < each; ++n) from_float(gated(splat(to_float(to[n])), gate)[0], to + n);
+            }
+        });
+        return;
+    }
     parallel_for(size, MIN_NUMBERS, [&](int64_t begin, int64_t end) {
-        auto gated = [](f32x16 value, f32x16 gate) { return value / (1.0f + exp2(gate * -1.44269504f)); };
         int64_t n = begin;
         for (; n + LANES <= end; n += LANES) store(x + n, gated(load(x + n), load(gates + n)));
         for (; n < end; ++n) from_float(gated(splat(to_float(x[n])), splat(to_float(gates[n])))[0], x + n);
@@ -337,6 +355,13 @@ EXPORT void add_rms_norm(const void* x, void* residual, const void* weight, void
         norms<bf16, bf16>(x, residual, weight, out, rows, size, eps);
     else
         norms<bf16, float>(x, residual, weight, out, rows, size, eps);
+}
+
+EXPORT void clamped_swiglu(const void* gate_up, void* out, int64_t rows, int64_t size, float alpha, float limit,
+                           float gate_limit, float offset, int is_bf16) {
+    using namespace engine;
+    const ClampedSwiGLU act{alpha, limit, gate_limit, offset};
+    is_bf16 ? gated_by<bf16>(act, gate_up, out, rows, size) : gated_by<float>(act, gate_up, out, rows, size);
 }
 
 EXPORT void silu_and_mul(const void* gate_up, void* out, int64_t rows, int64_t size, int is_bf16) {
@@ -427,12 +452,13 @@ EXPORT void add_gated(const void* y, const float* gates, void* sum, int64_t rows
         add_gated(static_cast<const float*>(y), gates, static_cast<float*>(sum), rows, size);
 }
 
-EXPORT void mul_sigmoid(const void* gates, void* x, int64_t size, int is_bf16) {
+// gates: [size / each]
+EXPORT void mul_sigmoid(const void* gates, void* x, int64_t size, int64_t each, int is_bf16) {
     using namespace engine;
     if (is_bf16)
-        mul_sigmoid(static_cast<const bf16*>(gates), static_cast<bf16*>(x), size);
+        mul_sigmoid(static_cast<const bf16*>(gates), static_cast<bf16*>(x), size, each);
     else
-        mul_sigmoid(static_cast<const float*>(gates), static_cast<float*>(x), size);
+        mul_sigmoid(static_cast<const float*>(gates), static_cast<float*>(x), size, each);
 }
 
 EXPORT void widen(const void* x_, float* out, int64_t size) {
@@ -447,6 +473,7 @@ EXPORT void widen(const void* x_, float* out, int64_t size) {
 
 RECORDABLE(add_rms_norm)
 RECORDABLE(silu_and_mul)
+RECORDABLE(clamped_swiglu)
 RECORDABLE(gelu_and_mul)
 RECORDABLE(gelu_erf_and_mul)
 RECORDABLE(add_layer_norm)

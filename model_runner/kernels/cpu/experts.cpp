@@ -356,19 +356,16 @@ EXPORT void multiply_experts(const void* table, void* groups, const void* x, voi
         .run();
 }
 
-// (up + offset) * gate * sigmoid(alpha * gate), gate at most `limit`, up within +-`limit`. hidden: [rows][2 * inner], the
-// gates first; bias: [experts][2 * inner] or null; out: [rows][inner]; all bfloat16.
+// `ClampedSwiGLU`. hidden: [rows][2 * inner], the gates first; bias: [experts][2 * inner] or null; out: [rows][inner];
+// all bfloat16.
 EXPORT void activate_experts(const void* hidden_, const void* bias_, void* groups_, void* out_, int64_t num_rows,
-                             int64_t num_experts, int64_t inner, float alpha, float limit, float offset) {
+                             int64_t num_experts, int64_t inner, float alpha, float limit, float gate_limit,
+                             float offset) {
     using namespace engine;
     Groups groups(groups_, num_experts, num_rows);
     const bf16 *hidden = static_cast<const bf16*>(hidden_), *bias = static_cast<const bf16*>(bias_);
     bf16* out = static_cast<bf16*>(out_);
-    auto activate = [=](f32x16 gate, f32x16 up) {  // NaN stays NaN: it is the second operand
-        gate = minimum(splat(limit), gate);
-        up = maximum(splat(-limit), minimum(splat(limit), up));
-        return (up + offset) * gate / (1.0f + exp2(gate * (alpha * -1.44269504f)));
-    };
+    const ClampedSwiGLU activate{alpha, limit, gate_limit, offset};
     parallel_for(num_rows, divided_up(MIN_NUMBERS, inner), [&](int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; ++row) {
             const bf16 *gate = hidden + row * 2 * inner, *up = gate + inner;

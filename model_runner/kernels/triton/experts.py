@@ -137,6 +137,8 @@ def _product_kernel(
     CLAMPED: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
+    GATE_LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
     SCALES: tl.constexpr,
     EXACT: tl.constexpr,
     ROWS: tl.constexpr,
@@ -185,9 +187,9 @@ def _product_kernel(
             up_sums += tl.load(bias_at + outputs, mask=output_exists, other=0.0).to(tl.float32)[None, :]
     if GATED:
         if CLAMPED:
-            sums = tl.where(sums > LIMIT, LIMIT, sums)
+            sums = tl.where(sums > GATE_LIMIT, GATE_LIMIT, sums)
             up_sums = tl.where(up_sums > LIMIT, LIMIT, up_sums)
-            up_sums = tl.where(up_sums < -LIMIT, -LIMIT, up_sums) + 1.0
+            up_sums = tl.where(up_sums < -LIMIT, -LIMIT, up_sums) + OFFSET
         sums = sums / (1.0 + tl.exp(-ALPHA * sums)) * up_sums
     out_at = out_ptr + row[:, None] * num_outputs + output[None, :]
     tl.store(out_at, sums.to(out_ptr.dtype.element_ty), mask=row_exists[:, None] & output_exists[None, :])
@@ -299,6 +301,8 @@ class _Epilogue(NamedTuple):
             "CLAMPED": self.clamp is not None,
             "ALPHA": 1.0 if self.clamp is None else self.clamp.alpha,
             "LIMIT": 0.0 if self.clamp is None else self.clamp.limit,
+            "GATE_LIMIT": 0.0 if self.clamp is None else self.clamp.gate_limit,
+            "OFFSET": 0.0 if self.clamp is None else self.clamp.offset,
             "SCALES": self.shares is not None,
         }
 

@@ -38,6 +38,7 @@ VARIANTS: dict[str, tuple[str, int, dict[str, Any]]] = {
         FAMILIES["gemma4 experts beside the MLP"].options,
     ),
     "mimo_v2_flash": ("mimo_v2_flash", 2, FAMILIES["mimo_v2_flash experts, as wide values"].options),
+    "step3p5": ("step3p5", 2, FAMILIES["step3p5"].options),
     "mimo_v2_flash small heads of v": ("mimo_v2_flash", 4, FAMILIES["mimo_v2_flash"].options),
     "gemma2 caps, a vocabulary that does not divide": (
         "gemma2",

@@ -24,11 +24,18 @@ from tests.triton_interpreter import repair_interpreter
 
 repair_interpreter()
 
-CLAMP = ClampedSwiGLU(alpha=1.3, limit=1.5)  # a part of the values is beyond
+CLAMP = ClampedSwiGLU(alpha=1.3, limit=1.5, gate_limit=1.2)  # a part of the values is beyond
+AFTER_SILU = ClampedSwiGLU.after_silu(0.6)
 cases = pytest.mark.parametrize(
     ("clamp", "has_bias", "scales"),
-    [(CLAMP, True, False), (CLAMP, False, False), (None, True, False), (None, False, True)],
-    ids=["both", "clamp", "bias", "weighted inputs"],
+    [
+        (CLAMP, True, False),
+        (CLAMP, False, False),
+        (AFTER_SILU, False, False),
+        (None, True, False),
+        (None, False, True),
+    ],
+    ids=["both", "clamp", "clamp after silu", "bias", "weighted inputs"],
 )
 NUM_EXPERTS, NUM_ACTIVE = 5, 2
 
@@ -78,8 +85,13 @@ def exact(experts: StackedExperts, x: Tensor, shares: Tensor, ids: Tensor) -> Te
             if experts.clamp is None:
                 hidden = F.silu(gate) * up
             else:
-                gate, up = gate.clamp(max=CLAMP.limit), up.clamp(-CLAMP.limit, CLAMP.limit)
-                hidden = (up + 1) * gate * (CLAMP.alpha * gate).sigmoid()
+                limit = experts.clamp.limit
+                up = up.clamp(-limit, limit)
+                if experts.clamp is AFTER_SILU:
+                    hidden = F.silu(gate).clamp(max=limit) * up
+                else:
+                    gate = gate.clamp(max=CLAMP.gate_limit)
+                    hidden = (up + 1) * gate * (CLAMP.alpha * gate).sigmoid()
             row = experts.down[expert].double() @ hidden
             row = row if experts.bias is None else row + experts.bias[1][expert]
             out[token] += row if experts.scales_inputs else share.double() * row

@@ -143,6 +143,7 @@ def launches(monkeypatch) -> Counter[str]:
         silu_and_mul=activation.silu_and_mul,
         gelu_and_mul=activation.gelu_and_mul,
         gelu_erf_and_mul=plain.gelu_erf_and_mul,
+        clamped_swiglu=plain.clamped_swiglu,
         layer_norm=plain.layer_norm,
         add_layer_norm=plain.add_layer_norm,
         activate=plain.activate,

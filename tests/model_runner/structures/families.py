@@ -283,6 +283,27 @@ MIMO: dict[str, Any] = {
         LOCAL: {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.334},
     },
 }
+STEP_ROPES: dict[str, Any] = {
+    FULL: {**LLAMA3_ROPE, "original_max_position_embeddings": 64, "partial_rotary_factor": 0.5},
+    LOCAL: {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 1.0},
+}
+STEP: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_sliding_attention_heads": 6,
+    "head_dim": 16,
+    "sliding_window": 19,
+    "layer_types": [FULL, LOCAL, LOCAL, FULL],
+    "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
+    "rope_parameters": STEP_ROPES,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "share_expert_dim": 32,
+    "moe_router_scaling_factor": 3.0,
+    "swiglu_limits": [0.0, None, 0.6, 0.0],
+    "swiglu_limits_shared": [0.0, 0.8, 0.9, 0.0],
+}
 LATENT_LITE: dict[str, Any] = {
     name: value for name, value in LATENT.items() if name != "first_k_dense_replace"
 }
@@ -484,6 +505,49 @@ FAMILIES: dict[str, Row] = {
         moe_intermediate_size=24,
         mlp_layer_types=["dense", "sparse", "sparse"],
         gguf=("mimo2", {"attention_bias": False, "v_head_dim": 16}),
+    ),
+    "step3p5": row(
+        "step3p5",
+        STEP,
+        bfloat16=True,
+        in_float32=("norm",),
+        wide={
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "moe_intermediate_size": 32,
+            "share_expert_dim": 32,
+        },
+        blocks={
+            **STEP,
+            "num_hidden_layers": 2,
+            "layer_types": [FULL, LOCAL],
+            "mlp_layer_types": ["dense", "sparse"],
+            "moe_intermediate_size": 64,
+            "share_expert_dim": 64,
+            "moe_router_scaling_factor": 1.0,
+            "n_routed_experts": 4,
+            "swiglu_limits": [0.0, 9.0],
+            "swiglu_limits_shared": [9.0, 0.0],
+        },
+        gguf=("step35", {}),
+    ),
+    "step3p5 all layers alike": row(
+        "step3p5",
+        num_hidden_layers=2,
+        layer_types=ALL_FULL,
+        sliding_window=19,
+        head_dim=16,
+        attention_bias=True,
+        mlp_bias=True,
+        query_pre_attn_scalar=40,
+        mlp_layer_types=["sparse", "dense"],
+        n_routed_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        share_expert_dim=24,
+        tie_word_embeddings=True,
+        rope_parameters={FULL: YARN},
+        in_float32=("norm",),
     ),
     "nemotron-nas": row(
         "nemotron-nas",

@@ -17,6 +17,9 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import (
     DeepseekV2ForCausalLM,
     DeepseekV2PreTrainedModel,
 )
+from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaPreTrainedModel
+from transformers.models.step3p7.configuration_step3p7 import Step3p7TextConfig
+from transformers.models.step3p7.modeling_step3p7 import Step3p7TextModel
 
 Tensors = dict[str, Tensor]
 
@@ -175,5 +178,19 @@ class DeepseekForCausalLM(DeepseekV2ForCausalLM):  # type: ignore[misc]
         self.post_init()
 
 
+class Step3p5ForCausalLM(LlamaForCausalLM):  # type: ignore[misc]
+    """The text of Step-3.7 with a head, which transformers has only beside a vision tower."""
+
+    config_class = Step3p7TextConfig
+
+    def __init__(self, config: Step3p7TextConfig) -> None:
+        LlamaPreTrainedModel.__init__(self, config)
+        self.model = Step3p7TextModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+
+AutoModelForCausalLM.register(Step3p7TextConfig, Step3p5ForCausalLM, exist_ok=True)
 AutoConfig.register("deepseek", DeepseekConfig)
 AutoModelForCausalLM.register(DeepseekConfig, DeepseekForCausalLM)

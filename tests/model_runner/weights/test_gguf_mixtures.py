@@ -24,7 +24,9 @@ from tests.model_runner.structures.families import FAMILIES
 from .test_gguf_architectures import PROMPT, _arch_id, _checkpoint, _neighbors
 
 NEIGHBORS = ("llama", "granitemoe", "deepseek")
-STACKED = ("gpt-oss", "llama4", "granitemoe", "deepseek")
+STACKED = ("gpt-oss", "llama4", "granitemoe", "deepseek", "step35")
+ROWS_FIRST = ("deepseek", "step35")
+"""Those whose stacks have outputs before inputs."""
 
 
 def single_experts(
@@ -48,7 +50,7 @@ def single_experts(
         yield item
         return
     kind = "bias" if part.endswith("_bias") else "weight"
-    if kind == "weight" and arch != "deepseek":
+    if kind == "weight" and arch not in ROWS_FIRST:
         array = array.swapaxes(1, 2)
     for expert, matrix in enumerate(array):
         if part.startswith("down"):
@@ -63,6 +65,8 @@ def single_experts(
 def write(path: Path, tiny: Any, arch: str, experts_as: str | None = None) -> None:
     """Names, stacks of experts (in a format), order of rows and keys as llama.cpp's converter has them."""
     config = tiny.reference.config
+    if arch == "step35":
+        config.allow_global_per_layer_attribute_access = True
     writer = gguf.GGUFWriter(path, arch)
     write_metadata(writer, config, arch)
     names = gguf.get_tensor_name_map(_arch_id(arch), config.num_hidden_layers)
@@ -77,6 +81,8 @@ def write(path: Path, tiny: Any, arch: str, experts_as: str | None = None) -> No
             continue
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
+        if arch == "step35" and name.endswith("norm.weight"):
+            array = array + 1
         if arch in NEIGHBORS:
             array = _neighbors(name, array, config)
         if name.endswith((".sinks", ".attention_sink_bias")):
@@ -110,6 +116,8 @@ def write_metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
     writer.add_head_count(config.num_attention_heads)
     if arch == "mimo2":
         _write_mimo(writer, config)
+    elif arch == "step35":
+        _write_step(writer, config)
     else:
         writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
@@ -192,11 +200,32 @@ def _write_mimo(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_float32("mimo2.attention.value_scale", config.attention_value_scale)
 
 
+def _write_step(writer: gguf.GGUFWriter, config: Any) -> None:
+    """The rotating part of heads is not said; the divisors are those of whole heads."""
+    windows = [kind == "sliding_attention" for kind in config.layer_types]
+    numbers = config.num_attention_heads, config.num_sliding_attention_heads
+    writer.add_head_count([numbers[has_window] for has_window in windows])
+    writer.add_head_count_kv([config.num_key_value_heads] * len(windows))
+    writer.add_sliding_window_pattern(windows)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_feed_forward_length(config.share_expert_dim)
+    writer.add_expert_weights_scale(config.moe_router_scaling_factor)
+    writer.add_expert_weights_norm(True)
+    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+    writer.add_swiglu_clamp_exp([limit or 0.0 for limit in config.swiglu_limits])
+    writer.add_swiglu_clamp_shexp([limit or 0.0 for limit in config.swiglu_limits_shared])
+    of_part = divisors(config.rope_parameters["full_attention"], config.head_dim // 2)
+    writer.add_tensor("rope_freqs.weight", np.append(of_part, np.ones_like(of_part)))
+
+
 def divisors(rope: dict[str, Any], head_dim: int) -> np.ndarray[Any, Any]:
-    """Of frequencies, as the converter computes them where no wavelength is between two limits."""
+    """Of frequencies, as the converter computes them; without a blend where both factors are equal."""
     wavelengths = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
-    is_long = wavelengths > rope["original_max_position_embeddings"] / rope["low_freq_factor"]
-    return np.where(is_long, rope["factor"], 1.0).astype(np.float32)
+    turns, low = rope["original_max_position_embeddings"] / wavelengths, rope["low_freq_factor"]
+    kept = np.clip((turns - low) / max(rope["high_freq_factor"] - low, 1e-9), 0.0, 1.0)
+    return np.asarray(1 / ((1 - kept) / rope["factor"] + kept), dtype=np.float32)
 
 
 def test_experts_of_gpt_oss_keep_the_codes_of_the_file(make_tiny_model, make_driver, unpack, tmp_path):

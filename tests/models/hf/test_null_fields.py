@@ -100,7 +100,7 @@ def test_files_without_a_window_have_the_default_and_those_with_null_have_none(
 @pytest.mark.parametrize(
     ("config", "rule"),
     [
-        ({"model_type": "step3p7"}, "model_type is 'step3p7', whose heads have gates of their own"),
+        ({"model_type": "kimi_linear"}, "model_type is 'kimi_linear', whose layers have states of a kind"),
         (
             {"model_type": "kimi_k3", "text_config": {"model_type": "kimi_linear"}, "vision_config": {}},
             "text_config.model_type is 'kimi_linear', whose layers have states of a kind",

@@ -18,6 +18,7 @@ from engine.model_runner.kernels.native import (
 )
 from engine.model_runner.kernels.native_linear import NativeLinear, reasons_against_native_linear
 from engine.model_runner.ops.rotation import HeadNorms, LayerKV, RotaryStore
+from engine.models.spec.experts_spec import ClampedSwiGLU
 
 BF16, F32 = torch.bfloat16, torch.float32
 CPU = torch.device("cpu")
@@ -351,6 +352,17 @@ def test_activations(ops, shape, dtype):
     close(ops.silu_and_mul(gate_up), F.silu(gate) * up, extra=2e-6)
     close(ops.gelu_and_mul(gate_up), F.gelu(gate, approximate="tanh") * up, extra=2e-6)
     close(ops.gelu_erf_and_mul(gate_up), F.gelu(gate) * up, extra=1e-5)
+    limited = F.silu(gate).clamp(max=1.5) * up.clamp(-1.5, 1.5)
+    close(ops.clamped_swiglu(gate_up, ClampedSwiGLU.after_silu(1.5)), limited, extra=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize(("tokens", "num_gates", "each"), [(0, 4, 16), (1, 96, 128), (5, 3, 17), (200, 6, 1)])
+def test_a_gate_is_that_of_its_neighboring_numbers(ops, tokens, num_gates, each, dtype):
+    x, gate = guarded((tokens, num_gates * each), dtype, 0), guarded((tokens, num_gates), dtype, 1) * 4
+    expected = x.double() * gate.double().sigmoid().repeat_interleave(each, dim=1)
+    close(plain.mul_sigmoid(gate, x.clone()), expected)
+    close(ops.mul_sigmoid(gate, x.clone()), expected, extra=2e-6)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32])
