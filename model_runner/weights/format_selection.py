@@ -22,7 +22,15 @@ from .block_format import BlockFormat
 from .fp4_format import Fp4Parts
 from .fp8_format import Fp8Parts, MadeFp8Parts
 from .int_format import AwqParts, CompressedIntParts, GptqParts, TorchAoParts
-from .linear_format import InputFactors, LinearFormat, MixedParts, PartReader, PlainFormat, QuantizedFormat
+from .linear_format import (
+    FiniteScales,
+    InputFactors,
+    LinearFormat,
+    MixedParts,
+    PartReader,
+    PlainFormat,
+    QuantizedFormat,
+)
 
 if TYPE_CHECKING:
     from ...models.spec.model_spec import ModelSpec
@@ -100,7 +108,7 @@ def quant_target(device: torch.device, dtype: torch.dtype) -> QuantTarget:
 
 
 def _part_reader(found: QuantizationSpec) -> PartReader:
-    parts = _parts_of_method(found)
+    parts = FiniteScales(_parts_of_method(found))
     return InputFactors(parts) if found.scales_inputs else parts
 
 

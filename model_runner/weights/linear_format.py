@@ -11,6 +11,7 @@ are plain in the checkpoint stay plain.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,8 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...runtime.errors import ConfigError
 from ..kernels.quantized import Part, QuantizedLinears, dequantized
-from ..kernels.quantized_weights import BlockWeight
+from ..kernels.quantized_weights import BlockWeight, Fp8Weight, IntWeight
 from .reader import ModuleWeight, Slice, read_plain
 
 if TYPE_CHECKING:
@@ -106,6 +108,27 @@ class MixedParts:
     def read(self, module: ModuleWeight) -> Part:
         form = self._quantization.part_of(module.name)
         return read_plain([module]) if form is None else self._readers[id(form)].read(module)
+
+
+class FiniteScales:
+    """`PartReader` of any quantized form that refuses scales, minima and factors which are not finite."""
+
+    def __init__(self, parts: PartReader) -> None:
+        self._parts = parts
+
+    def read(self, module: ModuleWeight) -> Part:
+        part = self._parts.read(module)
+        if not isinstance(part, Fp8Weight | IntWeight | BlockWeight):
+            return part
+        is_finite = bool(part.scales.isfinite().all())
+        if isinstance(part, BlockWeight):
+            is_finite &= part.minima is None or bool(part.minima.isfinite().all())
+            is_finite &= part.factor is None or math.isfinite(part.factor)
+        if not is_finite:
+            raise ConfigError(
+                f"{module.name}: holds scales that are not finite; the file is damaged: download the model again"
+            )
+        return part
 
 
 class InputFactors:

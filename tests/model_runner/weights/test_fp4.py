@@ -24,7 +24,7 @@ from engine.model_runner.weights.dummy import DummyStore
 from engine.model_runner.weights.format_selection import quant_target
 from engine.model_runner.weights.fp4_format import Fp4Parts
 from engine.model_runner.weights.fp8_format import Fp8Parts
-from engine.model_runner.weights.linear_format import QuantizedFormat
+from engine.model_runner.weights.linear_format import FiniteScales, QuantizedFormat
 from engine.model_runner.weights.reader import ModuleWeight, Slice, WeightReader
 from engine.models.fields import Fields
 from engine.models.hf.hf_config import read_hf_spec
@@ -485,7 +485,7 @@ def test_damaged_weights_are_refused(tmp_path, changes, message):
     weights = reader_of(tmp_path, {name: value for name, value in tensors.items() if value is not None})
 
     with pytest.raises(ConfigError, match=message):
-        parts_of("nvfp4").read(ModuleWeight(weights, "m", (32, 64)))
+        FiniteScales(parts_of("nvfp4")).read(ModuleWeight(weights, "m", (32, 64)))
 
 
 @pytest.mark.parametrize("form", ["nvfp4", "mxfp4", "mxfp8"])

@@ -242,6 +242,24 @@ def test_dummy_weights_differ(tmp_path, form):
     assert dense.isfinite().all() and dense.any() and not torch.equal(dense[:96], dense[96:])
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("form", FORMS)
+def test_scales_that_are_not_finite_are_refused_in_every_form(tmp_path, form, value):
+    description, quantize = FORMS[form]
+    found = read_quantization(tmp_path, Fields(tmp_path, {"quantization_config": description}))
+    assert found is not None
+    tensors = quantize(torch.randn(96, 128))[0]
+    scales = [n for n, each in tensors.items() if each.is_floating_point() and "map" not in n]
+    assert scales
+    for name in scales:
+        spoiled = tensors[name].clone(memory_format=torch.contiguous_format)
+        spoiled.view(-1)[-1] = value
+        changed = {**tensors, name: spoiled}
+        weights = reader_of(tmp_path, {n: tensor.contiguous() for n, tensor in changed.items()})
+        with pytest.raises(ConfigError, match="m: holds scales that are not finite; the file is damaged"):
+            _part_reader(found).read(ModuleWeight(weights, "m", (96, 128)))
+
+
 def damaged_state(**changes: Any) -> Tensors:
     """The description of codes [32, 64] with some fields changed."""
     state = {"quant_type": "nf4", "blocksize": 64, "shape": [32, 64]} | changes
