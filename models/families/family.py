@@ -39,6 +39,8 @@ QK_NORM_NAMES: Final[Mapping[str, str]] = {
 }
 
 
+_GROUP: Final = re.compile(r"\(([^()]*)\)")
+
 RMS_NORM_EPS: Final = "attention.layer_norm_rms_epsilon"
 LAYER_NORM_EPS: Final = "attention.layer_norm_epsilon"
 
@@ -93,7 +95,8 @@ class Family(NamedTuple):
         is_encoder: the model is no decoder.
         defaults: values of missing fields.
         tensors: patterns of names of tensors in folders, and what they are replaced by to make the engine's names; by
-            nothing where the tensor is not read.
+            nothing where the tensor is not read. Beside literal text they have anchors and groups only, so that
+            `stored_names` can invert them.
     """
 
     model_type: str
@@ -128,6 +131,19 @@ class Family(NamedTuple):
         for pattern, replacement in self.tensors.items():
             name = re.sub(pattern, replacement, name)
         return name
+
+    @property
+    def stored_names(self) -> tuple[tuple[str, str], ...]:
+        """Patterns of the engine's names, and what names in files have instead: the inverse of `tensors`."""
+        found = []
+        for pattern, replacement in self.tensors.items():
+            old, new = re.escape(replacement), pattern.strip("^$")
+            for number, group in enumerate(_GROUP.findall(pattern), 1):
+                old = old.replace(rf"\\{number}", f"({group})")
+                new = new.replace(f"({group})", rf"\{number}", 1)
+            if replacement:
+                found.append((old, new.replace(r"\.", ".")))
+        return tuple(found)
 
     def classes(self, task: str) -> tuple[str, ...]:
         """The classes in transformers with the weights for a task; the first one is the usual one."""

@@ -90,7 +90,7 @@ def _no_facts(fields: Fields, arch: str) -> Facts:
 
 
 _GPT_NAMES: Final = {
-    r"^transformer\.(wte)\.": "model.embed_tokens.",
+    r"^transformer\.wte\.": "model.embed_tokens.",
     r"^transformer\.ln_f\.": "model.norm.",
     r"^transformer\.h\.": "model.layers.",
     r"\.ln_1\.": ".input_layernorm.",

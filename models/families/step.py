@@ -317,7 +317,8 @@ FAMILIES: Final = (
             r"\.moe\.(gate|up|down)_proj\.": r".mlp.experts.\1_proj.",
             r"\.moe\.(\d+)\.": r".mlp.experts.\1.",
             r"\.moe\.router_bias$": ".mlp.gate.e_score_correction_bias",
-            r"\.moe\.": ".mlp.",
+            r"\.moe\.experts\.": ".mlp.experts.",
+            r"\.moe\.gate\.": ".mlp.gate.",
             r"\.share_expert\.": ".mlp.shared_experts.",
         },
         gguf={

@@ -142,7 +142,10 @@ def _read_spec(folder: Path, config: Mapping[str, object], found: FoundTask, pre
 
 
 def _by_usual_names(found: QuantizationSpec | None, family: Family) -> QuantizationSpec | None:
-    """Lists of modules with the engine's names in the place of those of the family's files; patterns stay."""
+    """Lists of modules with the engine's names in the place of those of the family's files; patterns stay as they are.
+
+    Patterns are matched with the files' names, see `QuantizationSpec.stored_names`.
+    """
     if found is None or not family.tensors:
         return found
 
@@ -153,7 +156,9 @@ def _by_usual_names(found: QuantizationSpec | None, family: Family) -> Quantizat
         )
 
     parts = tuple((usual(names), form) for names, form in found.parts)
-    return structs.replace(found, plain_modules=usual(found.plain_modules), parts=parts)
+    return structs.replace(
+        found, plain_modules=usual(found.plain_modules), parts=parts, stored_names=family.stored_names
+    )
 
 
 def _check_family(fields: Fields, family: Family, found: FoundTask) -> None:

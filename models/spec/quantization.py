@@ -243,6 +243,8 @@ class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True):
         plain_modules: linear layers that are not quantized: names or parts of names in whole components
             ("mlp.gate"), or after "re:" regular expressions for the beginning of a name.
         renamed: regular expressions for the beginning of a name, and what lists of modules may have instead of it.
+        stored_names: regular expressions, and what the names in the files have in their place; `plain_modules` has the
+            engine's names, except in its expressions, which are matched with those of the files, too.
     """
 
     method: QuantMethod
@@ -262,6 +264,7 @@ class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True):
     types: dict[str, str] = {}
     plain_modules: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
+    stored_names: tuple[tuple[str, str], ...] = ()
 
     def is_kept(self, *, on_cpu: bool) -> bool:
         """Whether weights stay in this form on the device, according to what is known before loading."""
@@ -311,13 +314,27 @@ class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Whether one of `modules` is this module."""
         if not modules:
             return False
-        names = {name, *(re.sub(r"\A" + old, new, name) for old, new in self.renamed)}
+        names = self._with_renamed({name})
         parts, patterns = compiled(modules)
-        if any(pattern.search(each) for pattern in patterns for each in names):
+        if patterns and any(
+            pattern.search(each) for pattern in patterns for each in names | self._stored_as(name)
+        ):
             return True
         return not parts.isdisjoint(
             part for each in names | set(map(unnumbered, names)) for part in _parts(each)
         )
+
+    def _with_renamed(self, names: set[str]) -> set[str]:
+        return names | {re.sub(r"\A" + old, new, name) for old, new in self.renamed for name in names}
+
+    def _stored_as(self, name: str) -> set[str]:
+        """The names that a module, or the stack of its experts, may have in the files."""
+        if not self.stored_names:
+            return set()
+        names = {f"{name}.", f"{unnumbered(name)}."}
+        for old, new in self.stored_names:
+            names |= {re.sub(old, new, each) for each in names}
+        return self._with_renamed({each.removesuffix(".") for each in names})
 
     def form_of(self, name: str, columns: int) -> BlockForm | None:
         """The block form of a module with this many inputs; None: it is not stored in blocks."""

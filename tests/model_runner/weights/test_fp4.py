@@ -40,6 +40,7 @@ from engine.runtime.feasibility import Capacity
 from tests.model_runner.conftest import Driver, engine_config
 from tests.model_runner.distributed.thread_group import ThreadGroup, on_ranks
 from tests.model_runner.structures.families import BLOCK_ROWS, FAMILIES
+from tests.model_runner.structures.own_code import write_as_published
 
 from .test_quantized import PROMPT, SIZES, Tensors, as_fp8, format_of, prompt_logprobs, reader_of
 
@@ -307,6 +308,38 @@ def test_lists_have_the_names_of_the_files_of_a_family(make_tiny_model, row, sto
 
     assert forms[0] is not None and forms[0].method == "fp8"
     assert forms[1] is None
+
+
+@pytest.mark.parametrize(
+    ("row", "pattern", "usual", "other"),
+    [
+        ("internlm2", r"re:.*feed_forward\.w2$", "layers.0.mlp.down_proj", "layers.0.mlp.up_proj"),
+        ("exaone", r"re:transformer\.h\.0\.attn\.", "layers.0.self_attn.q_proj", "layers.1.self_attn.q_proj"),
+        ("step3p5", r"re:.*\.share_expert\.", "layers.2.mlp.shared_experts.up_proj", "layers.0.mlp.up_proj"),
+        (
+            "step3p5",
+            r"re:.*moe\.experts\.1\.",
+            "layers.2.mlp.experts.1.up_proj",
+            "layers.2.mlp.experts.2.up_proj",
+        ),
+        ("step3p5", r"re:.*moe\.up_proj$", "layers.2.mlp.experts.1.up_proj", "layers.0.mlp.up_proj"),
+    ],
+)
+def test_patterns_are_matched_with_the_names_of_the_files(make_tiny_model, row, pattern, usual, other):
+    found = FAMILIES[row]
+    folder = make_tiny_model(found.made_as, **found.options).folder
+    write_as_published(folder, found.model_type)
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | {"model_type": found.model_type, "architectures": []}
+    forms = []
+    for ignore, targets in (([pattern], ["Linear"]), ([], [pattern])):
+        description = compressed("float-quantized", "tensor", 0, 8, *targets) | {"ignore": ignore}
+        path.write_text(json.dumps(config | {"quantization_config": description}))
+        quantization = read_hf_spec(folder).quantization
+        assert quantization is not None
+        forms += [quantization.part_of(f"model.{name}") is None for name in (usual, other)]
+
+    assert forms == [True, False, False, True]
 
 
 NATIVE = pytest.mark.skipif(
