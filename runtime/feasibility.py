@@ -138,5 +138,5 @@ def reason_against_images(media: Sequence[MediaItem], capacity: Capacity) -> str
         return None
     return (
         f"the images have {counted(num_tiles, 'tile')} with {need} rows, and the encoder cache holds "
-        f"{capacity.num_encoder_rows}; send fewer or smaller images"
+        f"{capacity.num_encoder_rows}; send fewer or smaller images, or raise --mm-encoder-cache-tokens"
     )

@@ -1,0 +1,166 @@
+"""The scheduler with the product's runner: answers about images are those of transformers, whatever the steps are."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.runtime.config.engine_config import CacheConfig, SchedulerConfig
+from engine.runtime.feasibility import Capacity
+from engine.runtime.messages import FinishKind, GenerateRequest, MediaItem
+from engine.runtime.sampling_params import SamplingParams
+from engine.runtime.step_plan import Pending
+from engine.scheduler.batch import ScheduleBatch
+from engine.scheduler.scheduler import Scheduler
+from tests.model_runner.conftest import Driver, int32
+
+from .test_images import IMAGE_ID, MakeSeeing, Seeing, Tiles, make_seeing  # noqa: F401
+
+ANSWER_LEN = 5
+
+
+class Served:
+    """A scheduler and a runner, step by step."""
+
+    def __init__(
+        self, seeing: Seeing, driver: Driver, folder: Path, *, num_tiles: int, num_pages: int, **config: Any
+    ) -> None:
+        self._seeing, self._runner, self._folder = seeing, driver.runner, folder
+        self._overlap = config.get("overlap", False)
+        per_tile = seeing.per_tile
+        capacity = Capacity(
+            256, num_pages, 4, 8, 96, num_encoder_rows=num_tiles * per_tile, encoder_tile_rows=per_tile
+        )
+        radix_cache = config.pop("radix_cache", True)
+        self.scheduler = Scheduler(
+            SchedulerConfig(schedule_conservativeness=0.01, **config),
+            CacheConfig(page_size=4, radix_cache=radix_cache),
+            capacity,
+            frozenset(),
+        )
+        self._now_s = 0.0
+        self.num_encoded = 0
+        self.answers: dict[str, list[int]] = {}
+        self._in_flight: list[tuple[ScheduleBatch, Pending]] = []
+
+    def item(self, tokens: Sequence[int], image: Tiles, start: int) -> MediaItem:
+        """An image whose tiles are the next runs of placeholders from `start` on."""
+        digest = hashlib.blake2b(image.tobytes(), digest_size=32)
+        path = self._folder / digest.hexdigest()
+        path.write_bytes(image.tobytes())
+        firsts = [p for p in range(start, len(tokens)) if tokens[p] == IMAGE_ID and tokens[p - 1] != IMAGE_ID]
+        runs = int32([n for first in firsts[: len(image)] for n in (first, self._seeing.per_tile)])
+        tiles, height, width, colors = image.shape
+        return MediaItem(digest.digest(), runs, str(path), (tiles, height, width, colors))
+
+    def submit(self, rid: str, tokens: Sequence[int], images: Sequence[Tiles]) -> None:
+        media: list[MediaItem] = []
+        start = 1
+        for image in images:
+            media.append(self.item(tokens, image, start))
+            start = int(np.frombuffer(media[-1].runs, dtype=np.int32)[-2:].sum())
+        params = SamplingParams(temperature=0.0, max_new_tokens=ANSWER_LEN, seed=0, ignore_eos=True)
+        self.answers[rid] = []
+        message = GenerateRequest(rid, int32(tokens), params, media=tuple(media))
+        self.scheduler.handle(message, self._now_s)
+
+    def step(self) -> None:
+        self._now_s += 0.01
+        batch = self.scheduler.next_batch(self._now_s)
+        if batch is not None:
+            self.num_encoded += sum(each.num_tiles for each in batch.plan.encodes)
+            self._in_flight.append((batch, self._runner.launch(batch.plan)))
+        waits = batch is None or not self._overlap or self.scheduler.needs_result(batch)
+        while len(self._in_flight) > (not waits):
+            oldest, pending = self._in_flight.pop(0)
+            self.scheduler.settle(oldest, pending.wait(), self._now_s)
+        for output in self.scheduler.take_outputs():
+            for row in output.outputs:
+                assert row.finish is None or row.finish.kind is FinishKind.LENGTH, row.finish
+                self.answers[row.rid] += np.frombuffer(row.token_ids, dtype=np.int32).tolist()
+        self.scheduler.audit()
+
+    def run(self) -> None:
+        while self.scheduler.num_unfinished or self._in_flight:
+            self.step()
+        self.step()  # tells the runner of the last rows
+        self.step()
+        self.scheduler.on_idle()
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "chunks of a page, one image at a time": {"chunked_prefill_size": 4, "num_tiles": 2},
+    "whole prompts": {"chunked_prefill_size": -1},
+    "no prefix cache": {"chunked_prefill_size": 16, "radix_cache": False},
+    "several steps for an image": {"chunked_prefill_size": 64, "target_step_ms": 0.01},
+    "ahead of results": {"chunked_prefill_size": 24, "overlap": True},
+    "retracted again and again": {"chunked_prefill_size": 24, "chaos": "retract=0.3:30"},
+    "too few pages": {"chunked_prefill_size": 24, "num_pages": 32},
+}
+
+
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_answers_are_those_of_transformers(
+    make_seeing: MakeSeeing,  # noqa: F811
+    make_driver: Callable[..., Driver],
+    tmp_path: Path,
+    case: dict[str, Any],
+) -> None:
+    """Prompts with 0 to 3 of three images, some with a common beginning, come while others run."""
+    settings = {"num_tiles": 6, "num_pages": 120} | case
+    seeing = make_seeing()
+    num_pages, num_rows = settings["num_pages"], settings["num_tiles"] * seeing.per_tile
+    driver = make_driver(seeing.spec, seeing.folder, num_pages=num_pages, num_encoder_rows=num_rows)
+    served = Served(seeing, driver, tmp_path, **settings)
+    pictures = [seeing.tiles(seed, 1 + seed % 2) for seed in range(3)]
+    rng = random.Random(4)
+    asked = []
+    for number in range(10):
+        images = [pictures[0]] if number < 4 else rng.sample(pictures, rng.randrange(4))
+        while sum(map(len, images)) > settings["num_tiles"]:
+            images.pop()
+        tokens = [*seeing.prompt(images, seed=number % 2), *(rng.randrange(90) for _ in range(3))]
+        asked.append((tokens, images))
+        served.submit(f"{number}", tokens, images)
+        for _ in range(rng.randrange(5)):
+            served.step()
+    served.run()
+    for number, (tokens, images) in enumerate(asked):
+        answer = served.answers[f"{number}"]
+        likely = seeing.logprobs([*tokens, *answer], images)[len(tokens) - 1 : -1].argmax(-1)
+        assert answer == likely.tolist(), f"request {number}"
+    if settings["num_tiles"] == 6 and "chaos" not in case:
+        assert served.num_encoded <= 4 * 2, "most are found"
+
+
+def test_an_image_whose_file_is_gone_ends_its_request_and_no_later_one(
+    make_seeing: MakeSeeing,  # noqa: F811
+    make_driver: Callable[..., Driver],
+    tmp_path: Path,
+) -> None:
+    """The rows of the failed tile are not taken for those of the image when it comes again."""
+    seeing = make_seeing()
+    driver = make_driver(seeing.spec, seeing.folder, num_pages=64, num_encoder_rows=4 * seeing.per_tile)
+    served = Served(seeing, driver, tmp_path, num_tiles=4, num_pages=64, chunked_prefill_size=12)
+    image = seeing.tiles(1, 2)
+    tokens = seeing.prompt([image])
+    served.submit("gone", tokens, [image])
+    path = next(iter(tmp_path.glob("?" * 64)))
+    content = path.read_bytes()
+    path.unlink()
+    with pytest.raises(AssertionError, match="not there any more"):
+        served.run()
+    path.write_bytes(content)
+    del served.answers["gone"]
+    served.submit("again", tokens, [image])
+    served.run()
+    answer = served.answers["again"]
+    likely = seeing.logprobs([*tokens, *answer], [image])[len(tokens) - 1 : -1].argmax(-1)
+    assert answer == likely.tolist()
