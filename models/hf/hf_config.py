@@ -62,6 +62,20 @@ def read_hf_spec(folder: Path, choice: TaskChoice = NO_CHOICE, name: str = "") -
     return structs.replace(spec, vision=read_vision(folder, config, spec.vocab_size))
 
 
+def read_layers(folder: Path, config: Mapping[str, object], prefix: str = "") -> ModelSpec:
+    """The architecture that generates text of another configuration than the folder's own, as of a draft head.
+
+    Args:
+        folder: with the other files.
+        config: in the form of config.json.
+        prefix: of its fields in messages.
+
+    Raises:
+        ConfigError: as in `read_hf_spec`.
+    """
+    return _read_spec(folder, config, FoundTask("generate", "a part of another model"), prefix)
+
+
 def _with_pooling(folder: Path, spec: ModelSpec, pooling: PoolingSpec) -> ModelSpec:
     """The architecture of an embedder or a scorer, which has no output head unless scores are of its tokens."""
     return structs.replace(
