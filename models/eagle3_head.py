@@ -166,13 +166,13 @@ def _feature_layers(fields: Fields, target: ModelSpec) -> tuple[int, ...]:
     last = target.num_layers
     if isinstance(eagle, Mapping) and eagle.get(_LIST):
         inner = Fields(fields.path, {_LIST: eagle[_LIST]}, "eagle_config.")
-        outputs = inner.integers(_LIST, 0, last - 1)
+        outputs = inner.integers(_LIST, 0, last - 2)
         found, owner = tuple(one + 1 for one in outputs), inner
     elif fields.get(_LIST):
-        found, owner = fields.integers(_LIST, 0, last), fields
+        found, owner = fields.integers(_LIST, 1, last - 1), fields
     else:
         found, owner = (2, last // 2, last - 3), fields
-    if len(found) != 3 or not 0 <= found[0] < found[1] < found[2]:
+    if len(found) != 3 or not 1 <= found[0] < found[1] < found[2]:
         raise owner.error(
             _LIST,
             owner.get(_LIST),
@@ -195,10 +195,11 @@ def _check_belongs(folder: Path, spec: Eagle3Spec, target: ModelSpec) -> None:
                 f"{folder}: {name} is {found}, but the target model has {wanted}; use a head that was trained for this "
                 "model"
             )
-    if target.streams.altup is not None or not target.causal:
+    scaled = target.form.embedding_scale != 1.0 and not spec.has_embedding
+    if target.streams.altup is not None or not target.causal or target.form.residual_scale != 1.0 or scaled:
         raise ConfigError(
-            f"{folder}: the target is {target.model_type}, whose layers have no single residual stream for features; "
-            "use --speculative suffix"
+            f"{folder}: the target is {target.model_type}, whose residual stream or embedding is not the one that "
+            "heads are trained with; use --speculative suffix"
         )
     if spec.draft_vocab_size != target.vocab_size and not spec.maps_tokens:
         raise ConfigError(

@@ -45,6 +45,7 @@ class SelfAttention:
         fused: bool = False,
         qk_norms: tuple[RMSNorm, RMSNorm | None] | None = None,
         query_factors: QueryFactors | None = None,
+        input_size: int | None = None,
     ) -> None:
         """Take the weights from a checkpoint.
 
@@ -53,6 +54,7 @@ class SelfAttention:
             qk_norms: applied to each head of q and of k, before rotary; both have the same eps. That of k is None in a
                 layer without k. Norms over all heads together are taken from the checkpoint here.
             query_factors: of the rotated queries, by position; None: 1.
+            input_size: size of x, if it is not the hidden size.
         """
         spec = context.spec
         self.layer_id = layer_id
@@ -98,7 +100,9 @@ class SelfAttention:
             num_parts = 1 if outputs is None else len(outputs)
             names, sizes = [f"{name}.qkv_proj"] * num_parts, [sum(sizes)] * num_parts
         self.num_qk = sum(map(len, own)) * self.head_dim
-        self.qkv = Linear(context, names, spec.hidden_size, sizes, bias=spec.biases.qkv, outputs=outputs)
+        self.qkv = Linear(
+            context, names, input_size or spec.hidden_size, sizes, bias=spec.biases.qkv, outputs=outputs
+        )
         self.value_dim, self.value_scale = spec.value_dim_of(layer_id), spec.attention.value_scale
         self.scale = context.ops.scale
         self.sinks: Tensor | None = None

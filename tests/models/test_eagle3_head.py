@@ -255,11 +255,11 @@ def test_a_head_without_its_own_output_uses_that_of_the_target(tmp_path: Path) -
         ({"model_type": "qwen3"}, {}, "model_type is 'qwen3', but only heads with a Llama layer"),
         ({"norm_before_fc": True}, {}, "norm_before_fc is True, which is not supported"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "EAGLE-1 and 2"),
-        ({"eagle_aux_hidden_state_layer_ids": [2, 18, 99]}, {}, "whole numbers from 0 to 36"),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 18, 99]}, {}, "whole numbers from 1 to 35"),
         (
             {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [9, 3, 20]}},
             {},
-            "ascending order; it has 36",
+            "ascending order, which has 36",
         ),
     ],
 )

@@ -1,0 +1,165 @@
+"""`Eagle3Head`: the layer of an EAGLE-3 head, see `engine.models.eagle3_head` for its form and its names.
+
+Every rank has the whole head, so its drafts are equal on all of them.
+"""
+
+# Shapes: T new tokens in the batch, W of them need drafts, F features of a token, K hidden size of the head, N tokens
+# that it can draft.
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from msgspec import structs
+
+from ...runtime.errors import ConfigError
+from ..layers.attention import SelfAttention
+from ..layers.embedding import Embedding, OutputHead, head_weight, vocabulary_rows
+from ..layers.layer import all_rows
+from ..layers.linear import Linear
+from ..layers.mlp import GatedMLP
+from ..layers.norm import RMSNorm
+from ..layers.rotary import RotaryEmbedding
+from ..model_context import ModelContext
+from ..op_selection import Target, select_ops
+from ..weights.linear_format import PlainFormat
+from ..weights.reader import WeightReader
+from ..weights.safetensors import SafetensorsStore
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from ...models.eagle3_head import Eagle3Spec
+    from ..forward_batch import ForwardBatch
+    from ..kernels.avoided import AvoidedKernels
+    from ..layers.decoder import Decoder
+
+
+class Eagle3Head:
+    """An EAGLE-3 head with its weights.
+
+    Attributes:
+        token_ids: [N] int64, the target's id of each token that the head can draft; None: it can draft all.
+    """
+
+    def __init__(self, context: ModelContext, head: Eagle3Spec, target: Decoder) -> None:
+        """Take the weights from a checkpoint.
+
+        Args:
+            context: with the head's layer as its spec.
+            head: the form of the head.
+            target: lends its embedding and its output head to heads without.
+
+        Raises:
+            ConfigError: a tensor is missing, or `d2t` names tokens that the target does not have.
+        """
+        layer, weights = head.layer, context.weights
+        hidden, name, body = layer.hidden_size, head.layer_name, head.body
+        self._fc = Linear(context, [f"{body}fc"], head.num_features, [hidden], bias=False)
+        norm = partial(RMSNorm, context, size=hidden, eps=layer.rms_norm_eps)
+        self._input_norm, self._hidden_norm = norm(f"{name}.input_layernorm"), norm(f"{name}.hidden_norm")
+        self._mlp_norm, self._norm = norm(f"{name}.post_attention_layernorm"), norm(f"{body}norm")
+        self._attention = SelfAttention(context, f"{name}.self_attn", 0, input_size=2 * hidden)
+        inner = layer.intermediate_size
+        self._mlp = GatedMLP(context, f"{name}.mlp", hidden, inner, bias=layer.biases.mlp)
+        self._rotary = RotaryEmbedding.of(context)
+        self._add, self._take_rows = context.ops.add, context.ops.take_rows
+        self._norm_before_residual = head.norm_before_residual
+        assert target.embedding is not None and target.head is not None, "a pipeline stage drafts nothing"
+        self._embedding, self._head = target.embedding, target.head
+        if head.has_embedding:
+            table = f"{body}embed_tokens"
+            self._embedding = Embedding(context, table, layer.vocab_size, hidden, has_head=False)
+        if head.has_head:
+            self._head = _own_head(context, f"{head.beside}lm_head", head.draft_vocab_size)
+        self.token_ids: Tensor | None = None
+        if head.maps_tokens:
+            self.token_ids = _target_ids(weights, f"{head.beside}d2t", head)
+
+    def state(self, features: Tensor) -> Tensor:
+        """[T, F] features of the target -> [T, K] in the place of an earlier result of `forward`."""
+        return self._fc(features)
+
+    def forward(self, token_ids: Tensor, states: Tensor, batch: ForwardBatch) -> Tensor:
+        """Write the keys and values of tokens into their slots, and compute what follows those that need drafts.
+
+        Args:
+            token_ids: [T] int64 of the target.
+            states: [T, K] what comes before each token: `state` of the features of the token before it, or this
+                function's result for it. May be overwritten.
+            batch: positions, slots and attention of the T tokens, with the KV pool of the head.
+
+        Returns:
+            [W, K] states after the tokens of `batch.logits_indices`.
+        """
+        wanted = batch.logits_indices
+        select_rows = all_rows if wanted is None else lambda x: self._take_rows(x.contiguous(), wanted)
+        entered = self._hidden_norm(states)
+        residual = entered if self._norm_before_residual else states
+        x = torch.cat((self._input_norm(self._embedding(token_ids)), entered), dim=-1)
+        cos, sin = self._rotary.at(batch.positions)
+        x = self._attention(x, cos, sin, batch, select_rows)
+        x, residual = self._mlp_norm.add(x, select_rows(residual))
+        return self._add(self._mlp(x), residual)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[W, K] results of `forward` -> [W, N]."""
+        return self._head(self._norm(states))
+
+
+def load_eagle3_head(
+    folder: Path,
+    head: Eagle3Spec,
+    target: Decoder,
+    *,
+    max_model_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    avoid: AvoidedKernels,
+) -> Eagle3Head:
+    """Load a head from its folder.
+
+    Raises:
+        ConfigError: the files are incomplete or damaged.
+    """
+    weights = WeightReader(SafetensorsStore(folder), dtype, device)
+    ops = select_ops(Target(head.layer, device, dtype, avoid=avoid))
+    context = ModelContext(
+        spec=head.layer,
+        weights=weights,
+        linear_format=PlainFormat(ops.pack_linear),
+        ops=ops,
+        max_model_len=max_model_len,
+        device=device,
+    )
+    found = Eagle3Head(context, head, target)
+    weights.ignore_where(lambda name: name.endswith("t2d"))
+    weights.finish()
+    return found
+
+
+def _own_head(context: ModelContext, name: str, size: int) -> OutputHead:
+    """The head over the tokens that can be drafted."""
+    context = dataclasses.replace(context, spec=structs.replace(context.spec, vocab_size=size))
+    hidden = context.spec.hidden_size
+    rows = partial(vocabulary_rows, context, f"{name}.weight", size, hidden)
+    return OutputHead(context, head_weight(context, name, hidden, rows))
+
+
+def _target_ids(weights: WeightReader, name: str, head: Eagle3Spec) -> Tensor:
+    """The ids of the target, [N] int64: the file has their distances to 0, 1, ..., N - 1."""
+    size, vocab_size = head.draft_vocab_size, head.layer.vocab_size
+    offsets = weights.tensor(name, (size,), torch.int64)
+    ids = offsets + torch.arange(size, device=offsets.device)
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab_size:
+        raise ConfigError(
+            f"{weights.describe(name)}: {name} names the tokens {low} to {high}, but the target has 0 to "
+            f"{vocab_size - 1}; use a head that was trained for this model"
+        )
+    return ids

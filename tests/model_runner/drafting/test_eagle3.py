@@ -1,0 +1,230 @@
+"""`Eagle3Head` against the same arithmetic in plain torch, in float32."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+
+from engine.model_runner.attention.backend import BatchLayout
+from engine.model_runner.attention.torch_native import TorchNativeAttention
+from engine.model_runner.drafting.eagle3 import Eagle3Head, load_eagle3_head
+from engine.model_runner.forward_batch import ForwardBatch
+from engine.model_runner.kernels.avoided import NOTHING_AVOIDED
+from engine.model_runner.memory.io_buffers import InputBuffers
+from engine.model_runner.memory.kv_pool import KVPool
+from engine.models.eagle3_head import Eagle3Spec, needed_tensors, read_eagle3_head
+from engine.runtime.errors import ConfigError
+from tests.model_runner.conftest import Driver, TinyModel
+
+CPU = torch.device("cpu")
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, DRAFTED = 32, 4, 2, 8, 20
+NUM_TOKENS = 11
+
+
+def write_head(folder: Path, vocab_size: int, *, layer: str = "midlayer", **changes: Any) -> Path:
+    """A random head over every fourth token of a target with hidden size 32, without an embedding."""
+    folder.mkdir()
+    own_embedding = changes.pop("embedding", False)
+    draft_ids = changes.pop("draft_ids", torch.arange(DRAFTED) * 4 + 2)
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "vocab_size": vocab_size,
+        "draft_vocab_size": DRAFTED,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 64,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+        **changes,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(5)
+
+    def random(*shape: int) -> Tensor:
+        scale = 1.0 if len(shape) == 1 else 1.5 / shape[-1] ** 0.5
+        return torch.randn(*shape, generator=generator) * scale
+
+    width = {"q": HEADS * HEAD_DIM, "k": KV_HEADS * HEAD_DIM, "v": KV_HEADS * HEAD_DIM}
+    tensors = {
+        f"{layer}.self_attn.{part}_proj.weight": random(rows, 2 * HIDDEN) for part, rows in width.items()
+    }
+    tensors |= {
+        "fc.weight": random(HIDDEN, 3 * HIDDEN),
+        f"{layer}.self_attn.o_proj.weight": random(HIDDEN, HEADS * HEAD_DIM),
+        f"{layer}.mlp.gate_proj.weight": random(48, HIDDEN),
+        f"{layer}.mlp.up_proj.weight": random(48, HIDDEN),
+        f"{layer}.mlp.down_proj.weight": random(HIDDEN, 48),
+        f"{layer}.input_layernorm.weight": random(HIDDEN),
+        f"{layer}.hidden_norm.weight": random(HIDDEN),
+        f"{layer}.post_attention_layernorm.weight": random(HIDDEN),
+        "norm.weight": random(HIDDEN),
+        "lm_head.weight": random(DRAFTED, HIDDEN),
+        "d2t": draft_ids - torch.arange(DRAFTED),
+        "t2d": torch.zeros(vocab_size, dtype=torch.bool),
+    }
+    if own_embedding:
+        tensors["embed_tokens.weight"] = random(vocab_size, HIDDEN)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def load(folder: Path, driver: Driver, model: TinyModel) -> tuple[Eagle3Head, Eagle3Spec]:
+    spec = read_eagle3_head(folder, model.spec)
+    head = load_eagle3_head(
+        folder,
+        spec,
+        driver.runner.model,
+        max_model_len=64,
+        dtype=torch.float32,
+        device=CPU,
+        avoid=NOTHING_AVOIDED,
+    )
+    return head, spec
+
+
+@pytest.fixture
+def target(
+    make_driver: Callable[..., Driver], make_tiny_llama: Callable[..., TinyModel]
+) -> tuple[Driver, TinyModel]:
+    model = make_tiny_llama(hidden_size=HIDDEN, num_hidden_layers=4, num_attention_heads=4)
+    return make_driver(model.spec, model.folder), model
+
+
+class Paged:
+    """The keys and values of one request of the head, whose tokens are given in parts."""
+
+    def __init__(self, spec: Eagle3Spec) -> None:
+        layer = spec.layer
+        self.pool = KVPool(
+            num_layers=1,
+            num_pages=8,
+            page_size=4,
+            num_kv_heads=layer.num_kv_heads,
+            head_dim=layer.head_dim,
+            dtype=torch.float32,
+            device=CPU,
+        )
+        self.slots = 4 + torch.randperm(32, generator=torch.Generator().manual_seed(1))
+        self.table = torch.zeros((2, 64), dtype=torch.int32)
+        self.table[0, :32] = self.slots
+        self.backend = TorchNativeAttention(layer, self.pool, self.table, InputBuffers(CPU))
+
+    def batch(self, start: int, stop: int, wanted: Tensor | None = None) -> ForwardBatch:
+        count = stop - start
+        layout = BatchLayout(np.array([0]), np.array([start]), np.array([count]), int(count > 1))
+        return ForwardBatch(
+            input_ids=torch.zeros(count, dtype=torch.int64),
+            positions=torch.arange(start, stop),
+            kv_pool=self.pool,
+            out_cache_loc=self.slots[start:stop],
+            attention=self.backend.plan_step(layout),
+            logits_indices=wanted,
+        )
+
+
+def reference(folder: Path, spec: Eagle3Spec, embedded: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+    """States and logits after each of T tokens, from [T, K] embeddings and states before them."""
+    from safetensors.torch import load_file
+
+    weights = load_file(folder / "model.safetensors")
+
+    def norm(name: str, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], weights[f"{name}.weight"], 1e-5)
+
+    def part(name: str, x: Tensor) -> Tensor:
+        return x @ weights[f"{layer}.{name}.weight"].T
+
+    layer = spec.layer_name.removeprefix("model.")
+    entered = norm(f"{layer}.hidden_norm", states)
+    residual = entered if spec.norm_before_residual else states
+    x = torch.cat([norm(f"{layer}.input_layernorm", embedded), entered], dim=-1)
+    num = len(x)
+    frequencies = 10000.0 ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+    angles = torch.outer(torch.arange(num, dtype=torch.float32), frequencies).repeat(1, 2)[:, None]
+
+    def rotated(y: Tensor) -> Tensor:
+        first, second = y.chunk(2, dim=-1)
+        return y * angles.cos() + torch.cat([-second, first], dim=-1) * angles.sin()
+
+    q = rotated(part("self_attn.q_proj", x).view(num, HEADS, HEAD_DIM)).transpose(0, 1)
+    k = rotated(part("self_attn.k_proj", x).view(num, KV_HEADS, HEAD_DIM)).transpose(0, 1)
+    v = part("self_attn.v_proj", x).view(num, KV_HEADS, HEAD_DIM).transpose(0, 1)
+    groups = HEADS // KV_HEADS
+    k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
+    attended = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
+    y = residual + part("self_attn.o_proj", attended.transpose(0, 1).flatten(1))
+    x = norm(f"{layer}.post_attention_layernorm", y)
+    x = F.silu(part("mlp.gate_proj", x)) * part("mlp.up_proj", x)
+    y = y + part("mlp.down_proj", x)
+    return y, norm("norm", y) @ weights["lm_head.weight"].T
+
+
+@pytest.mark.parametrize("before_residual", [False, True])
+@pytest.mark.parametrize(("layer", "embedding"), [("midlayer", False), ("layers.0", True)])
+def test_head_equals_plain_torch(
+    tmp_path: Path, target: tuple[Driver, TinyModel], layer: str, embedding: bool, before_residual: bool
+) -> None:
+    driver, model = target
+    folder = write_head(
+        tmp_path / "head",
+        model.spec.vocab_size,
+        layer=layer,
+        embedding=embedding,
+        norm_before_residual=before_residual,
+    )
+    head, spec = load(folder, driver, model)
+    generator = torch.Generator().manual_seed(3)
+    features = torch.randn(NUM_TOKENS, 3 * HIDDEN, generator=generator)
+    token_ids = torch.randint(model.spec.vocab_size, (NUM_TOKENS,), generator=generator)
+    from safetensors.torch import load_file
+
+    weights = load_file(folder / "model.safetensors")
+    states = features @ weights["fc.weight"].T
+    table = weights.get("embed_tokens.weight", model.reference.get_input_embeddings().weight.detach())
+    expected, logits = reference(folder, spec, table[token_ids], states)
+
+    with torch.inference_mode():
+        torch.testing.assert_close(head.state(features), states, rtol=1e-4, atol=1e-4)
+        paged = Paged(spec)
+        wanted = torch.tensor([2, 6])
+        first = head.forward(token_ids[:7], states[:7].clone(), paged.batch(0, 7, wanted))
+        torch.testing.assert_close(first, expected[wanted], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(head.logits(first), logits[wanted], rtol=1e-4, atol=1e-4)
+        for idx in range(7, NUM_TOKENS):
+            one = head.forward(
+                token_ids[idx : idx + 1], states[idx : idx + 1].clone(), paged.batch(idx, idx + 1)
+            )
+            torch.testing.assert_close(one, expected[idx : idx + 1], rtol=1e-4, atol=1e-4)
+
+
+def test_token_ids_are_those_of_the_target(tmp_path: Path, target: tuple[Driver, TinyModel]) -> None:
+    driver, model = target
+    head, spec = load(write_head(tmp_path / "head", model.spec.vocab_size), driver, model)
+    assert head.token_ids is not None
+    assert head.token_ids.tolist() == [4 * n + 2 for n in range(DRAFTED)]
+    assert len(needed_tensors(spec)) == 14
+
+
+def test_a_table_beyond_the_vocabulary_is_refused(tmp_path: Path, target: tuple[Driver, TinyModel]) -> None:
+    driver, model = target
+    size = model.spec.vocab_size
+    folder = write_head(tmp_path / "head", size, draft_ids=torch.arange(DRAFTED) + size - 5)
+    with pytest.raises(
+        ConfigError, match=f"d2t names the tokens {size - 5} to {size + 14}, but the target has 0 to"
+    ):
+        load(folder, driver, model)
