@@ -22,7 +22,11 @@ from .attention.indexed import indexed_backend
 from .attention.selection import select_backend
 from .batch_builder import BatchBuilder
 from .distributed.pp_link import NO_LINK
+from .drafting.draft_model import DraftModel
 from .drafting.drafter import DrafterParts
+from .drafting.eagle3_drafter import Eagle3Drafter
+from .drafting.lag import Lag
+from .drafting.lagging_drafter import LaggingDrafter
 from .kernels.avoided import AVOIDED, NOTHING_AVOIDED, AvoidedKernels
 from .kernels.cpu.library import loaded_isa
 from .memory.host_kv_pool import HostKVPool
@@ -35,6 +39,7 @@ from .pooling.pooler import Pooler
 from .recording.eager_executor import EagerExecutor
 from .recording.graph_device import CudaGraphDevice
 from .recording.graphs.cuda_graph_executor import cuda_graph_executor
+from .recording.graphs.graph_sizes import GraphSizes
 from .recording.graphs.recorded_forward import RecordedForward, recorded_sampler
 from .recording.programs.forward_program import programmed_forward
 from .recording.programs.native_executor import native_executor
@@ -58,10 +63,10 @@ if TYPE_CHECKING:
     from .distributed.pp_link import StageLink
     from .distributed.tp_group import TPGroup
     from .drafting.drafter import MakeDrafter
+    from .drafting.eagle3 import Eagle3Head
     from .pooling.head import PoolingHead
     from .recording.eager_executor import Forward
     from .recording.executor import StepExecutor
-    from .recording.graphs.graph_sizes import GraphSizes
     from .structures.causal_lm import CausalLM
     from .vision.tower import Tower
 
@@ -117,8 +122,11 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, graph_sizes: GraphS
         ConfigError: the requested attention backend cannot run here, or host memory cannot be pinned.
     """
     spec, own_spec, device, group = loaded.spec, loaded.own_spec, loaded.device, loaded.group
+    drafter_spec = spec.drafter
+    draft_heads = () if drafter_spec is None else drafter_spec.heads
+    state_size = 0 if drafter_spec is None else drafter_spec.state_size
     kv_pool = KVPool(
-        num_layers=spec.num_kv_layers,
+        num_layers=spec.num_kv_layers + len(draft_heads),
         num_pages=capacity.num_pages,
         page_size=capacity.page_size,
         num_kv_heads=own_spec.num_kv_heads,
@@ -127,8 +135,9 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, graph_sizes: GraphS
         device=device,
         layer_ids=() if len(spec.attention_layers) == spec.num_layers else spec.attention_layers,
         keys_hold_values=spec.latent is not None,
-        layer_heads=[own_spec.heads_of(layer_id) for layer_id in spec.kv_layers],
+        layer_heads=[*(own_spec.heads_of(layer_id) for layer_id in spec.kv_layers), *draft_heads],
         sources=_memory_indices(spec) if spec.streams.kv_sources else (),
+        page_states=(state_size, loaded.dtype) if state_size else None,
     )
     state_pool = _make_state_pool(loaded, capacity)
     logger.info(
@@ -202,6 +211,55 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, graph_sizes: GraphS
         drafter=drafter,
         encoder_rows=encoder_rows,
     )
+
+
+def make_draft_model(
+    loaded: LoadedModel, vocab_size: int, max_drafts: int, parts: DrafterParts
+) -> LaggingDrafter:
+    """Make the drafter of a draft model, whose keys and values are the last tensors of the runner's pool.
+
+    Args:
+        loaded: the draft model, which each rank has as a whole.
+        vocab_size: of the model that samples.
+        max_drafts: of one request in a step.
+        parts: of the runner.
+    """
+    spec, tensors = loaded.spec, parts.kv_pool.k
+    pool = parts.kv_pool.beyond(len(tensors) - spec.num_kv_layers, spec.kv_layers)
+    attention = _make_attention(loaded, pool, parts.slot_table.req_to_token, parts.buffers)
+    executor = _make_executor(
+        loaded, GraphSizes(), pool, None, attention, parts.slot_table, parts.relay, parts.buffers, None
+    )
+    return LaggingDrafter(DraftModel(executor, spec.vocab_size, vocab_size), _lag(max_drafts, parts), parts)
+
+
+def make_eagle3_drafter(
+    head: Eagle3Head,
+    layer: ModelSpec,
+    vocab_size: int,
+    max_drafts: int,
+    avoid: AvoidedKernels,
+    parts: DrafterParts,
+) -> LaggingDrafter:
+    """Make the drafter of an EAGLE-3 head, whose keys and values are the last tensor of the runner's pool.
+
+    Args:
+        head, layer: the head, and its layer as a model.
+        vocab_size: of the model that samples.
+        max_drafts: of one request in a step.
+        avoid: the components to do without.
+        parts: of the runner.
+    """
+    pool, buffers = parts.kv_pool.beyond(len(parts.kv_pool.k) - 1, (0,)), parts.buffers
+    backend = select_backend(layer, buffers.device, head.dtype, pool.k[0].dtype, None, pool.page_size, avoid)
+    attention = backend(layer, pool, parts.slot_table.req_to_token, buffers)
+    lag = _lag(max_drafts, parts)
+    module = Eagle3Drafter(head, pool, attention, parts, num_places=lag.size, vocab_size=vocab_size)
+    return LaggingDrafter(module, lag, parts)
+
+
+def _lag(max_drafts: int, parts: DrafterParts) -> Lag:
+    return Lag(parts.slot_table.req_to_token.shape[0], parts.kv_pool.page_size, max_drafts + 1)
 
 
 def _memory_indices(spec: ModelSpec) -> list[int]:

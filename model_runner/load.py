@@ -14,25 +14,31 @@ import torch
 from msgspec.structs import replace
 
 from ..launch.resolve.adapters import adapted_names
+from ..launch.resolve.drafter import draft_config, read_drafter
 from ..launch.resolve.measured_pool import fit_pool
 from ..launch.resolve.pool_size import largest_step, largest_step_of
 from ..launch.resolve.rank_spec import rank_spec
-from ..launch.resolve.stages import is_of_other_stages, stage_spec
+from ..launch.resolve.stages import WHOLE_MODEL, is_of_other_stages, stage_spec
+from ..models.eagle3_head import Eagle3Spec
+from ..models.spec.model_spec import ModelSpec
 from ..models.spec.sizes import kv_dtype_of, max_drafts_of
 from ..runtime.errors import ConfigError
 from ..runtime.step_plan import MAX_DRAFT_STEP_TOKENS
 from .adapters.adapter_layers import AdapterLayers
 from .adapters.adapter_store import AdapterSlots, AdapterStore, SlotSizes
-from .assembly import LoadedModel, assemble_runner
+from .assembly import LoadedModel, assemble_runner, make_draft_model, make_eagle3_drafter
 from .attention import selection as attention_selection
 from .distributed.join_group import ALONE, Place
 from .distributed.pp_link import NO_LINK, WiredLink
+from .distributed.tp_group import SINGLE_RANK
+from .drafting.eagle3 import load_eagle3_head
 from .fixed_order import PROVIDERS_IN_FIXED_ORDER, check_fixed_order
 from .hf_backend.transformers_load import load_transformers_model
 from .kernels import plain, quantized
 from .kernels.avoided import AvoidedKernels
 from .kernels.blocks.native_blocks import NO_TILES, TILES_FROM
 from .kernels.native_linear import PackReport
+from .layers.decoder import Decoder
 from .memory.device_memory import explained, make_device_memory
 from .memory.huge_pages import collapse_resident_memory
 from .model_context import ModelContext
@@ -53,7 +59,6 @@ from .weights.safetensors import SafetensorsStore
 if TYPE_CHECKING:
     from ..launch.resolve.stages import Stage
     from ..models.source import ModelSource
-    from ..models.spec.model_spec import ModelSpec
     from ..runtime.config.engine_config import EngineConfig, ModelConfig, SpeculativeName
     from ..runtime.feasibility import Capacity
     from .distributed.pp_link import StageLink
@@ -127,6 +132,8 @@ def load_model_runner(
         model, pooling_head, make_drafter, tower, reason = _load_model(
             config, source, whole_spec, capacity, group, dtype, device, layers, stage, avoid
         )
+        if spec.drafter is not None:
+            make_drafter = _load_drafter(config, spec, model, capacity, dtype, kv_dtype, device, avoid)
     if device.type == "cpu":
         # Now, while the process holds little other memory, and beside the rest of the start: 1 GB takes 0.4 s, or 2 s
         # in a virtual machine whose host has yet to allocate it.
@@ -350,6 +357,58 @@ def drafter_of(speculative: SpeculativeName, context: ModelContext, model: Causa
         f"speculative is mtp, but the files of this {context.spec.model_type} model have no layer that predicts "
         "further tokens; use --speculative suffix"
     )
+
+
+def _load_drafter(
+    config: EngineConfig,
+    spec: ModelSpec,
+    target: CausalLM,
+    capacity: Capacity,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    device: torch.device,
+    avoid: AvoidedKernels,
+) -> MakeDrafter:
+    """The maker of the drafter with files of its own; each rank has the whole of it."""
+    files, max_drafts = read_drafter(config, spec), max_drafts_of(config.scheduler)
+    if isinstance(files.spec, Eagle3Spec):
+        if not isinstance(target, Decoder):
+            raise ConfigError(
+                f"{files.source.path}: the engine computes {spec.model_type} without features of its layers, which "
+                "EAGLE-3 heads need; use --speculative suffix"
+            )
+        target.feature_layers = tuple(layer - 1 for layer in files.spec.feature_layers)
+        head = load_eagle3_head(
+            Path(files.source.path),
+            files.spec,
+            target,
+            max_model_len=capacity.max_model_len,
+            dtype=dtype,
+            device=device,
+            avoid=avoid,
+        )
+        return partial(make_eagle3_drafter, head, files.spec.layer, capacity.vocab_size, max_drafts, avoid)
+    is_gguf = files.spec.quantization is not None and files.spec.quantization.method == "gguf"
+    settings = dataclasses.replace(
+        draft_config(config.model, files.source), quantization="gguf" if is_gguf else None
+    )
+    kernels = dataclasses.replace(config.kernels, deterministic=False)
+    whole = dataclasses.replace(config, model=settings, kernels=kernels)
+    model, *_ = _load_own_model(
+        whole, files.source, files.spec, capacity, SINGLE_RANK, dtype, device, None, WHOLE_MODEL, avoid
+    )
+    loaded = LoadedModel(
+        model=model,
+        spec=files.spec,
+        own_spec=files.spec,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        device=device,
+        group=SINGLE_RANK,
+        kernels=whole.kernels,
+        avoid=avoid,
+    )
+    return partial(make_draft_model, loaded, capacity.vocab_size, max_drafts)
 
 
 def reason_against_graphs(

@@ -170,6 +170,8 @@ class ModelRunner:
         further: list[Sampled] = []
         timer, draft_timer = DeviceTimer(self.buffers.device), DeviceTimer(self.buffers.device)
         with timer:
+            if self.drafter is not None and plan.finished_rows:
+                self.drafter.leave(np.frombuffer(plan.finished_rows, dtype=np.int32).astype(np.int64))
             swap_timer = self._move_pages(plan)
             self._update_rows(plan)
             encode_timer = self._encode(plan)

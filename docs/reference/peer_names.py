@@ -197,7 +197,15 @@ SETTINGS: Final[Mapping[str, PeerNames]] = {
     "speculative": PeerNames(
         sglang=("speculative_algorithm",),
         vllm=("speculative_config",),
-        note="SGLang calls ngram `NGRAM`; vLLM takes `ngram` or `suffix` as `method` in a JSON object.",
+        llama_server=("spec_type",),
+        note="SGLang's words are `NGRAM`, `SUFFIX`, `STANDALONE` (draft), `EAGLE3` and `NEXTN` (mtp); vLLM's `method` "
+        "is in a JSON object.",
+    ),
+    "speculative_model": PeerNames(
+        sglang=("speculative_draft_model_path",),
+        vllm=("speculative_config",),
+        llama_server=("model_draft",),
+        note="vLLM: `model` in the JSON object.",
     ),
     "speculative_cache_tokens": PeerNames(
         note="vLLM has a number of requests, `suffix_decoding_max_cached_requests` in `speculative_config`.",

@@ -183,7 +183,8 @@ class PoolSize:
         budgets = [plan(stage_spec(self._spec, each), stage=each) for each in self._stages]
         budget = min(budgets, key=lambda each: each.tokens)
         adapters = adapter_bytes(self._config, self._spec, BYTES_OF_DTYPE[self._device.dtype])
-        budget = replace(budget, weights_bytes=budget.weights_bytes + adapters)
+        drafter = 0 if self._spec.drafter is None else self._spec.drafter.weights_bytes
+        budget = replace(budget, weights_bytes=budget.weights_bytes + adapters + drafter)
         if self._spec.state is not None:
             budget = self._beside_states(budget)
         if self._spec.vision is not None:

@@ -21,6 +21,7 @@ from ...runtime.config.engine_config import EngineConfig
 from ...runtime.config.presets import preset_reasons
 from ...runtime.sampling_defaults import SamplingDefaults, effective_defaults
 from .adapters import resolve_adapters
+from .drafter import resolve_drafter
 from .host_facts import HostFacts, read_host_facts
 from .kind_settings import pair_settings
 from .model_resolution import find_model, read_model, text_only
@@ -85,6 +86,7 @@ def prepare(
     if what := text_only(spec, found.weights):
         logger.info("serves %s", what)
     adapters = resolve_adapters(config, spec, config.model.name_in_api(source.name))
+    config, spec, draft_notes = resolve_drafter(config, source, spec, on_download)
     config = pair_settings(dataclasses.replace(config, adapters=adapters.config), spec)
     resolved = resolve(config, spec, host or read_host_facts())
     model = resolved.config.model
@@ -92,6 +94,7 @@ def prepare(
     notes = {
         **preset_reasons(config.scheduler.preset, merged.origins),
         **adapters.notes,
+        **draft_notes,
         **resolved.notes,
     }
     if model.served_model_name is None:

@@ -2,6 +2,7 @@
 
 The runner calls a drafter in this order in each step:
 
+    leave     requests leave their rows; their tokens are still in their pages
     start     requests got rows; their cached prefixes are in the KV pool and in the slot table
     draft     the drafts that the plan asks for, from the state left by the last step
     absorb    the step's tokens, after the sampler: with their features, and which of them are valid
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from ...runtime.step_plan import NewReq
     from ..batch_builder import BatchBuilder
-    from ..input_batch import DraftRows, InputBatch
+    from ..input_batch import DraftRows, InputBatch, Int64s
     from ..memory.io_buffers import InputBuffers
     from ..memory.kv_pool import KVPool
     from ..memory.slot_table import SlotTable
@@ -36,6 +37,10 @@ class Drafter(Protocol):
 
     def start(self, new_reqs: Sequence[NewReq]) -> None:
         """Requests got rows."""
+        ...
+
+    def leave(self, rows: Int64s) -> None:
+        """Requests leave their rows ([n]): the pages are freed or shared after this call."""
         ...
 
     def draft(self, asked: DraftRows) -> npt.NDArray[np.int32]:

@@ -44,6 +44,7 @@ class Eagle3Head:
     """An EAGLE-3 head with its weights.
 
     Attributes:
+        dtype: of its weights and states.
         token_ids: [N] int64, the target's id of each token that the head can draft; None: it can draft all.
     """
 
@@ -58,7 +59,7 @@ class Eagle3Head:
         Raises:
             ConfigError: a tensor is missing, or `d2t` names tokens that the target does not have.
         """
-        layer, weights = head.layer, context.weights
+        layer, weights, self.dtype = head.layer, context.weights, context.dtype
         hidden, name, body = layer.hidden_size, head.layer_name, head.body
         self._fc = Linear(context, [f"{body}fc"], head.num_features, [hidden], bias=False)
         norm = partial(RMSNorm, context, size=hidden, eps=layer.rms_norm_eps)

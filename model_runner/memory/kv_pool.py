@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -39,7 +40,8 @@ class KVPool:
             them if keys hold the values. H and D are those of the layer. Views of 8-bit pools have the dtype uint8,
             because torch cannot index some 8-bit dtypes on every device.
         scale_views: the same for the scales, [pages, page_size, H]; empty without scales.
-        views: both.
+        page_states: [pages, S] what a drafter knows of the last computed token of each page; None without one.
+        views: all of these.
         page_size: slots per page.
         page_bytes: bytes of one page, all layers.
         num_bytes: memory reserved; on the CPU only what has been written or prepared (`fault_in_some`) is resident.
@@ -59,6 +61,7 @@ class KVPool:
         keys_hold_values: bool = False,
         layer_heads: Sequence[LayerHeads] = (),
         sources: Sequence[int] = (),
+        page_states: tuple[int, torch.dtype] | None = None,
     ) -> None:
         """Reserve the memory.
 
@@ -69,6 +72,7 @@ class KVPool:
             keys_hold_values: values take no memory of their own.
             layer_heads: heads of the layers with memory, in place of `num_kv_heads` and `head_dim`.
             sources: for each layer of the model the index of its memory; empty: all have their own, or share one.
+            page_states: their size and dtype.
         """
         num_slots = (num_pages + 1) * page_size
         shapes = [(num_slots, each.num_kv_heads, each.head_dim) for each in layer_heads]
@@ -89,7 +93,11 @@ class KVPool:
             pool.view(shown).view(-1, page_size, *pool.shape[1:]) for part in pools for pool in part
         ]
         self.scale_views = [each.view(-1, page_size, each.shape[1]) for part in scales for each in part]
+        self.page_states = (
+            None if page_states is None else make((num_pages + 1, page_states[0]), page_states[1])
+        )
         self.views = [*self.page_views, *self.scale_views]
+        self.views += [] if self.page_states is None else [self.page_states]
         self.num_bytes = sum(view.nbytes for view in self.views)
         self.page_bytes = self.num_bytes // (num_pages + 1)
         self._num_pages = num_pages
@@ -120,6 +128,19 @@ class KVPool:
         if not self.k_scale:
             return LayerKV(k, v)
         return LayerKV(k, v, self.k_scale[index], self.v_scale[index])
+
+    def beyond(self, first: int, layer_ids: Sequence[int]) -> KVPool:
+        """The tensors from index `first` on as the pool of another model with the same pages.
+
+        Args:
+            first: number of tensors of this model.
+            layer_ids: the other model's layers of these tensors.
+        """
+        pool = copy.copy(self)
+        pool.k, pool.v = self.k[first:], self.v[first:]
+        pool.k_scale, pool.v_scale = self.k_scale[first:], self.v_scale[first:]
+        pool._index_of = {layer_id: index for index, layer_id in enumerate(layer_ids)}
+        return pool
 
     def copy_pages(self, sources: Tensor, destinations: Tensor) -> None:
         """Copy whole pages in all layers.

@@ -66,6 +66,20 @@ class FilesSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_parameters: int | None = None
 
 
+class DrafterSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The memory of a drafter beside a model, which each rank has as a whole.
+
+    Attributes:
+        heads: of its layers, whose keys and values are further tensors of the KV pool.
+        weights_bytes: memory of its weights.
+        state_size: numbers that it keeps of the last token of each page; 0: none.
+    """
+
+    heads: tuple[LayerHeads, ...]
+    weights_bytes: int
+    state_size: int = 0
+
+
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Architecture of one decoder-only model or encoder; names follow Hugging Face's config.json where possible."""
 
@@ -103,6 +117,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         None  # of a model in which tokens attend to later ones, too; None: a decoder
     )
     vision: VisionSpec | None = None  # None: the model does not see images
+    drafter: DrafterSpec | None = None  # of a second model that drafts, see `launch/resolve/drafter.py`
     first_layer: int = 0  # of a pipeline stage: the whole model's number of its layer 0, see `stage_spec`
 
     def layer_name(self, layer_id: int) -> str:
@@ -249,6 +264,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """
         parts = 2 if self.latent is None else 1
         heads = [self.heads_of(layer_id) for layer_id in self.kv_layers]
+        heads += () if self.drafter is None else self.drafter.heads
         return parts * sum(each.num_kv_heads * (each.head_dim * dtype_bytes + scale_bytes) for each in heads)
 
     def contradiction(self) -> str | None:

@@ -171,6 +171,18 @@ class Tokenizer:
         """Number of tokens; the model's logits may be wider (padding of the embedding)."""
         return self._core.get_vocab_size()
 
+    def first_difference(self, other: Tokenizer) -> int | None:
+        """The first token id with another text in `other`, among those that both have; None: there is none."""
+        own, theirs = (each._core.get_vocab(with_added_tokens=True) for each in (self, other))
+        known = {token_id: token for token, token_id in theirs.items()}
+        return min(
+            (token_id for token, token_id in own.items() if known.get(token_id, token) != token), default=None
+        )
+
+    def token(self, token_id: int) -> str | None:
+        """The text of a token as the vocabulary has it; None if there is no such token."""
+        return self._core.id_to_token(token_id)
+
     def to_json(self) -> str:
         """The content of a tokenizer.json that gives the same tokens."""
         return self._core.to_str()

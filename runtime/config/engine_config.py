@@ -20,6 +20,7 @@ from .chaos_spec import parse_chaos
 from .device_config import KernelConfig, ParallelConfig
 from .kv_store_address import parse_kv_store
 from .model_choice import PoolingType, Quantization, TaskChoice, TaskName
+from .peer_drafts import spec_type, speculative_algorithm, speculative_config
 from .peer_tiers import (
     hicache_storage_backend,
     hicache_storage_prefetch_policy,
@@ -52,7 +53,7 @@ SchedulePolicyName = Literal[
     "static",
 ]
 StepPhases = Literal["mixed", "prefill-first", "decode-first"]
-SpeculativeName = Literal["off", "ngram", "suffix", "mtp", "auto"]
+SpeculativeName = Literal["off", "ngram", "suffix", "draft", "eagle3", "mtp", "auto"]
 DisaggregationMode = Literal["null", "prefill", "decode", "both"]
 PreemptionModeName = Literal["cost", "recompute", "swap"]
 EstimatorName = Literal["ratio", "beta", "full", "none"]
@@ -447,9 +448,22 @@ class SchedulerConfig:
     speculative: Annotated[
         SpeculativeName,
         "Speculative decoding: ngram drafts tokens from the text of the request itself, suffix also from finished "
-        "answers to the same tenant, mtp also with the layers of the model's files that predict further tokens; auto: "
-        "suffix where the model and the other settings allow drafts, else off.",
+        "answers to the same tenant, mtp also with the layers of the model's files that predict further tokens, draft "
+        "and eagle3 with the model or head of --speculative-model; auto: by what that is, else suffix where the model "
+        "and the other settings allow drafts, else off.",
+        Alias("speculative_algorithm", translate=speculative_algorithm, in_help=False),
+        Alias("speculative_config", translate=speculative_config, in_help=False),
+        Alias("spec_type", translate=spec_type, in_help=False),
     ] = "off"
+    speculative_model: Annotated[
+        str | None,
+        "With --speculative draft, eagle3 or auto: a smaller model with the same vocabulary, or an EAGLE-3 head of "
+        "this model; a folder, a .gguf file or a name.",
+        Alias("speculative_draft_model_path"),
+        Alias("model_draft", in_help=False),
+    ] = None
+    speculative_len: int | None = field(default=None, metadata=DERIVED)
+    """Positions that the drafter of `speculative_model` knows; None: those of the model."""
     speculative_cache_tokens: Annotated[
         int,
         "With --speculative suffix: tokens of finished answers that are kept, the newest of all tenants; each takes "
@@ -527,6 +541,16 @@ class SchedulerConfig:
             raise ConfigError(
                 f"max_long_partial_prefills is {self.max_long_partial_prefills}, but it must not exceed "
                 f"max_num_partial_prefills ({self.max_num_partial_prefills})"
+            )
+        if self.speculative_model is not None and self.speculative not in ("draft", "eagle3", "auto"):
+            raise ConfigError(
+                f"speculative_model is {self.speculative_model!r}, but speculative is {self.speculative}, which drafts "
+                "without a model; add --speculative auto"
+            )
+        if self.speculative_model is None and self.speculative in ("draft", "eagle3"):
+            raise ConfigError(
+                f"speculative is {self.speculative}, but no model drafts; give its folder, file or name with "
+                "--speculative-model, or use --speculative suffix"
             )
         check_finite("schedule_conservativeness", self.schedule_conservativeness, 0.0, open_end=True)
         check_finite("disaggregation_timeout", self.disaggregation_timeout, 0.0, open_end=True)

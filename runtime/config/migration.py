@@ -25,10 +25,6 @@ _ONE_GPU: Final = "use --tp for several GPUs, and CUDA_VISIBLE_DEVICES to choose
 _HOST_TIER: Final = (
     "use --kv-host-size, GiB of host memory for what the KV pool of a GPU evicts; on a CPU --kv-disk DIR"
 )
-_DRAFTS: Final = (
-    "use --speculative ngram (NGRAM, ngram-simple), suffix (SUFFIX, ngram-map, ngram-mod) or auto; draft models, EAGLE "
-    "heads and MTP layers are not supported"
-)
 _TEXT_ONLY: Final = f"{_ALWAYS}: only text is supported"
 
 ANSWERS: Final[Mapping[str, str]] = {
@@ -108,12 +104,18 @@ ANSWERS: Final[Mapping[str, str]] = {
     "allowed_local_media_path": _TEXT_ONLY,
     "mmproj": _TEXT_ONLY,
     "limit_mm_per_prompt": _TEXT_ONLY,
-    "speculative_config": f"{_DRAFTS}; num_speculative_tokens is --speculative-num-draft-tokens",
-    "speculative_algorithm": _DRAFTS,
-    "speculative_draft_model_path": _DRAFTS,
-    "spec_type": f"{_DRAFTS}; draft-n-max is --speculative-num-draft-tokens",
+    "speculative_num_steps": "use --speculative-num-draft-tokens",
+    "speculative_eagle_topk": f"{_ALWAYS}: drafts are one row of tokens, not a tree",
+    "speculative_token_map": f"{_ALWAYS}: a head's own table says which tokens it drafts",
+    "speculative_accept_threshold_single": f"{_ALWAYS}: a draft is kept only if it is the sampled token",
+    "speculative_accept_threshold_acc": f"{_ALWAYS}: a draft is kept only if it is the sampled token",
+    "draft_p_min": f"{_ALWAYS}: measured hit rates choose the number of drafts",
+    "draft_min": f"{_ALWAYS}: measured hit rates choose the number of drafts",
+    "ctx_size_draft": f"{_ALWAYS}: a draft model uses the pages of the model",
+    "n_gpu_layers_draft": f"{_ALWAYS}: a draft model is on the device of the model",
+    "gpu_layers_draft": f"{_ALWAYS}: a draft model is on the device of the model",
+    "device_draft": f"{_ALWAYS}: a draft model is on the device of the model",
     "draft_max": "use --speculative-num-draft-tokens",
-    "model_draft": _DRAFTS,
     # adapters
     "lora_eviction_policy": f"{_ALWAYS}: the slot that was idle longest is used for another adapter",
     "lora_backend": f"{_ALWAYS}: kernels are chosen for the device",

@@ -120,6 +120,7 @@ class NgramSpeculation(Speculation):
         grammar_drafts: GrammarDrafts,
         answers: SuffixIndex | None = None,
         runner_method: int | None = None,
+        runner_len: int | None = None,
     ) -> None:
         """Take the parts.
 
@@ -129,6 +130,7 @@ class NgramSpeculation(Speculation):
             answers: gets the finished answers, in which drafts are looked up as well; None: drafts come from the
                 request's own text only.
             runner_method: the method of the runner's drafter, an index into `DRAFT_METHODS`; None: it has none.
+            runner_len: positions that it knows; None: all.
         """
         self._max_step_tokens = min(MAX_TOKENS, limits.max_num_batched_tokens or MAX_TOKENS)
         self._max_drafts = min(
@@ -143,6 +145,7 @@ class NgramSpeculation(Speculation):
         self._answers = answers
         self._proposers: dict[Req, NgramProposer | None] = {}  # None: it has failed
         self._runner = None if runner_method is None else RunnerDrafts(runner_method, self._max_drafts)
+        self._runner_len = runner_len
         self._by_runner: set[Req] = set()  # requests whose drafts in this step would be the runner's
 
     def plan(self, work: Work) -> Drafts:
@@ -227,7 +230,10 @@ class NgramSpeculation(Speculation):
             return self._guided_chances(req, chances, most)
         if self._runner is None:
             return chances
-        theirs = self._runner.chances(req, min(self._max_drafts, self._memory.room(req)))
+        most = min(self._max_drafts, self._memory.room(req))
+        if self._runner_len is not None:
+            most = min(most, self._runner_len - int(self._states.num_computed[req.row]))
+        theirs = self._runner.chances(req, most)
         if not theirs or (chances and chances[0] >= theirs[0]):
             return chances
         self._by_runner.add(req)
@@ -362,6 +368,7 @@ def make_speculation(
         runner_method=(
             DRAFT_METHODS.index(config.speculative) if config.speculative in RUNNER_METHODS else None
         ),
+        runner_len=config.speculative_len,
     )
 
 

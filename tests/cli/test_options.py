@@ -143,6 +143,7 @@ SERVE_FLAGS = """
 --mem-fraction
 --mm-encoder-cache-tokens
 --model
+--model-draft
 --model-impl
 --model-path
 --multi-step-ms
@@ -217,8 +218,13 @@ SERVE_FLAGS = """
 --send-timeout
 --served-model-name
 --shutdown-timeout
+--spec-type
 --speculative
+--speculative-algorithm
 --speculative-cache-tokens
+--speculative-config
+--speculative-draft-model-path
+--speculative-model
 --speculative-num-draft-tokens
 --ssl-cert-file
 --ssl-certfile

@@ -178,7 +178,8 @@ def read(
 ) -> Eagle3Spec:
     """The head for Qwen3-8B, with changes; a value of `...` removes the field or tensor."""
     config = {name: value for name, value in (QWEN3_8B | changes).items() if value is not ...}
-    found = {name: value for name, value in (QWEN3_8B_TENSORS | (tensors or {})).items() if value is not ...}
+    whole: dict[str, Any] = {**QWEN3_8B_TENSORS, **(tensors or {})}
+    found = {name: value for name, value in whole.items() if value is not ...}
     return read_eagle3_head(write_head(folder, config, found), model)
 
 

@@ -174,9 +174,9 @@ class NativeExecutor:
         hidden = self._model.forward(batch)
         if isinstance(hidden, StageStates):
             return hidden
-        assert isinstance(hidden, Tensor), "features of other layers than the last one are not recorded"
+        hidden, features = hidden if isinstance(hidden, FeaturedStates) else (hidden, hidden)
         logits = logits_of(self._model, hidden, None if batch.adapters is None else batch.adapters.sampled)
-        return FeaturedStates(logits, hidden) if self.eager.keeps_features else logits
+        return FeaturedStates(logits, features) if self.eager.keeps_features else logits
 
 
 class _Numbers:

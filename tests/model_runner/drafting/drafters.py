@@ -37,6 +37,10 @@ class TableDrafter:
             known = np.frombuffer(new.input_ids, dtype=np.int32).tolist()
             self._tokens[new.row] = known[: len(new.prefix_loc) // 4]
 
+    def leave(self, rows: Any) -> None:
+        for row in rows.tolist():
+            self._tokens.pop(row, None)
+
     def draft(self, asked: DraftRows) -> Any:
         last_ids = torch.from_numpy(asked.input_ids.copy())
         relayed = torch.from_numpy(np.flatnonzero(asked.input_ids == RELAYED))

@@ -216,6 +216,8 @@ def test_python_arguments_are_checked_like_all_others():
         ("kv_events_config", "tcp://*:5557", "kv_events", "tcp://*:5557"),
         ("kv_offloading_size", 2.5, "kv_host_size", 2.5),
         ("decode_burst_ms", 25.0, "multi_step_ms", 25.0),
+        ("speculative_draft_model_path", "/m/head", "speculative_model", "/m/head"),
+        ("model_draft", "small.gguf", "speculative_model", "small.gguf"),
     ],
 )
 def test_names_of_other_engines_are_taken_everywhere(yaml_file, key, value, setting, means):
@@ -236,7 +238,7 @@ def test_every_alias_is_in_the_test_above():
     aliases = {
         name
         for name, setting in setting_names().items()
-        if setting.alias is not None and setting.alias.translate is None  # these are in test_peer_tiers.py
+        if setting.alias is not None and setting.alias.translate is None  # these are in test_peer_*.py
     }
     [mark] = [
         m for m in test_names_of_other_engines_are_taken_everywhere.pytestmark if m.name == "parametrize"
