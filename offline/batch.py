@@ -13,7 +13,7 @@ from ..launch.startup_display import shows_live
 from ..models.tokenizer.tokenizer import Tokenizer
 from ..runtime.errors import EngineDeadError
 from ..runtime.grammar_use import GrammarUse
-from ..runtime.messages import GenerateRequest
+from ..runtime.messages import GenerateRequest, MediaItem
 from ..runtime.request_checks import check_flag
 from ..runtime.sampling_params import SamplingParams
 from ..tokenizer_manager.conversation.parsing.output_parser import OutputParser
@@ -27,7 +27,7 @@ class CheckedRequest:
     """A prompt that fits, with verified parameters; `max_new_tokens` and `seed` are set.
 
     Attributes:
-        group, grammar, keep_special_ids: as in `GenerateRequest`.
+        group, grammar, keep_special_ids, media: as in `GenerateRequest`.
         parser: of the answer's text; None: it is all content.
     """
 
@@ -38,6 +38,7 @@ class CheckedRequest:
     grammar: GrammarUse | None = None
     keep_special_ids: tuple[int, ...] = ()
     parser: OutputParser | None = None
+    media: tuple[MediaItem, ...] = ()
 
 
 class Batch:
@@ -49,7 +50,10 @@ class Batch:
         tokenizer: Tokenizer,
         requests: Sequence[CheckedRequest],
         scheduling: Scheduling,
+        release: Callable[[Sequence[MediaItem]], None] | None = None,
     ) -> None:
+        """Take the parts; `release`: gets the images of requests at the end."""
+        self._release = release
         self._engine = engine
         self._requests = requests
         self._scheduling = scheduling
@@ -94,6 +98,8 @@ class Batch:
             for request, builder in zip(self._requests, self._builders, strict=True):
                 if not builder.finished:
                     self._engine.abort(request.rid, "the caller ended the call")
+                if self._release is not None:
+                    self._release(request.media)
 
     def _message(self, request: CheckedRequest) -> GenerateRequest:
         wishes = self._scheduling
@@ -111,6 +117,7 @@ class Batch:
             timeout_s=wishes.timeout_s,
             grammar=request.grammar,
             keep_special_ids=request.keep_special_ids,
+            media=request.media,
         )
 
 

@@ -20,12 +20,14 @@ from ..models.hub.pull import DownloadState, Progress
 from ..models.tokenizer.tokenizer import load_tokenizer
 from ..runtime.config.config_sources import MergedConfig, from_arguments, merge
 from ..runtime.errors import EngineDeadError, EngineError, RequestError
+from ..runtime.grammar_use import GrammarSpec
 from ..runtime.messages import Explain, Explanation, FlushCache, FlushCacheDone, PinDone, PinPrefix
 from ..runtime.request_checks import check_integer, check_number, check_text, plain
 from ..runtime.sampling_params import MAX_COUNT, SamplingParams
+from ..tokenizer_manager.conversation.conversation import Conversation
 from ..tokenizer_manager.pooling.embedding import check_task
 from .adapters import Adapter, LocalAdapters
-from .batch import Batch, shows_bar
+from .batch import Batch, CheckedRequest, shows_bar
 from .build import start_engine
 from .options import (
     CallOptions,
@@ -299,8 +301,9 @@ class LLM:
         """Answer a conversation, or a list of them in one batch, rendered with the model's chat template.
 
         Args:
-            messages: in the forms of the chat API: roles system, user, assistant and tool, tool calls, text parts; or a
-                list of such conversations.
+            messages: in the forms of the chat API: roles system, user, assistant and tool, tool calls, text parts,
+                image_url parts, and {"type": "image", "image": X}, an image of Pillow or an array [H, W, 3] uint8; or
+                a list of such conversations.
             params: the sampling parameters, or a dict, for all conversations or one for each, as for `generate`; None:
                 the defaults.
             stream: return an iterator of chunks instead.
@@ -320,12 +323,17 @@ class LLM:
         chats, is_single = as_conversations(messages)
         constraint = checked_constraint(options, self.config)
         spec = None if constraint is None else constraint.use.spec
-        requests = []
-        for number, sampling in enumerate(as_params(params, len(chats), self._sampling_defaults)):
-            with located("messages" if is_single else f"conversation {number}: messages", "messages"):
-                conversation = conversation_of(chats[number], options, self.config.limits, spec)
-                requests.append(self._chats.prepare(conversation, sampling, constraint, self._preparer))
-        batch = Batch(self._engine, self.tokenizer, requests, scheduling)
+        requests: list[CheckedRequest] = []
+        try:
+            for number, sampling in enumerate(as_params(params, len(chats), self._sampling_defaults)):
+                with located("messages" if is_single else f"conversation {number}: messages", "messages"):
+                    conversation = self._conversation(chats[number], options, spec)
+                    requests.append(self._chats.prepare(conversation, sampling, constraint, self._preparer))
+        except BaseException:
+            for request in requests:
+                self._chats.release(request.media)
+            raise
+        batch = Batch(self._engine, self.tokenizer, requests, scheduling, self._chats.release)
         if stream:
             return batch.chunks()
         outputs = batch.run(progress_bar=shows_bar(progress_bar, len(chats)))
@@ -516,8 +524,14 @@ class LLM:
         """
         self._engine.check_process()  # the tokenizer's threads are those of its process, too
         checked_options(options, self._adapters.lora_id, ChatOptions)
-        conversation = conversation_of(messages, options, self.config.limits, None)
-        return self.tokenizer.encode(self._chats.plan(conversation, None).prompt, add_special_tokens=False)
+        chat = self._chats.placed(self._chats.plan(self._conversation(messages, options, None), None))
+        self._chats.release(chat.media)
+        return chat.ids
+
+    def _conversation(self, messages: object, options: ChatOptions, spec: GrammarSpec | None) -> Conversation:
+        return conversation_of(
+            messages, options, self.config.limits, spec, sees_images=self._chats.sees_images
+        )
 
     def flush_cache(self) -> FlushCacheDone:
         """Drop cached prefixes, also those on the disk; for measurements.
@@ -565,6 +579,7 @@ class LLM:
     def close(self) -> None:
         """End the engine and free its memory; running calls raise `EngineDeadError`. Closing twice is allowed."""
         self._engine.close()
+        self._chats.close()
 
     def __repr__(self) -> str:
         if getattr(self, "_engine", None) is None:

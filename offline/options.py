@@ -24,6 +24,7 @@ from ..tokenizer_manager.http.schema.constraints import constraint_of
 from ..tokenizer_manager.http.schema.errors import renamed_fields, renamed_text
 from ..tokenizer_manager.http.schema.values import convert
 from ..tokenizer_manager.scheduling_options import Scheduling, checked_priority, checked_salt, checked_timeout
+from .images import with_image_urls
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,8 @@ def conversation_of(
     options: ChatOptions,
     limits: RequestLimits,
     spec: GrammarSpec | None,
+    *,
+    sees_images: bool = False,
 ) -> Conversation:
     """A chat with its tools and options, checked as the chat API does.
 
@@ -111,8 +114,12 @@ def conversation_of(
     given = {
         name: _as_data(value) for name, value in options.items() if name in _CHAT_ONLY and value is not None
     }
+    if sees_images:
+        messages = [with_image_urls(message) for message in messages]
     request = convert({**given, "messages": [_as_data(message) for message in messages]}, ChatRequest)
-    checked, warnings = template_messages(request.messages, strict=False, limits=limits)
+    checked, warnings = template_messages(
+        request.messages, strict=False, limits=limits, sees_images=sees_images
+    )
     conversation = chat_conversation(request, checked, spec, warnings)
     for warning in warnings:
         logger.warning("%s", warning)

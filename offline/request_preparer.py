@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ..runtime.errors import RequestError
-from ..runtime.feasibility import Capacity
+from ..runtime.feasibility import Capacity, reason_against_images
 from ..runtime.grammar_use import GrammarUse
+from ..runtime.messages import MediaItem
 from ..runtime.sampling_params import MAX_SEED, SamplingParams
 from ..tokenizer_manager.conversation.conversation import Conversation
 from ..tokenizer_manager.conversation.detection import detect_formats
@@ -32,6 +33,7 @@ from ..tokenizer_manager.http.schema.constraints import chat_grammar, check_cons
 from ..tokenizer_manager.preparation import resolve_length
 from ..tokenizer_manager.prompt_encoder import second_bos, unknown_to_model
 from .batch import CheckedRequest
+from .images import LocalImages, PlacedChat
 from .prompts import checked_token_ids
 
 if TYPE_CHECKING:
@@ -135,6 +137,15 @@ class RequestPreparer:
             )  # by the caller, who shares this process
         return CheckedRequest(f"llm-{next(self._numbers)}", token_ids, sampling, grammar=grammar)
 
+    def check_images(self, media: Sequence[MediaItem]) -> None:
+        """Refuse images that can never run.
+
+        Raises:
+            RequestError: they are refused.
+        """
+        if reason := reason_against_images(media, self._capacity):
+            raise RequestError(reason, param="messages", code="unsupported_value")
+
     def check_room(self, constraint: Constraint | None, sampling: SamplingParams) -> None:
         """Refuse a limit on tokens below the shortest answer.
 
@@ -178,7 +189,9 @@ class ChatPlanner:
         Raises:
             ConfigError: the template cannot be read.
         """
-        config = prepared.config
+        config, vision = prepared.config, prepared.spec.vision
+        max_bytes = int(config.cache.mm_cache_gb * 2**30)
+        self._images = None if vision is None else LocalImages(vision, tokenizer, max_bytes)
         self._model_name = prepared.model_name
         self._tokenizer = tokenizer
         self._template = load_chat_template(config.model.chat_template, tokenizer, prepared.source.path)
@@ -193,7 +206,34 @@ class ChatPlanner:
             max_tools=config.limits.max_tools,
             max_schema_kb=config.limits.max_schema_kb,
             check_schema=ToolSchemas(config.limits),
+            images=None if self._images is None else self._images.placement,
         )
+
+    @property
+    def sees_images(self) -> bool:
+        """Whether messages may have images."""
+        return self._images is not None
+
+    def placed(self, plan: AnswerPlan) -> PlacedChat:
+        """The token ids of a plan, and its images; `release` them.
+
+        Raises:
+            RequestError: an image cannot be used.
+        """
+        if self._images is not None:
+            return self._images.placed(plan)
+        return PlacedChat(self._tokenizer.encode(plan.prompt, add_special_tokens=False), ())
+
+    def release(self, media: Sequence[MediaItem]) -> None:
+        """Give images back."""
+        if self._images is not None:
+            self._images.release(media)
+
+    def close(self) -> None:
+        """Remove the files of images."""
+        if self._images is not None:
+            self._images.close()
+            self._images = None
 
     def prepare(
         self,
@@ -214,8 +254,19 @@ class ChatPlanner:
         use = chat_grammar(plan, constraint)
         if use is not None:
             use = msgspec.structs.replace(use, param="tools" if constraint is None else constraint.use.param)
-        request = preparer.prepare(plan.prompt, sampling, use, add_special_tokens=False)
-        return dataclasses.replace(request, keep_special_ids=plan.keep_special_ids, parser=plan.parser())
+        if self._images is None:
+            request = preparer.prepare(plan.prompt, sampling, use, add_special_tokens=False)
+            return dataclasses.replace(request, keep_special_ids=plan.keep_special_ids, parser=plan.parser())
+        chat = self._images.placed(plan)
+        try:
+            preparer.check_images(chat.media)
+            request = preparer.prepare(chat.ids, sampling, use, add_special_tokens=False)
+        except BaseException:
+            self._images.release(chat.media)
+            raise
+        return dataclasses.replace(
+            request, keep_special_ids=plan.keep_special_ids, parser=plan.parser(), media=chat.media
+        )
 
     def plan(self, conversation: Conversation, max_tokens: int | None) -> AnswerPlan:
         """The prompt of a conversation, and the form of its answer.

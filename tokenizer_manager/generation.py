@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from ..grammar.answer_report import GuidedAnswer
 from ..grammar.schema.report import Finding
 from ..runtime.grammar_use import GrammarUse
-from ..runtime.messages import Finish, FinishKind, GenerateRequest, KVHandoff, TextOutput, Usage
+from ..runtime.messages import Finish, FinishKind, GenerateRequest, KVHandoff, MediaItem, TextOutput, Usage
 from ..runtime.pooling import PoolingParams
 from ..runtime.sampling_params import MAX_SEED, SamplingParams
 from .conversation.conversation import Conversation
@@ -90,6 +90,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         warnings: for the response.
         reports_progress: rows say how much of a prompt is read.
         warm_up: the prompt is computed for later requests, and the answer is empty; see `warm_up_of`.
+        media: the images of the prompt, taken from the `ImageStore`; there is one prompt then.
     """
 
     prompts: Sequence[Prompt] = ()
@@ -120,6 +121,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     warnings: list[str] = []
     reports_progress: bool = False
     warm_up: bool = False
+    media: tuple[MediaItem, ...] = ()
 
     @property
     def is_ranked(self) -> bool:
@@ -307,6 +309,7 @@ def fan_out(
                     keep_s=scheduling.keep_s,
                     session=scheduling.session,
                     in_memory=scheduling.in_memory,
+                    media=request.media,
                 ),
             )
 

@@ -44,6 +44,7 @@ from .dispatch.handoffs import Handoffs, Pair
 from .dispatch.policies import make_policy
 from .engine_state import EngineState
 from .generation import Generation, GenerationRequest, fan_out
+from .media.image_store import ImageStore
 from .overload.overload_control import OverloadControl, OverloadLimits
 from .overload.queue_limiter import QueueLimiter
 from .pending_grammars import PendingGrammars
@@ -84,6 +85,7 @@ class TokenizerManager:
         dispatch_policy: DispatchPolicyName = "prefix-affinity",
         handoffs: Handoffs | None = None,
         pair: Pair | None = None,
+        images: ImageStore | None = None,
     ) -> None:
         """Make a manager without streams.
 
@@ -102,11 +104,13 @@ class TokenizerManager:
             dispatch_policy: chooses among several replicas.
             handoffs: finds the other half of a request; None: no request has one.
             pair: the first replica computes the prompts of the second one; None: all replicas are alike.
+            images: gets back the images of generations that have ended; None: there are none.
         """
         sends = [send, *other_sends]
         self.engine = EngineState(capacity, watchdog_timeout_s, clock, len(sends))
         self.request_log = log = RequestLog(self._on_end)
         self._preparation = Preparation(encoder, self.engine)
+        self._images = images
         self._handoffs = handoffs if handoffs is not None else Handoffs("null")
         policy = make_policy(dispatch_policy, len(sends), capacity.max_total_tokens)
         self._dispatcher = dispatcher = Dispatcher(sends, policy, self.engine, pair)
@@ -351,6 +355,9 @@ class TokenizerManager:
 
     def _on_end(self, logged: LoggedRequest, now_s: float) -> None:
         """Count the end of a request, then use the room: requests in quarantine and in the queue may go on."""
+        media = logged.message.media
+        if media and self._images is not None and not self.request_log.choices_of(logged.generation.id):
+            self._images.release(item.digest for item in media)
         self._dispatcher.withdraw(logged)
         self._limiter.ended(logged, now_s)
         self._grammars.ended(logged)

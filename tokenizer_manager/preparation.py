@@ -19,6 +19,7 @@ from ..runtime.feasibility import (
     longest_input,
     max_new_tokens_for,
     reason_against,
+    reason_against_images,
     reason_against_pooling,
 )
 from ..runtime.sampling_params import SamplingParams
@@ -91,6 +92,8 @@ class Preparation:
         Raises:
             RequestError: a prompt cannot run.
         """
+        if reason := reason_against_images(request.media, self._engine.capacity):
+            raise RequestError(reason, param=request.prompt_param, code="unsupported_value")
         names = [prompt_name(request.prompts, i, request.prompt_param) for i in range(len(encoded))]
         if not request.poolings:
             samplings = request.samplings or [request.sampling] * len(encoded)

@@ -47,6 +47,8 @@ from .http.openai.tools import ToolSchemas
 from .http.port import BACKLOG, bind, is_loopback, tls_context
 from .http.services import Services
 from .manager import TokenizerManager
+from .media.image_store import ImageStore
+from .media.placement import ImagePlacement
 from .overload.overload_control import OverloadLimits
 from .prompt_encoder import PromptEncoder
 from .telemetry.metrics import Metrics, read_build_info
@@ -129,6 +131,11 @@ async def _serve(
     build = read_build_info(child.peer_details)
     metrics = Metrics(served_model, build.labels())
     limit_s = settings.config.answers.grammar_timeout
+    placement, images = None, None
+    if (vision := settings.spec.vision) is not None and chat_template is not None:
+        placement = ImagePlacement(vision, tokenizer)
+        max_bytes = int(settings.config.cache.mm_cache_gb * 2**30)
+        images = ImageStore(vision, settings.endpoints.images, max_bytes=max_bytes)
     setup = SandboxSetup(settings.source, capacity.vocab_size, tuple(settings.spec.eos_token_ids), limit_s)
     compile_queue = CompileQueue(lambda: CompileWorker.start(setup), limit_s)
     manager = TokenizerManager(
@@ -150,6 +157,7 @@ async def _serve(
             has_key=settings.config.parallel.cluster_key_file is not None,
         ),
         pair=_pair_of(settings.config),
+        images=images,
     )
     if settings.life:  # abandon the requests of the manager before this one
         for outbox in outboxes:
@@ -163,6 +171,7 @@ async def _serve(
         max_tools=limits.max_tools,
         max_schema_kb=limits.max_schema_kb,
         check_schema=ToolSchemas(limits),
+        images=placement,
     )
     adapters = AdapterRegistry(
         AdapterList(
@@ -185,6 +194,8 @@ async def _serve(
         encoder=encoder,
         renderer=renderer,
         planner=planner,
+        images=images,
+        placement=placement,
         metrics=metrics,
         config=settings.config,
         spec=settings.spec,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from functools import partial
@@ -76,8 +77,15 @@ def check_task(facts: ModelFacts) -> Check:
     if facts.spec is None:
         return skip("task", "the architecture is not known")
     pooling = facts.spec.pooling
-    if pooling is None:
+    vision = facts.spec.vision
+    if pooling is None and vision is None:
         return ok("task", "generate text")
+    if pooling is None:
+        assert vision is not None
+        text = f"generate text, of images too: {vision.rows_per_tile} tokens a tile, 1 to {vision.most_tiles} tiles"
+        if importlib.util.find_spec("PIL") is None:
+            return warn("task", f"{text}; but Pillow, the extra vision, is missing", "pip install pillow")
+        return ok("task", text)
     what = f"{pooling.task}: {pooling.pooling} pooling, "
     if pooling.task == "embed":
         what += f"vectors of {counted(pooling.size, 'number')}{', of length 1' if pooling.normalize else ''}"

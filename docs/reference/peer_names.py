@@ -78,6 +78,7 @@ SETTINGS: Final[Mapping[str, PeerNames]] = {
     "max_total_tokens": _sglang(
         "max_total_tokens", note="vLLM has `num_gpu_blocks_override`, which counts blocks, not tokens."
     ),
+    "mm_cache_gb": _vllm("mm_processor_cache_gb"),
     "mem_fraction": PeerNames(
         note="SGLang `mem_fraction_static` and vLLM `gpu_memory_utilization` are shares of the whole device memory, "
         "weights included."
@@ -247,6 +248,7 @@ SETTINGS: Final[Mapping[str, PeerNames]] = {
         note="SGLang `watchdog_timeout` limits the time of one forward pass; it does not watch an idle scheduler."
     ),
     # limits
+    "max_images": _vllm("limit_mm_per_prompt", note='An object there: `{"image": 4}`.'),
     "max_logprobs": _vllm("max_logprobs"),
     # log
     "log_level": _sglang("log_level", note="vLLM has the environment variable `VLLM_LOGGING_LEVEL`."),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeGuard
+
+import msgspec
 
 from ..errors import ConfigError
 from ..grammar_use import Whitespace
@@ -13,7 +15,7 @@ from ..sampling_params import (
     MAX_STOP_STRINGS,
     MAX_TOP_LOGPROBS,
 )
-from .setting_declaration import check_at_least, check_finite
+from .setting_declaration import Alias, check_at_least, check_finite
 
 JsonWhitespace = Literal["compact", "pretty", "any"]
 ReasoningField = Literal["reasoning_content", "reasoning"]
@@ -66,6 +68,25 @@ _MOST: Final = {
 """The largest values that the engine supports."""
 
 
+def _limit_mm_per_prompt(value: object) -> dict[str, object]:
+    """vLLM's form: `{"image": 4}`, or `image=4`; other media have no limit but 0."""
+    try:
+        limits = dict(part.split("=", 1) for part in value.split(",")) if _is_pairs(value) else value
+        limits = msgspec.json.decode(limits, type=dict[str, Any]) if isinstance(limits, str) else limits
+        counts = {str(name): int(count) for name, count in limits.items()}  # type: ignore[attr-defined]
+    except (AttributeError, TypeError, ValueError):
+        raise ConfigError(
+            f'limit_mm_per_prompt is {value!r}, but it must be an object with a number, such as {{"image": 4}}'
+        ) from None
+    if others := [name for name, count in counts.items() if name != "image" and count]:
+        raise ConfigError(f"limit_mm_per_prompt has {others[0]}, but only images are supported; leave it out")
+    return {"max_images": counts["image"]} if "image" in counts else {}
+
+
+def _is_pairs(value: object) -> TypeGuard[str]:
+    return isinstance(value, str) and "=" in value and not value.lstrip().startswith("{")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
     """Limits on the contents of one request.
@@ -81,6 +102,9 @@ class RequestLimits:
     max_stop_chars: Annotated[int, "Characters in one stop string."] = 1024
     max_logit_bias: Annotated[int, "Entries in logit_bias."] = 1024
     max_logprobs: Annotated[int, "Most top logprobs per token that a request may ask for."] = 20
+    max_images: Annotated[
+        int, "Images in one request.", Alias("limit_mm_per_prompt", translate=_limit_mm_per_prompt)
+    ] = 8
     max_tools: Annotated[int, "Tools in one request."] = 512
     max_schema_kb: Annotated[
         int, "Size of a JSON Schema or another grammar in a request, and of all tools."

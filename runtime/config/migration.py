@@ -103,7 +103,6 @@ ANSWERS: Final[Mapping[str, str]] = {
     "mm_processor_kwargs": _TEXT_ONLY,
     "allowed_local_media_path": _TEXT_ONLY,
     "mmproj": _TEXT_ONLY,
-    "limit_mm_per_prompt": _TEXT_ONLY,
     "speculative_num_steps": "use --speculative-num-draft-tokens",
     "speculative_eagle_topk": f"{_ALWAYS}: drafts are one row of tokens, not a tree",
     "speculative_token_map": f"{_ALWAYS}: a head's own table says which tokens it drafts",

@@ -94,6 +94,7 @@ SERVE_FLAGS = """
 --language-model-only
 --length-ageing
 --length-estimate
+--limit-mm-per-prompt
 --load-format
 --log-format
 --log-interval
@@ -112,6 +113,7 @@ SERVE_FLAGS = """
 --max-connections
 --max-cpu-loras
 --max-header-kb
+--max-images
 --max-json-depth
 --max-json-items
 --max-loaded-loras
@@ -141,7 +143,9 @@ SERVE_FLAGS = """
 --max-tools
 --max-total-tokens
 --mem-fraction
+--mm-cache-gb
 --mm-encoder-cache-tokens
+--mm-processor-cache-gb
 --model
 --model-draft
 --model-impl

@@ -29,11 +29,12 @@ from engine.launch.child.control import ForAll, StartProfile, StopProfile
 from engine.models.source import ModelSource
 from engine.models.spec.encoder_spec import PoolingSpec
 from engine.models.spec.model_spec import ModelSpec
+from engine.models.spec.vision_spec import VisionSpec
 from engine.models.tokenizer.tokenizer import Tokenizer
 from engine.models.tokenizer.tokenizer_export import TokenizerExport
 from engine.runtime.adapter_spec import LoadedAdapter
 from engine.runtime.config.adapter_config import AdapterConfig
-from engine.runtime.config.answer_config import AnswerConfig
+from engine.runtime.config.answer_config import AnswerConfig, RequestLimits
 from engine.runtime.config.device_config import DispatchPolicyName, ParallelConfig
 from engine.runtime.config.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.runtime.config.server_config import LogConfig, ServerConfig
@@ -88,6 +89,8 @@ from engine.tokenizer_manager.http.guards.auth import Authorizer, read_keys
 from engine.tokenizer_manager.http.openai.tools import ToolSchemas
 from engine.tokenizer_manager.http.services import Services
 from engine.tokenizer_manager.manager import TokenizerManager
+from engine.tokenizer_manager.media.image_store import ImageStore
+from engine.tokenizer_manager.media.placement import ImagePlacement
 from engine.tokenizer_manager.process import overload_limits
 from engine.tokenizer_manager.prompt_encoder import PromptEncoder
 from engine.tokenizer_manager.telemetry.metrics import BuildInfo, Metrics
@@ -125,13 +128,15 @@ LENGTH = Finish(FinishKind.LENGTH)
 Script = Callable[[GenerateRequest], Iterable[TextOutput]]
 
 
-def make_tokenizer(*, adds_bos: bool = False) -> Tokenizer:
-    """One token per byte, and two special tokens, the first of which is put before texts if `adds_bos`."""
+def make_tokenizer(*, adds_bos: bool = False, others: Sequence[str] = ()) -> Tokenizer:
+    """One token per byte, and two special tokens, the first of which is put before texts if `adds_bos`; and others."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = CoreTokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
-    core.add_special_tokens([AddedToken(text, special=True) for text in ("<|im_start|>", "<|im_end|>")])
+    core.add_special_tokens(
+        [AddedToken(text, special=True) for text in ("<|im_start|>", "<|im_end|>", *others)]
+    )
     if adds_bos:
         core.post_processor = processors.TemplateProcessing(
             "<|im_start|> $A", special_tokens=[("<|im_start|>", 256)]
@@ -386,6 +391,8 @@ def make_services(
     others: Sequence[FakeEngine] = (),
     dispatch_policy: DispatchPolicyName = "prefix-affinity",
     pair: Pair | None = None,
+    vision: VisionSpec | None = None,
+    limits: dict[str, Any] | None = None,
     **server: Any,
 ) -> Services:
     """A manager on a fake engine, and what the HTTP side needs besides; the scheduler has reported once."""
@@ -398,10 +405,13 @@ def make_services(
         cache=CacheConfig(**(cache or {})),
         server=ServerConfig(**server),
         answers=AnswerConfig(**(answers or {})),
+        limits=RequestLimits(**(limits or {})),
         adapters=AdapterConfig(**({"max_lora_rank": 16} | (lora or {}))),
         parallel=ParallelConfig(dp=1 + len(others), dispatch_policy=dispatch_policy),
         log=LogConfig(crash_dir=str(engine.crash_dir), log_requests=log_requests),
     )
+    images = None if vision is None else ImageStore(vision, tempfile.mkdtemp(), max_pixels=1_000_000)
+    placement = None if vision is None else ImagePlacement(vision, tokenizer)
     manager = TokenizerManager(
         encoder=encoder,
         capacity=capacity,
@@ -415,13 +425,14 @@ def make_services(
         other_sends=[other.receive for other in others],
         dispatch_policy=dispatch_policy,
         pair=pair,
+        images=images,
     )
     template = None if chat_template is None else _compiled(chat_template)
     for replica, each in enumerate((engine, *others)):
         each.replica = replica
         each.deliver = manager.on_message
         manager.on_message(SchedulerReport(sent_s=clock.now_s, replica=replica))
-    spec = msgspec.structs.replace(SPEC, sampling_defaults=of_model, pooling=pooling)
+    spec = msgspec.structs.replace(SPEC, sampling_defaults=of_model, pooling=pooling, vision=vision)
     return Services(
         manager=manager,
         adapters=AdapterRegistry(
@@ -446,7 +457,10 @@ def make_services(
             max_tools=config.limits.max_tools,
             max_schema_kb=config.limits.max_schema_kb,
             check_schema=ToolSchemas(config.limits),
+            images=placement,
         ),
+        images=images,
+        placement=placement,
         metrics=metrics,
         config=config,
         spec=spec,

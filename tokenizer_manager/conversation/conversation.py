@@ -8,11 +8,13 @@ a row. The agent APIs have separate items, so `History` joins neighbors of one r
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
 
 from ...runtime.grammar_use import GrammarSpec
+from ..media.sources import ImageSource
 
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,7 +86,8 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         messages: for the template, in OpenAI's form: role, content (str; "" beside tool calls), and where present name,
-            reasoning_content, tool_call_id, tool_calls: [{id, type: function, function: {name, arguments: str}}].
+            reasoning_content, tool_call_id, tool_calls: [{id, type: function, function: {name, arguments: str}}]. The
+            content of a message with images is a list of parts, {type: text, text} and {type: image, source}.
         tools: the offered tools.
         tool_choice: which of them may be called.
         spec: what the answer is constrained to, if it is no tool call; None: free text.
@@ -114,6 +117,28 @@ TEXT_SEPARATOR: Final = "\n"
 """Between the text parts of a message, as in chat completions."""
 _MESSAGE_SEPARATOR: Final = "\n\n"
 
+Content = str | list[dict[str, Any]]
+"""Of a message: a text, or parts, of which at least one is an image."""
+
+
+def joined_contents(first: Content, second: Content, separator: str) -> Content:
+    """The content of one message with the contents of two; parts need no separator."""
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}{separator}{second}"
+    return [*parts_of(first), *parts_of(second)]
+
+
+def parts_of(content: Content) -> list[dict[str, Any]]:
+    """A content as parts."""
+    return content if isinstance(content, list) else [{"type": "text", "text": content}] if content else []
+
+
+def image_sources(messages: Sequence[Mapping[str, Any]]) -> tuple[ImageSource, ...]:
+    """The images of messages, in order."""
+    contents = [message.get("content") for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return tuple(part["source"] for part in parts if part.get("type") == "image")
+
 
 class History:
     """Messages in OpenAI's form.
@@ -132,12 +157,12 @@ class History:
         else:
             self.messages.append({"role": "system", "content": text})
 
-    def user(self, text: str) -> None:
-        """Add a text of the user."""
+    def user(self, content: Content) -> None:
+        """Add a content of the user."""
         if (last := self._last("user")) is not None:
-            self._extend(last, text, _MESSAGE_SEPARATOR)
+            self._extend(last, content, _MESSAGE_SEPARATOR)
         else:
-            self.messages.append({"role": "user", "content": text})
+            self.messages.append({"role": "user", "content": content})
 
     def assistant(self, text: str) -> None:
         """Add a text of the model."""
@@ -189,5 +214,6 @@ class History:
         return None
 
     @staticmethod
-    def _extend(message: dict[str, Any], text: str, separator: str) -> None:
-        message["content"] = f"{message['content']}{separator}{text}" if message["content"] else text
+    def _extend(message: dict[str, Any], content: Content, separator: str) -> None:
+        before = message["content"]
+        message["content"] = joined_contents(before, content, separator) if before else content

@@ -20,6 +20,7 @@ from ...models.tokenizer.tokenizer import Tokenizer
 from ...runtime.config.answer_config import AnswerConfig
 from ...runtime.errors import RequestError
 from ...runtime.grammar_use import GrammarKind, GrammarSpec, GrammarUse, ReasoningBlock
+from ..media.placement import ImagePlacement
 from .conversation import ChoiceMode, Conversation, Tool
 from .detection import AnswerFormats
 from .parameters import Unenforceable
@@ -54,7 +55,8 @@ class AnswerPlan:
     """Plan of the generation and parsing of one request.
 
     Attributes:
-        prompt: the text to generate after; it may be longer than the rendered one.
+        prompt: the text to generate after; it may be longer than the rendered one. For a model that sees images,
+            `ImagePlacement` makes the tokens of it.
         grammar: None: free text, without a budget of reasoning.
         keep_special_ids: special tokens that the parser needs in the text.
         warnings: for the client.
@@ -105,6 +107,7 @@ class Planner:
         max_tools: int = 512,
         max_schema_kb: int = 256,
         check_schema: CheckSchema | None = None,
+        images: ImagePlacement | None = None,
     ) -> None:
         """Prepare.
 
@@ -114,6 +117,7 @@ class Planner:
             config: whitespace in JSON.
             max_tools, max_schema_kb: limits of a request.
             check_schema: of tools with arguments that follow it; None: the grammars have the schemas as they are.
+            images: of a model that sees them.
         """
         self.formats = formats
         self._tokenizer = tokenizer
@@ -121,6 +125,7 @@ class Planner:
         self._max_tools = max_tools
         self._max_schema_kb = max_schema_kb
         self._check_schema = check_schema
+        self._images = images
 
     def render_input(self, conversation: Conversation) -> RenderInput:
         """Make the input of the template.
@@ -146,7 +151,7 @@ class Planner:
                 object_arguments=formats.object_arguments,
                 written=formats.tools if formats.written_calls else None,
             )
-        return RenderInput(
+        given = RenderInput(
             messages=messages,
             tools=[tool_for_template(tool) for tool in offered]
             if offered and formats.template_tools
@@ -160,6 +165,7 @@ class Planner:
             and not conversation.continue_final_message,
             continue_final_message=conversation.continue_final_message,
         )
+        return given if self._images is None else RenderInput(*map(self._images.without_markers, given))
 
     def plan(self, conversation: Conversation, prompt: str, *, max_tokens: int | None = None) -> AnswerPlan:
         """Constraint and parser of the answer.

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from ...runtime.errors import RequestError
-from .conversation import ChoiceMode, Tool, ToolChoice
+from .conversation import ChoiceMode, Tool, ToolChoice, joined_contents
 from .parameters import branches_of, parameters_of
 from .parsing.families import Form, ToolFamily
 
@@ -201,11 +201,11 @@ def generic_messages(
             name = names.get(message.get("tool_call_id", ""), "") or message.get("name", "")
             text = f"Result of {name or 'the tool'}: {content}"
             if result and result[-1].get("role") == "user":  # templates may want roles to alternate
-                result[-1] = {**result[-1], "content": f"{result[-1]['content']}\n{text}"}
+                result[-1] = {**result[-1], "content": joined_contents(result[-1]["content"], text, "\n")}
             else:
                 result.append({"role": "user", "content": text})
         elif role == "user" and result and result[-1].get("role") == "user":
-            result[-1] = {**result[-1], "content": f"{result[-1]['content']}\n\n{content}"}
+            result[-1] = {**result[-1], "content": joined_contents(result[-1]["content"], content, "\n\n")}
         else:
             result.append(dict(message))
     if not tools:

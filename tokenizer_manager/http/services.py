@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeVar
@@ -21,16 +23,18 @@ from ...models.tokenizer.tokenizer_export import TokenizerExport
 from ...runtime.adapter_spec import LoadedAdapter
 from ...runtime.config.engine_config import EngineConfig
 from ...runtime.errors import RequestError
-from ...runtime.messages import HintAction, HintOutcome
+from ...runtime.messages import HintAction, HintOutcome, MediaItem
 from ...runtime.sampling_defaults import SamplingDefaults, effective_defaults
 from ..adapters.registry import AdapterRegistry
 from ..all_processes import AllProcesses
-from ..conversation.conversation import Conversation
+from ..conversation.conversation import Conversation, image_sources
 from ..conversation.planner import AnswerPlan, Planner
 from ..conversation.template_choice import why_no_template
 from ..conversation.template_renderer import TemplateRenderer
 from ..generation import Generation, GenerationRequest
 from ..manager import TokenizerManager
+from ..media.image_store import ImageStore
+from ..media.placement import ImagePlacement
 from ..pooling.embedding import check_task
 from ..preparation import PreparedPrompt
 from ..prompt_encoder import PromptEncoder, second_bos
@@ -50,6 +54,20 @@ from .schema.kv_hints import HINTS_HEADER, HintResult
 from .schema.values import Body, show
 
 T = TypeVar("T")
+
+
+class PlacedPrompt(NamedTuple):
+    """The prompt of a chat.
+
+    Attributes:
+        text: with the texts of images.
+        ids: [prompt_len] int32; None: those of the text.
+        media: the images, which are taken; see `Engine.release`.
+    """
+
+    text: str
+    ids: array[int] | None = None
+    media: tuple[MediaItem, ...] = ()
 
 
 class PreparedRequest(NamedTuple):
@@ -112,6 +130,8 @@ class Engine(ServerFacts):
         encoder: tokenizes.
         renderer: renders chats; None for a model without a chat template.
         planner: plans their answers.
+        images: decodes images; None for a model that does not see them.
+        placement: their places in prompts.
         body_budget: bounds the bodies that are being received.
         body_reader: parses them.
         recent_items: of answers of `/v1/responses`.
@@ -122,6 +142,8 @@ class Engine(ServerFacts):
     encoder: PromptEncoder
     renderer: TemplateRenderer | None
     planner: Planner
+    images: ImageStore | None = None
+    placement: ImagePlacement | None = None
     body_budget: BodyBudget = field(default_factory=BodyBudget)
     body_reader: BodyReader = field(default_factory=BodyReader)
     recent_items: RecentItems = field(default_factory=RecentItems)
@@ -130,6 +152,11 @@ class Engine(ServerFacts):
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self.encoder.tokenizer
+
+    @property
+    def sees_images(self) -> bool:
+        """Whether chats may have images."""
+        return self.images is not None
 
     def num_written_tokens(self, generation: Generation) -> int:
         """Prompt tokens of a generation that its prompts have added to the prefix cache, which takes whole pages."""
@@ -185,9 +212,13 @@ class Engine(ServerFacts):
         """
         request = await self.planned(exchange, request)
         with renamed_fields(request.names):
-            if not request.poolings:
-                check_task(self.spec, "generate")
-            generation = await self.manager.start(request)
+            try:
+                if not request.poolings:
+                    check_task(self.spec, "generate")
+                generation = await self.manager.start(request)
+            except BaseException:
+                self.release(request.media)
+                raise
         try:
             exchange.generations.append(generation)
             exchange.more_headers.append((POSITION_HEADER, b"%d" % generation.queue_position))
@@ -235,7 +266,10 @@ class Engine(ServerFacts):
         request = await self.planned(exchange, request)
         with renamed_fields(request.names):
             check_task(self.spec, "generate")
-            return PreparedRequest(request, await self.manager.prepare(request))
+            try:
+                return PreparedRequest(request, await self.manager.prepare(request))
+            finally:
+                self.release(request.media)
 
     async def planned(self, exchange: Exchange, request: GenerationRequest) -> GenerationRequest:
         """The request with the time of its body; that of a chat with its prompt, its grammar and the plan.
@@ -253,9 +287,11 @@ class Engine(ServerFacts):
         if constraint is not None and not conversation.tools:
             check_room(constraint, max_tokens, request.length_param, self.tokenizer)
         plan = await self._plan(request, conversation, max_tokens)
+        placed = await self.placed(plan, request.prompt_param)
         return replace(
             request,
-            prompts=[plan.prompt],
+            prompts=[placed.text if placed.ids is None else placed.ids.tolist()],
+            media=placed.media,
             add_special_tokens=False,
             grammar=None if request.warm_up else chat_grammar(plan, constraint),
             grammar_param="tools" if constraint is None else constraint.param,
@@ -286,8 +322,42 @@ class Engine(ServerFacts):
         """
         assert request.conversation is not None
         plan = await self._plan(request, request.conversation)
-        [ids] = await self.encoder.encode([plan.prompt], add_special_tokens=False, param=request.prompt_param)
+        placed = await self.placed(plan, request.prompt_param)
+        self.release(placed.media)
+        if (ids := placed.ids) is None:
+            [ids] = await self.encoder.encode(
+                [placed.text], add_special_tokens=False, param=request.prompt_param
+            )
         return len(ids), _warnings(request, plan)
+
+    async def placed(self, plan: AnswerPlan, param: str) -> PlacedPrompt:
+        """The prompt of a plan, with its images. Call it where a disconnect cancels, and `release` the images.
+
+        Args:
+            param: the field that errors name.
+
+        Raises:
+            RequestError: an image cannot be used.
+            QueueFullError: too many images wait.
+        """
+        if self.images is None or self.placement is None:
+            return PlacedPrompt(plan.prompt)
+        images = await self.images.take(image_sources(plan.conversation.messages))
+        try:
+            texts = self.placement.texts_of(plan.prompt, images)
+            if not images and len(texts) == 1:
+                return PlacedPrompt(texts[0])
+            encoded = await self.encoder.encode(texts, add_special_tokens=False, param=param)
+            ids = array("i", itertools.chain.from_iterable(encoded))
+            return PlacedPrompt("".join(texts), ids, self.placement.items_of(ids, images))
+        except BaseException:
+            self.images.release(image.digest for image in images)
+            raise
+
+    def release(self, media: Sequence[MediaItem]) -> None:
+        """Give the images of a prompt back that is not started."""
+        if self.images is not None:
+            self.images.release(item.digest for item in media)
 
     def second_bos(self, generation: Generation, fix: str) -> list[str]:
         """Warnings for prompts of a started request that begin with two BOS; see `second_bos` of the encoder."""
@@ -408,6 +478,8 @@ class Services(Engine):
         """Let the threads of its parts end."""
         self.traces.close()
         self.page_worker.close()
+        if self.images is not None:
+            self.images.close()
         self.encoder.close()
         self.body_reader.close()
         if self.renderer is not None:

@@ -28,6 +28,7 @@ from .worker import ImageRefused, ImageReply, PreparedImage, PrepareImage
 _MAX_WAITING: Final = 64
 _CPU_LIMIT_S: Final = 10.0
 _GB: Final = 1 << 30
+_MAX_PIXELS: Final = 50_000_000
 
 
 class ImageStore:
@@ -43,7 +44,7 @@ class ImageStore:
         vision: VisionSpec,
         folder: str,
         *,
-        max_pixels: int,
+        max_pixels: int = _MAX_PIXELS,
         max_bytes: int = _GB,
         limit_s: float = _CPU_LIMIT_S,
     ) -> None:

@@ -7,11 +7,13 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from engine.cli.doctor.check import CheckStatus
-from engine.cli.doctor.model import check_checksums, check_model
+from engine.cli.doctor.model import check_checksums, check_model, check_task
 from engine.cli.doctor.model_facts import SAMPLES, Checksum, ModelFacts, gather_model
 from engine.runtime.config.config_sources import from_arguments, merge
 
@@ -381,3 +383,18 @@ def test_stages_are_listed_with_their_weights(model):
     assert len(check.details["stage_weights_bytes"]) == 2
     assert sum(check.details["stage_weights_bytes"]) == check.details["weights_bytes"]
     assert re.search(r" \+ .* in stages of 1 \+ 1 layers that wait \d+% of the time", check.text), check.text
+
+
+@pytest.mark.parametrize("has_pillow", [True, False])
+def test_a_model_that_sees_images_needs_pillow(monkeypatch, has_pillow):
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: object() if has_pillow or name != "PIL" else None
+    )
+    spec: Any = SimpleNamespace(pooling=None, vision=SimpleNamespace(rows_per_tile=64, most_tiles=17))
+    facts: Any = SimpleNamespace(spec=spec)
+
+    check = check_task(facts)
+
+    assert check.verdict is (OK if has_pillow else WARN)
+    assert "of images too: 64 tokens a tile, 1 to 17 tiles" in check.text
+    assert has_pillow or ("the extra vision, is missing" in check.text and "pip install pillow" in check.fix)

@@ -218,6 +218,7 @@ def test_python_arguments_are_checked_like_all_others():
         ("decode_burst_ms", 25.0, "multi_step_ms", 25.0),
         ("speculative_draft_model_path", "/m/head", "speculative_model", "/m/head"),
         ("model_draft", "small.gguf", "speculative_model", "small.gguf"),
+        ("mm_processor_cache_gb", 2.5, "mm_cache_gb", 2.5),
     ],
 )
 def test_names_of_other_engines_are_taken_everywhere(yaml_file, key, value, setting, means):

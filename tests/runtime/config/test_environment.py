@@ -17,6 +17,7 @@ TRANSLATED = {
     '"TieringOffloadingSpec", "secondary_tiers": [{"type": "fs", "root_dir": "/kv"}]}}',
     "hicache_write_policy": "write_back",
     "hicache_storage_prefetch_policy": "timeout",
+    "limit_mm_per_prompt": '{"image": 4}',
 }
 
 

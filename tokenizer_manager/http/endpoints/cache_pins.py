@@ -33,7 +33,15 @@ async def pin_prefix(exchange: Exchange, engine: Engine) -> None:
             conversation = rendered_conversation(
                 request, made.messages, warnings, add_generation_prompt=bool(request.add_generation_prompt)
             )
-            prompt = (await engine.plan_chat(conversation)).prompt
+            placed = await engine.placed(await engine.plan_chat(conversation), "messages")
+            engine.release(placed.media)
+            if placed.media:
+                raise RequestError(
+                    "messages has images, but only prefixes of text can be pinned; leave them out",
+                    param="messages",
+                    code="unsupported_value",
+                )
+            prompt = placed.text if placed.ids is None else placed.ids.tolist()
             add_special_tokens, param = bool(request.add_special_tokens), "messages"
         else:
             add_special_tokens, param = request.add_special_tokens is not False, "prompt"
@@ -85,7 +93,7 @@ def _read(body: Body, engine: Engine) -> _Checked:
         )
     if request.messages is not None:
         messages, more_warnings = template_messages(
-            request.messages, strict=strict, limits=engine.config.limits
+            request.messages, strict=strict, limits=engine.config.limits, sees_images=engine.sees_images
         )
         return _Checked(request, "", messages, first_warnings(warnings + more_warnings))
     prompts = prompts_of(request.prompt, "prompt", max_prompt_len=engine.manager.capacity.max_model_len)

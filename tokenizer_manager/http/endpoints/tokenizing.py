@@ -36,12 +36,15 @@ async def tokenize(exchange: Exchange, engine: Engine) -> None:
                     add_generation_prompt=request.add_generation_prompt is not False,
                 )
             )
-            text = plan.prompt
+            placed = await engine.placed(plan, "messages")
+            engine.release(placed.media)
+            text, ids = placed.text, placed.ids
             add_special_tokens, param = bool(request.add_special_tokens), "messages"
         else:
-            text = request.prompt or ""
+            text, ids = request.prompt or "", None
             add_special_tokens, param = request.add_special_tokens is not False, "prompt"
-        [ids] = await engine.encoder.encode([text], add_special_tokens=add_special_tokens, param=param)
+        if ids is None:
+            [ids] = await engine.encoder.encode([text], add_special_tokens=add_special_tokens, param=param)
         warnings = made.warnings + _left_out_warnings(await engine.encoder.left_out(text, ids))
         if add_special_tokens:
             warnings += second_bos(engine.tokenizer, [text], [ids], param, NO_BOS)
@@ -99,7 +102,9 @@ def _read(body: Body, engine: Engine) -> _Checked:
         )
     if request.messages is None:
         return _Checked(request, None, warnings)
-    messages, more_warnings = template_messages(request.messages, strict=strict, limits=engine.config.limits)
+    messages, more_warnings = template_messages(
+        request.messages, strict=strict, limits=engine.config.limits, sees_images=engine.sees_images
+    )
     return _Checked(request, messages, warnings + more_warnings)
 
 

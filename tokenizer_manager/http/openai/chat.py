@@ -97,7 +97,9 @@ def read_chat(body: Body, engine: Engine, caller: Caller) -> tuple[ChatRequest, 
     engine.check_model(request.model)
     request.events()
     limits = engine.config.limits
-    messages, more_warnings = template_messages(request.messages, strict=strict, limits=limits)
+    messages, more_warnings = template_messages(
+        request.messages, strict=strict, limits=limits, sees_images=engine.sees_images
+    )
     warnings += more_warnings
     constraint = constraint_of(request, engine.config.answers, limits, strict_server=strict)
     if constraint is not None:

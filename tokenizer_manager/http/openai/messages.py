@@ -12,10 +12,11 @@ from ....runtime.errors import RequestError
 from ....runtime.grammar_use import GrammarSpec
 from ....runtime.sampling_params import MAX_COUNT
 from ...conversation.chat_template import RESERVED_NAMES
-from ...conversation.conversation import ChoiceMode, Conversation, ReasoningOptions, Tool, ToolChoice
+from ...conversation.conversation import ChoiceMode, Content, Conversation, ReasoningOptions, Tool, ToolChoice
 from ..schema.cache_fields import BREAKPOINTS
 from ..schema.field_policy import CALL_POLICY, FieldPolicy, Notes, policy_of
-from ..schema.parts import part_text, reasoning_text, refuse_or_note, result_text
+from ..schema.image_parts import RequestImages
+from ..schema.parts import ONLY_IMAGES, ONLY_TEXT, part_text, reasoning_text, refuse_or_note, result_text
 from ..schema.values import EFFORTS, Body, check_limit, convert, objects, refused, show, without_nulls
 from .tools import choice_of, function_choice_of, function_of, tools_of
 from .wire import ChatRequest
@@ -90,12 +91,15 @@ _PART_POLICY: Final = FieldPolicy(
 
 
 def template_messages(
-    messages: list[Body], *, strict: bool, limits: RequestLimits
+    messages: list[Body], *, strict: bool, limits: RequestLimits, sees_images: bool = False
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Messages for the template, and warnings for the response.
 
     `developer` becomes `system`, the name that templates use; text parts are joined by newlines, parts with reasoning
     become `reasoning_content`; old function calls become tool calls.
+
+    Args:
+        sees_images: messages of the user may have images; their parts stay apart.
 
     Raises:
         RequestError: a message is invalid or not supported; names its path.
@@ -108,6 +112,7 @@ def template_messages(
     rendered: list[dict[str, Any]] = []
     notes = Notes([], strict=strict)
     call_ids: set[str] = set()
+    images = RequestImages(limits) if sees_images else None
     for i, raw in enumerate(messages):
         at = f"messages[{i}]"
         notes.check(_MESSAGE_POLICY, raw, at)
@@ -117,8 +122,8 @@ def template_messages(
         call_ids.update(call["id"] for call in calls)
         if message.role == "tool":
             _check_has_call(message.tool_call_id, call_ids, at)
-        text, reasoning = _content(message, role, at, notes)
-        fields: dict[str, Any] = {"role": role, "content": text}
+        content, reasoning = _content(message, role, at, notes, images)
+        fields: dict[str, Any] = {"role": role, "content": content}
         if message.name is not None:
             fields["name"] = message.name
         if reasoning is not None:
@@ -188,8 +193,10 @@ def _without_nulls_inside(call: Body) -> Body:
     return {name: without_nulls(part) if isinstance(part, dict) else part for name, part in call.items()}
 
 
-def _content(message: ChatMessage, role: str, at: str, notes: Notes) -> tuple[str, str | None]:
-    """The text of a message, and its reasoning."""
+def _content(
+    message: ChatMessage, role: str, at: str, notes: Notes, images: RequestImages | None
+) -> tuple[Content, str | None]:
+    """The content of a message, and its reasoning."""
     reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
     content, place = message.content, f"{at}.content"
     if role == "tool":
@@ -206,17 +213,26 @@ def _content(message: ChatMessage, role: str, at: str, notes: Notes) -> tuple[st
         )
     texts: list[str] = []
     thoughts: list[str] = []
+    parts: list[dict[str, Any]] = []
     for where, part in objects(content, place):
         if (text := part_text(part, where)) is not None:
             notes.check(_PART_POLICY, part, where)
             texts.append(text)
+            parts.append({"type": "text", "text": text})
+        elif (
+            role == "user"
+            and images is not None
+            and (image := images.chat_part(part, where, notes)) is not None
+        ):
+            parts.append(image)
         elif role == "assistant" and (thought := reasoning_text(part, where)) is not None:
             thoughts.append(thought)
         else:
-            refuse_or_note(part, where, notes if role == "assistant" else None)
+            rule = ONLY_TEXT if images is None else ONLY_IMAGES
+            refuse_or_note(part, where, notes if role == "assistant" else None, rule)
     if thoughts and reasoning is None:
         reasoning = "\n".join(thoughts)
-    return "\n".join(texts), reasoning
+    return "\n".join(texts) if len(parts) == len(texts) else parts, reasoning
 
 
 def chat_conversation(

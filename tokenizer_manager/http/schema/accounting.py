@@ -8,12 +8,14 @@ from msgspec import UNSET, UnsetType
 from ....grammar.answer_report import GrammarReport, Truncated, merged
 from ....models.tokenizer.tokenizer import Tokenizer
 from ...generation import Choice, Generation
+from ...media.placement import num_image_tokens
 
 
 class PromptTokensDetails(msgspec.Struct):
-    """The source of the prompt's tokens."""
+    """The source of the prompt's tokens; `image_tokens`: positions of images, of a chat that has some."""
 
     cached_tokens: int
+    image_tokens: int | UnsetType = UNSET
 
 
 class CompletionTokensDetails(msgspec.Struct):
@@ -108,7 +110,9 @@ def usage_of(
         details.accepted_prediction_tokens = accepted
         details.rejected_prediction_tokens = drafts - accepted
     grammar = UNSET if tokenizer is None else grammar_of(generation, tokenizer)
-    return UsageBody(prompt, completion, prompt + completion, PromptTokensDetails(cached), details, grammar)
+    images = num_image_tokens(generation.request.media) or UNSET
+    prompt_details = PromptTokensDetails(cached, images)
+    return UsageBody(prompt, completion, prompt + completion, prompt_details, details, grammar)
 
 
 def timings_of(generation: Generation) -> Timings:

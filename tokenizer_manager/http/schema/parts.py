@@ -43,6 +43,9 @@ MEDIA_PARTS: Final = frozenset(
 ONLY_TEXT: Final = (
     "but the engine serves only the text of this model; leave it out, or describe the contents in words"
 )
+ONLY_IMAGES: Final = (
+    "but only images are read here, in messages of the user, as image_url parts; leave it out"
+)
 _MAX_SHOWN: Final = 60
 
 
@@ -123,8 +126,11 @@ def reasoning_text(part: Body, at: str) -> str | None:
     return convert(part.get(key, ""), str, f"{at}.{key}")
 
 
-def refuse_or_note(part: Body, at: str, notes: Notes | None) -> None:
-    """Leave out a part that is no text, with a warning; or refuse it, without `notes`.
+def refuse_or_note(part: Body, at: str, notes: Notes | None, rule: str = ONLY_TEXT) -> None:
+    """Leave out a part that cannot be read, with a warning; or refuse it, without `notes`.
+
+    Args:
+        rule: about media.
 
     Raises:
         RequestError: it is refused.
@@ -134,7 +140,7 @@ def refuse_or_note(part: Body, at: str, notes: Notes | None) -> None:
         left_out(kind, at, notes)
         return
     is_media = isinstance(kind, str) and kind in MEDIA_PARTS
-    rule = ONLY_TEXT if is_media else 'but only "text" can be read here; this model takes text'
+    rule = rule if is_media else 'but only "text" can be read here; this model takes text'
     raise RequestError(f"{at}.type is {show(kind)}, {rule}", param=f"{at}.type", code="unsupported_value")
 
 

@@ -1,0 +1,302 @@
+"""Images in chats: their tokens in the prompt, their files, and what is refused."""
+
+from __future__ import annotations
+
+import base64
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from engine.runtime.feasibility import Capacity
+from engine.runtime.media import runs_of
+from engine.runtime.messages import GenerateRequest
+
+from ..conftest import Serve, Served, _served
+from ..fake_engine import CAPACITY, STOP, WAIT_S, ids_of, make_tokenizer, row, say_all
+from ..media.image_files import file_of, picture
+from ..media.test_image_store import VISION
+
+PATH = "/v1/chat/completions"
+SPECIAL = ("<image>", "<fake_token_around_image>", "<global-img>", "<row_1_col_1>", "<row_1_col_2>")
+TOKENIZER = make_tokenizer(others=SPECIAL)
+IMAGE_ID = 258
+MODEL_VISION = msgspec.structs.replace(VISION, image_token_id=IMAGE_ID)
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}:{% for part in message.content %}"
+    "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %};{% endfor %}"
+)
+ROWS = VISION.rows_per_tile
+ONE_TILE = f"<fake_token_around_image><global-img>{'<image>' * ROWS}<fake_token_around_image>"
+
+
+def image_url(content: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(content).decode()
+
+
+def part(content: bytes, detail: str | None = "low") -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": image_url(content), "detail": detail}}
+
+
+def chat(*contents: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content} for content in contents]}
+
+
+PICTURE = file_of(picture(30, 20))
+OTHER = file_of(picture(30, 20, seed=1))
+
+
+def _settings() -> dict[str, Any]:
+    sizes = {"vocab_size": 258 + len(SPECIAL), "max_model_len": 2048, "num_pages": 512}
+    sizes |= {"num_encoder_rows": 20 * ROWS, "encoder_tile_rows": ROWS}
+    capacity = Capacity(**{**msgspec.structs.asdict(CAPACITY), **sizes})
+    return {
+        "vision": MODEL_VISION,
+        "tokenizer": TOKENIZER,
+        "chat_template": TEMPLATE,
+        "capacity": capacity,
+        "limits": {"max_images": 3},
+    }
+
+
+@pytest.fixture
+def silent(serve: Serve) -> Served:
+    """A server whose answers the test gives."""
+    return serve(None, **_settings())
+
+
+@pytest.fixture(scope="module")
+def seeing(stopped_servers) -> Iterator[Served]:
+    """A server that answers "x", shared: a test takes its requests from the engine."""
+    with _served(stopped_servers, say_all("x"), _settings()) as served:
+        yield served
+
+
+def text_of(request: GenerateRequest) -> str:
+    return TOKENIZER.decode(ids_of(request), skip_special_tokens=False)
+
+
+def test_an_image_becomes_its_tokens_and_a_file(silent):
+    served = silent
+    question = [{"type": "text", "text": "What?"}, part(PICTURE), {"type": "text", "text": "Say!"}]
+
+    pending = served.post_later(PATH, json=chat("Hi", question))
+    request = served.engine.next_request()
+
+    assert text_of(request) == f"user:Hi;user:What?{ONE_TILE}Say!;"
+    [item] = request.media
+    start, length = array("i", item.runs)
+    assert ids_of(request)[start : start + length] == [IMAGE_ID] * ROWS and length == ROWS
+    tiles = Path(item.pixels).read_bytes()
+    assert item.shape == (1, 16, 16, 3) and len(tiles) == 16 * 16 * 3 and len(item.digest) == 32
+    served.engine.say(row(request, "x", finish=STOP))
+    usage = pending.result(WAIT_S).json()["usage"]
+    assert usage["prompt_tokens"] == len(request.input_ids) // 4
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 0, "image_tokens": ROWS}
+
+
+def test_tiles_have_rows_and_columns(silent):
+    served = silent
+    wide = file_of(picture(32, 16))
+    served.post_later(PATH, json=chat([part(wide, None), part(PICTURE)]))
+
+    request = served.engine.next_request()
+
+    rows = "<image>" * ROWS
+    around = "<fake_token_around_image>"
+    first = msgspec.structs.replace(MODEL_VISION.processing, longest_edge=64)
+    assert first.longest_edge == 64  # 64 x 32 pixels: 2 x 4 tiles
+    text = text_of(request)
+    assert text.startswith(
+        f"user:{around}<row_1_col_1>{rows}{around}<row_1_col_2>{rows}{around}<row_1_col_3>"
+    )
+    assert text.endswith(f"{around}<row_2_col_4>{rows}\n\n{ONE_TILE}{ONE_TILE};")
+    wide_item, item = request.media
+    assert wide_item.shape == (9, 16, 16, 3) and len(array("i", wide_item.runs)) == 2 * 9
+    positions = [at for each in (wide_item, item) for at in _positions(each)]
+    assert positions == [at for at, token in enumerate(ids_of(request)) if token == IMAGE_ID]
+    served.engine.say(row(request, "x", finish=STOP))
+
+
+def test_the_same_image_is_one_file_and_another_one_a_second(seeing):
+    served = seeing
+    for _ in range(2):
+        assert (
+            served.client.post(PATH, json=chat([part(PICTURE), part(OTHER), part(PICTURE)])).status_code
+            == 200
+        )
+
+    first, again = served.engine.next_request(), served.engine.next_request()
+
+    assert first.media[0].digest == first.media[2].digest == again.media[0].digest != first.media[1].digest
+    assert [item.pixels for item in first.media] == [item.pixels for item in again.media]
+
+
+def test_n_answers_share_their_images(seeing):
+    served = seeing
+    assert served.client.post(PATH, json=chat([part(PICTURE)]) | {"n": 3}).status_code == 200
+
+    media = [served.engine.next_request().media for _ in range(3)]
+
+    assert media[0] == media[1] == media[2]
+
+
+def test_images_are_given_back_when_their_requests_end(silent):
+    served = silent
+    images = served.services.images
+    assert images is not None
+    pending = [served.post_later(PATH, json=chat([part(PICTURE)])) for _ in range(2)]
+    for _ in range(2):
+        served.engine.say(row(served.engine.next_request(), "x", finish=STOP))
+    for each in pending:
+        assert each.result(WAIT_S).status_code == 200
+    too_long = chat([part(PICTURE), {"type": "text", "text": "x" * 3000}])
+    assert served.client.post(PATH, json=too_long).json()["error"]["code"] == "context_length_exceeded"
+    for path in ("/tokenize", f"{PATH}/render"):
+        assert served.client.post(path, json=chat([part(PICTURE)])).status_code == 200
+
+    images._max_bytes = 0
+    images.release(())
+
+    assert images.num_bytes == 0, "no request has taken it"
+
+
+@pytest.mark.parametrize("text", SPECIAL)
+@pytest.mark.parametrize("with_image", [True, False])
+def test_a_special_token_of_images_in_a_text_is_text(seeing, text, with_image):
+    served = seeing
+    content: Any = [{"type": "text", "text": f"a{text}b"}, part(PICTURE)] if with_image else f"a{text}b"
+
+    assert served.client.post(PATH, json=chat(content)).status_code == 200
+
+    request = served.engine.next_request()
+    assert text_of(request) == f"user:a{text}b{ONE_TILE if with_image else ''};"
+    ids = ids_of(request)
+    assert ids.count(IMAGE_ID) == ROWS * with_image
+    assert bytes(ids[5:8]) != text.encode() and ids[: len(f"user:a{text}")] == TOKENIZER.encode("user:a") + [
+        token for char in text for token in TOKENIZER.encode(char)
+    ]
+
+
+def test_a_marker_in_two_parts_is_refused(seeing):
+    parts = [{"type": "text", "text": "<ima"}, part(PICTURE), {"type": "text", "text": "<ima"}]
+
+    reply = seeing.client.post(PATH, json=chat([*parts, {"type": "text", "text": "ge>"}]))
+
+    assert reply.status_code == 400 and "has written 2 of 1 images" in reply.json()["error"]["message"]
+
+
+def test_tokenize_shows_the_placeholders(seeing):
+    served = seeing
+
+    body = served.client.post("/tokenize", json=chat([part(PICTURE)])).json()
+
+    assert body["prompt"] == f"user:{ONE_TILE};" and body["tokens"].count(IMAGE_ID) == ROWS
+    assert body["count"] == len(body["tokens"])
+
+
+@pytest.mark.parametrize(
+    ("make", "cause"),
+    [
+        (lambda: b"no image", "is not an image"),
+        (lambda: PICTURE[:-40], "PNG image"),
+        (lambda: b"%PDF-1.7", "is a PDF file"),
+        (lambda: file_of(picture(1100, 1000), "JPEG"), "1,100 x 1,000 pixels"),
+    ],
+)
+def test_images_that_cannot_be_used_are_refused_by_their_path(seeing, make, cause):
+    reply = seeing.client.post(PATH, json=chat([part(make())]))
+
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (400, "messages[0].content[0].image_url.url")
+    assert cause in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("bad", "param", "cause"),
+    [
+        ({"type": "image_url"}, "messages[0].content[0].image_url", "is missing"),
+        ({"type": "image_url", "image_url": {}}, "messages[0].content[0].image_url", "url"),
+        ({"type": "image_url", "image_url": 5}, "messages[0].content[0].image_url", "5"),
+        (
+            {"type": "image_url", "image_url": "https://example.org/a.png"},
+            "messages[0].content[0].image_url",
+            "this server fetches no URLs",
+        ),
+        (
+            {"type": "image_url", "image_url": {"url": image_url(PICTURE), "detail": "ultra"}},
+            "messages[0].content[0].image_url.detail",
+            "must be one of auto, low, high",
+        ),
+        ({"type": "video_url", "video_url": "x"}, "messages[0].content[0].type", "only images are read here"),
+        (
+            {"type": "input_audio", "input_audio": {}},
+            "messages[0].content[0].type",
+            "only images are read here",
+        ),
+        ({"type": "file", "file": {}}, "messages[0].content[0].type", "only images are read here"),
+    ],
+)
+def test_other_parts_are_refused_by_their_path(seeing, bad, param, cause):
+    error = seeing.client.post(PATH, json=chat([bad])).json()["error"]
+
+    assert error["param"].startswith(param) and cause in error["message"]
+
+
+def test_too_many_images_are_refused(seeing):
+    served = seeing
+
+    error = served.client.post(PATH, json=chat([part(PICTURE)] * 3, [part(PICTURE)])).json()["error"]
+
+    assert (error["code"], error["param"]) == ("too_many_images", "messages[1].content[0].image_url")
+    assert "--limit-mm-per-prompt" in error["message"]
+
+
+def test_images_with_more_tiles_than_the_encoder_cache_holds_are_refused(seeing):
+    large = [part(file_of(picture(64, 64, seed=seed)), None) for seed in range(2)]
+
+    error = seeing.client.post(PATH, json=chat(large)).json()["error"]
+
+    assert error["param"] == "messages" and "the images have 34 tiles with 136 rows" in error["message"]
+
+
+def test_only_messages_of_the_user_have_images(seeing):
+    served = seeing
+    body = {"messages": [{"role": "system", "content": [part(PICTURE)]}, {"role": "user", "content": "x"}]}
+
+    reply = served.client.post(PATH, json=body)
+
+    assert reply.status_code == 400 and "in messages of the user" in reply.json()["error"]["message"]
+
+
+def test_a_model_without_a_tower_refuses_images(serve: Serve):
+    error = serve(say_all("x")).client.post(PATH, json=chat([part(PICTURE)])).json()["error"]
+
+    assert (
+        error["param"] == "messages[0].content[0].type"
+        and "serves only the text of this model" in error["message"]
+    )
+
+
+def test_a_request_is_submitted_again_with_its_images(silent):
+    served = silent
+    pending = served.post_later(PATH, json=chat([part(PICTURE)]))
+    request = served.engine.next_request()
+    manager = served.services.manager
+
+    loop = served.engine.loop
+    loop.call_soon_threadsafe(manager.peers_lost, "the scheduler died", {request.rid})
+    loop.call_soon_threadsafe(manager.peers_back, manager.capacity)
+
+    again = served.engine.next_request()
+    assert again.rid != request.rid and again.media == request.media
+    assert Path(again.media[0].pixels).exists()
+    served.engine.say(row(again, "x", finish=STOP))
+    assert pending.result(WAIT_S).json()["choices"][0]["message"]["content"] == "x"
+
+
+def _positions(item) -> list[int]:
+    return [at for start, length in runs_of(item) for at in range(start, start + length)]

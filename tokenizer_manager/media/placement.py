@@ -1,0 +1,113 @@
+"""`ImagePlacement`: where the images of a chat stand in its prompt.
+
+The chat template writes a marker for each image, which is replaced by the family's text. The tokens of a text that a
+client writes must not become those of an image: such a text is cut inside of the token, and its parts are tokenized
+one by one.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from array import array
+from collections.abc import Sequence
+from typing import Any, Final
+
+from ...models.spec.vision_spec import VisionSpec
+from ...models.tokenizer.tokenizer import Tokenizer
+from ...runtime.errors import ConfigError, RequestError
+from ...runtime.media import runs_of
+from ...runtime.messages import MediaItem
+from .processors.idefics3 import prompt_text, special_texts
+from .worker import PreparedImage
+
+_CUT: Final = f"zq{secrets.token_hex(12)}qz"
+"""Where a text is cut. Clients cannot know it, and templates change no letters."""
+
+
+class ImagePlacement:
+    """See the module."""
+
+    def __init__(self, vision: VisionSpec, tokenizer: Tokenizer) -> None:
+        """Check that the tokenizer knows the placeholder.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        found = tokenizer.token_to_id(vision.image_token)
+        if found != vision.image_token_id:
+            raise ConfigError(
+                f"the model's image_token_id is {vision.image_token_id}, but its tokenizer has the id {found} for "
+                f"{vision.image_token!r}; download both again, or serve its text with --language-model-only"
+            )
+        self._vision = vision
+        self._special = re.compile(special_texts(vision))
+
+    def without_markers(self, value: Any) -> Any:
+        """The input of a template: its texts with special tokens of images cut, and images as parts of their kind."""
+        if isinstance(value, str):
+            return self._special.sub(lambda found: f"{found[0][0]}{_CUT}{found[0][1:]}", value)
+        if isinstance(value, list):
+            return [self.without_markers(each) for each in value]
+        if isinstance(value, dict):
+            if value.get("type") == "image" and "source" in value:
+                return {"type": "image"}
+            return {self.without_markers(key): self.without_markers(each) for key, each in value.items()}
+        return value
+
+    def texts_of(self, prompt: str, images: Sequence[PreparedImage]) -> list[str]:
+        """The texts to tokenize one by one, without special tokens, of a rendered prompt.
+
+        Raises:
+            RequestError: the template has not written a marker for each image.
+        """
+        begin, *others = prompt.split(self._vision.image_token)
+        if len(others) != len(images):
+            raise RequestError(
+                f"the chat template of this model has written {len(others)} of {len(images)} images; send them in "
+                "messages of the user, or give the server another template with --chat-template",
+                param="messages",
+                code="chat_template_error",
+            )
+        texts = [begin]
+        for image, text in zip(images, others, strict=True):
+            texts += [prompt_text(self._vision, image.rows, image.columns), text]
+        return "".join(texts).split(_CUT)
+
+    def items_of(self, ids: array[int], images: Sequence[PreparedImage]) -> tuple[MediaItem, ...]:
+        """The images of a prompt, with their positions.
+
+        Args:
+            ids: [prompt_len] int32, of `texts_of`.
+        """
+        runs = _found_runs(ids, self._vision.image_token_id)
+        items = []
+        for image in images:
+            left, own = image.shape[0] * self._vision.rows_per_tile, array("i")
+            while left:
+                start, length = runs.pop(0)
+                own.extend((start, length))
+                left -= length
+            items.append(MediaItem(image.digest, own.tobytes(), image.path, image.shape))
+        assert not runs, "each placeholder is that of an image"
+        return tuple(items)
+
+
+def num_image_tokens(media: Sequence[MediaItem]) -> int:
+    """Positions of a prompt that are those of images."""
+    return sum(length for item in media for _, length in runs_of(item))
+
+
+def _found_runs(ids: array[int], token_id: int) -> list[tuple[int, int]]:
+    """[(start, length)] of each run of a token."""
+    runs: list[tuple[int, int]] = []
+    start, end = 0, 0
+    while True:
+        try:
+            start = ids.index(token_id, end)
+        except ValueError:
+            return runs
+        end = start
+        while end < len(ids) and ids[end] == token_id:
+            end += 1
+        runs.append((start, end - start))
