@@ -119,6 +119,8 @@ class SafetensorsStore:
                 "its quantization_config does not belong to the weights, or is missing"
             )
         out.copy_(tensor if part is None else tensor.narrow(part.axis, part.start, part.stop - part.start))
+        if name in self._entries and self._entries[name].header.added:
+            out.sub_(self._entries[name].header.added)
 
     def mapped(self, name: str) -> Tensor:
         """A tensor in the memory of its file, not to be written.

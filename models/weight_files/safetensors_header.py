@@ -21,7 +21,14 @@ from ...runtime.errors import ConfigError
 from ..families.registry import FAMILIES
 from ..hf.multimodal_types import MULTIMODAL
 from ..model_files import damage
-from .stored_forms import HeaderEntry, cut_embedding, unstacked, usual_block_name, without_image_layers
+from .stored_forms import (
+    HeaderEntry,
+    cut_embedding,
+    from_mlx,
+    unstacked,
+    usual_block_name,
+    without_image_layers,
+)
 
 if TYPE_CHECKING:
     from ..spec.model_spec import ModelSpec
@@ -189,7 +196,11 @@ def read_headers(folder: Path, spec: ModelSpec | None = None) -> list[Safetensor
         names = without_image_layers(spec, names)
     if spec is not None and spec.form.mlp_layers:
         names = {stored: usual_block_name(spec, name) for stored, name in names.items()}
-    return [_renamed(file, names, spec) for file in files]
+    files = [_renamed(file, names, spec) for file in files]
+    if spec is None:
+        return files
+    entries = from_mlx([file.entries for file in files], spec)
+    return [file._replace(entries=each) for file, each in zip(files, entries, strict=True)]
 
 
 def _usual_names_in(folder: Path, names: Iterable[str], spec: ModelSpec | None) -> dict[str, str]:

@@ -52,6 +52,7 @@ class HeaderEntry(NamedTuple):
     offset: int  # bytes from the start of the file
     num_bytes: int
     strides: tuple[int, ...] = ()  # in numbers; empty: contiguous
+    added: int = 0  # to the values in the file
 
 
 # E experts, I intermediate size of an expert, H hidden size.
@@ -195,6 +196,39 @@ def _layout(entry: HeaderEntry, num: int, stack: _Stack, end: str) -> _Layout | 
     across, step = (num_modules * width, width) if stack.in_turn else (width, rows * width)
     strides = (across, *(math.prod(inner[n + 1 :]) for n in range(len(inner))))
     return _Layout((rows, *inner), strides, height * width, step)
+
+
+_CONVOLUTIONS: Final = (".conv1d.weight", ".conv.weight")
+_NORMS: Final = (
+    ".input_layernorm.weight",
+    ".post_attention_layernorm.weight",
+    ".q_norm.weight",
+    ".k_norm.weight",
+    "model.norm.weight",
+)
+
+
+def from_mlx(files: list[dict[str, HeaderEntry]], spec: ModelSpec) -> list[dict[str, HeaderEntry]]:
+    """The entries of all files of a folder, also if MLX has written it: with the axes and norms that others have.
+
+    Convolutions are [channels, taps, 1] there, which has the numbers of [channels, 1, taps] in the same order. 1 was
+    added to norms around zero (ml-explore/mlx-lm:mlx_lm/models/qwen3_next.py, `sanitize`).
+    """
+    taps = 1 if spec.state is None else spec.state.conv_taps
+
+    def is_turned(name: str, entry: HeaderEntry) -> bool:
+        return taps > 1 and name.endswith(_CONVOLUTIONS) and entry.shape[1:] == (taps, 1)
+
+    if not any(is_turned(name, entry) for entries in files for name, entry in entries.items()):
+        return files
+    ends = _NORMS if spec.form.norm == "offset_rms" else ()
+
+    def usual(name: str, entry: HeaderEntry) -> HeaderEntry:
+        if is_turned(name, entry):
+            return entry._replace(shape=(entry.shape[0], 1, taps))
+        return entry._replace(added=1) if name.endswith(ends) else entry
+
+    return [{name: usual(name, entry) for name, entry in entries.items()} for entries in files]
 
 
 _BODY: Final = "backbone."

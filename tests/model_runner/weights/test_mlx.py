@@ -25,6 +25,7 @@ from engine.models.weight_files.check_weights import check_folder_weights
 from engine.models.weight_files.needed_tensors import needed_modules
 from engine.models.weight_files.weight_memory import tied_head_bytes, weight_bytes
 from engine.runtime.errors import ConfigError
+from tests.model_runner.structures.families import FAMILIES
 
 from .test_fp4 import E4M3, assert_means_the_same, exponents, packed
 from .test_quantized import PROMPT, SIZES, Tensors, prompt_logprobs
@@ -170,6 +171,40 @@ def test_experts_routers_and_modules_with_bits_of_their_own(make_tiny_model, mak
         assert_means_the_same(driver, tiny, unpack)
     meant = tiny.logprobs(PROMPT)[torch.arange(len(PROMPT) - 1), PROMPT[1:]]
     assert np.abs(prompt_logprobs(driver, unpack) - meant.numpy()).mean() < 0.1
+
+
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize(
+    ("row", "options"),
+    [
+        (
+            "qwen3_next",
+            {"hidden_size": 64, "shared_expert_intermediate_size": 64, "moe_intermediate_size": 64},
+        ),
+        ("lfm2", {"hidden_size": 64, "intermediate_size": 128}),
+    ],
+)
+def test_folders_with_convolutions(make_tiny_model, make_driver, unpack, row, options):
+    """Their axes are in another order, and norms around zero are around one, see mlx-lm's `sanitize`."""
+    sizes = SIZES | FAMILIES[row].options | options | {"linear_value_head_dim": 16}
+    tiny = make_tiny_model(row, **sizes)
+    quantize_folder(tiny, {"group_size": 32, "bits": 8})
+    path = tiny.folder / "model.safetensors"
+    tensors = load_file(path)
+    ends = ("_layernorm.weight", "model.norm.weight", "q_norm.weight", "k_norm.weight")
+    for name, tensor in tensors.items():
+        if "conv" in name and tensor.dim() == 3:
+            tensors[name] = tensor.movedim(2, 1).contiguous()
+        elif row == "qwen3_next" and name.endswith(ends):
+            tensors[name] = tensor + 1.0
+    save_file(tensors, path)
+    spec = read_hf_spec(tiny.folder)
+
+    check_folder_weights(tiny.folder, spec)
+    driver = make_driver(spec, tiny.folder)
+    meant = tiny.logprobs(PROMPT)[torch.arange(len(PROMPT) - 1), PROMPT[1:]]
+    np.testing.assert_allclose(prompt_logprobs(driver, unpack), meant, atol=1e-4)
+    assert driver.generate([PROMPT], num=10, chunk=3)[0] == tiny.greedy(PROMPT, 10)
 
 
 def test_none_dequantizes(make_tiny_llama, make_driver, unpack, caplog):
