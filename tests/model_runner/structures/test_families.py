@@ -93,12 +93,13 @@ def test_prefill_and_decode_are_those_of_transformers(make_tiny, make_driver, un
     tiny = make_tiny(row)
     assert tiny.spec.model_type == row.model_type
     check_folder_weights(tiny.folder, tiny.spec)
-    is_wide = row.model_type in ("gemma2", "gemma3_text", "qwen3_5_moe_text")
-    # Gemma: transformers' own float32 is as far from float64 as the engine's, both by 3e-5 in 60 tokens. Its mixtures
-    # have no product in float64 to compare with.
-    check_prefill_and_decode(
-        tiny, make_driver(tiny.spec, tiny.folder), unpack, atol=2e-4 if is_wide else 1e-4
-    )
+    if row.model_type in ("gemma2", "gemma3_text"):
+        # In float32 transformers is as far from float64 as the engine is: up to 7e-5 each for the tokens of a prompt.
+        tiny.reference.double()
+    # Gemma 2 with its usual caps: one number of 745 is 1.02e-4 away. Delta nets with experts: transformers is 1.7e-4
+    # from float64, the engine 1.5e-4.
+    atol = {"gemma2": 1.1e-4, "qwen3_5_moe_text": 2e-4}.get(row.model_type, 1e-4)
+    check_prefill_and_decode(tiny, make_driver(tiny.spec, tiny.folder), unpack, atol=atol)
 
 
 @pytest.mark.fast_cases(24)
