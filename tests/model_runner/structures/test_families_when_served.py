@@ -17,7 +17,7 @@ from tests.model_runner.conftest import LATENT_MIXTURE, Driver
 from tests.model_runner.sampling.test_draft_bits import Seen, begin, check_drafts, prompt_of
 from tests.model_runner.test_fixed_order import alone, in_company, params, tokens_of
 
-from .families import GEMMA3N, GEMMA4, GLM4_MOE, GPT_OSS, GRANITE, LLAMA4, SHARING
+from .families import GEMMA3N, GEMMA4, GLM4_MOE, GPT_OSS, GRANITE, LLAMA4, SHARING, STEP
 
 HEADS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -33,6 +33,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": {**GLM4_MOE, **HEADS, "use_qk_norm": True, "n_group": 3, "topk_group": 2},
     "llama4_text": {**LLAMA4, **HEADS, "attention_chunk_size": 40},
     "granite": {**GRANITE, **HEADS},
+    "step3p5": {**STEP, **HEADS, "sliding_window": 40},
     "gemma4_text": {**GEMMA4, **SHARING, **HEADS, "sliding_window": 40},
     "gemma3n_text": {**GEMMA3N, **HEADS, "sliding_window": 40},
     "cohere2": {**HEADS, "sliding_window": 40, "logit_scale": 0.3, "num_hidden_layers": 4},
