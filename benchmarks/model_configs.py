@@ -4,8 +4,8 @@
 
 A file is a model's config.json under any name that ends in .json; `X_hf_quant_config.json` beside `X_config.json` is
 that model's description of its quantization. No weights are needed: what only they show is not seen here. Two
-collections of real files: src/aiconfigurator/model_configs of ai-dynamo/aiconfigurator, and
-pkg/hfutil/modelconfig/testdata of sgl-project/ome.
+collections of real files: aic-core/src/aiconfigurator_core/model_configs of ai-dynamo/aiconfigurator (its two of
+Step-3.7 are shortened by hand, and refused), and pkg/hfutil/modelconfig/testdata of sgl-project/ome.
 """
 
 from __future__ import annotations
