@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from .attention.indexed import indexed_backend
 from .attention.selection import select_backend
 from .batch_builder import BatchBuilder
 from .distributed.pp_link import NO_LINK
+from .drafting.draft_memory import DraftMemory
 from .drafting.draft_model import DraftModel
 from .drafting.drafter import DrafterParts
 from .drafting.eagle3_drafter import Eagle3Drafter
@@ -125,6 +127,7 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, graph_sizes: GraphS
     drafter_spec = spec.drafter
     draft_heads = () if drafter_spec is None else drafter_spec.heads
     state_size = 0 if drafter_spec is None else drafter_spec.state_size
+    draft_memory = _make_draft_memory(loaded, capacity)
     kv_pool = KVPool(
         num_layers=spec.num_kv_layers + len(draft_heads),
         num_pages=capacity.num_pages,
@@ -138,6 +141,7 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, graph_sizes: GraphS
         layer_heads=[*(own_spec.heads_of(layer_id) for layer_id in spec.kv_layers), *draft_heads],
         sources=_memory_indices(spec) if spec.streams.kv_sources else (),
         page_states=(state_size, loaded.dtype) if state_size else None,
+        further=() if draft_memory is None else draft_memory.views,
     )
     state_pool = _make_state_pool(loaded, capacity)
     logger.info(
@@ -183,8 +187,22 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, graph_sizes: GraphS
     group.meet("sampler")
     drafter = None
     if loaded.make_drafter is not None:
+
+        def make_own_attention(own: ModelSpec, pool: KVPool, table: Tensor) -> AttentionBackend:
+            return _make_attention(dataclasses.replace(loaded, own_spec=own), pool, table, buffers)
+
         drafter = loaded.make_drafter(
-            DrafterParts(kv_pool, slot_table, states, relay, builder, sampler, buffers)
+            DrafterParts(
+                kv_pool,
+                slot_table,
+                states,
+                relay,
+                builder,
+                sampler,
+                buffers,
+                draft_memory,
+                make_own_attention,
+            )
         )
     return ModelRunner(
         model=loaded.model,
@@ -265,6 +283,14 @@ def _lag(max_drafts: int, parts: DrafterParts) -> Lag:
 def _memory_indices(spec: ModelSpec) -> list[int]:
     """For each layer the index of its KV memory."""
     return [spec.kv_layers.index(spec.kv_source_of(layer_id)) for layer_id in range(spec.num_layers)]
+
+
+def _make_draft_memory(loaded: LoadedModel, capacity: Capacity) -> DraftMemory | None:
+    layer = loaded.own_spec.mtp_layer
+    if layer is None:
+        return None
+    dtype, kv_dtype = loaded.dtype, loaded.kv_dtype
+    return DraftMemory(layer, capacity, dtype=dtype, kv_dtype=kv_dtype, device=loaded.device)
 
 
 def _make_state_pool(loaded: LoadedModel, capacity: Capacity) -> StatePool | None:

@@ -7,7 +7,7 @@ All arithmetic is on whole arrays. Only requests with prompt tokens in the step 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 import numpy as np
@@ -85,6 +85,10 @@ class BatchBuilder:
         ones = np.ones_like(rows)
         last_ids = self._known_ids(rows, positions, ones, np.arange(len(rows)))
         return DraftRows(rows, positions, counts, _int64(plan.out_cache_loc)[slots], last_ids)
+
+    def draft_sampling(self, rows: Int64s, positions: Int64s) -> SamplingBatch:
+        """The sampling of a drafter's tokens at these positions, without log-probabilities."""
+        return replace(self._plan_sampling(rows, positions), logprobs=None)
 
     def next_round(self, last: InputBatch, plan: StepPlan, number: int) -> InputBatch:
         """The batch of the next inner step of a multi-step decode, from the batch of the last one, after it sampled."""

@@ -32,6 +32,8 @@ from .distributed.join_group import ALONE, Place
 from .distributed.pp_link import NO_LINK, WiredLink
 from .distributed.tp_group import SINGLE_RANK
 from .drafting.eagle3 import load_eagle3_head
+from .drafting.feature_drafter import FeatureDrafter, shifted_table
+from .drafting.mtp import MTPHead, MTPWeights
 from .fixed_order import PROVIDERS_IN_FIXED_ORDER, check_fixed_order
 from .hf_backend.transformers_load import load_transformers_model
 from .kernels import plain, quantized
@@ -63,7 +65,7 @@ if TYPE_CHECKING:
     from ..runtime.feasibility import Capacity
     from .distributed.pp_link import StageLink
     from .distributed.tp_group import TPGroup
-    from .drafting.drafter import MakeDrafter
+    from .drafting.drafter import Drafter, DrafterParts, MakeDrafter
     from .memory.device_memory import DeviceMemory
     from .model_runner import ModelRunner
     from .ops.ops import Ops
@@ -336,7 +338,7 @@ def _load_own_model(
     )
     model = build_model(context)
     pooling_head = _load_pooling_head(config, source, spec, weights, device)
-    make_drafter = drafter_of(config.scheduler.speculative, context, model)
+    make_drafter = drafter_of(config.scheduler.speculative, context, model, rank_spec(spec, group.size))
     tower = None if spec.vision is None else Tower(context, spec.vision)
     weights.finish()
     report.log()
@@ -345,18 +347,26 @@ def _load_own_model(
     return _Loaded(model, pooling_head, make_drafter, tower, reason)
 
 
-def drafter_of(speculative: SpeculativeName, context: ModelContext, model: CausalLM) -> MakeDrafter | None:
-    """The maker of the drafter that `--speculative` names, which has read its weights; None: it names none.
+def drafter_of(
+    speculative: SpeculativeName, context: ModelContext, model: CausalLM, own_spec: ModelSpec
+) -> MakeDrafter | None:
+    """The drafter that `--speculative` names, with its weights; None: it names none.
 
-    Raises:
-        ConfigError: the files have no such drafter.
+    `own_spec`: of this rank.
     """
     if speculative != "mtp":
         return None
-    raise ConfigError(
-        f"speculative is mtp, but the files of this {context.spec.model_type} model have no layer that predicts "
-        "further tokens; use --speculative suffix"
-    )
+    assert isinstance(model, Decoder), "only decoders have layers that predict further tokens"
+    weights, own = MTPWeights(context, model), own_spec.mtp_layer
+    assert own is not None
+
+    def make(parts: DrafterParts) -> Drafter:
+        assert parts.memory is not None
+        table = shifted_table(parts.slot_table.req_to_token)
+        attention = parts.make_attention(own, parts.memory.kv, table)
+        return FeatureDrafter(MTPHead(weights, parts.memory.kv), parts.memory, attention, parts)
+
+    return make
 
 
 def _load_drafter(

@@ -11,10 +11,12 @@ from typing import Final
 from ...launch.resolve.host_facts import HostFacts
 from ...launch.resolve.memory_budget import capacity_of, plan_memory, size_text
 from ...launch.resolve.model_resolution import text_only
+from ...launch.resolve.mtp import with_mtp
 from ...launch.resolve.pool_size import largest_step_of
 from ...launch.resolve.resolve import resolve
 from ...launch.resolve.stages import least_bubble, stage_spec, stages_of
 from ...launch.resolve.transformers_support import TIMES_SLOWER
+from ...models.source import ModelSource
 from ...models.spec.model_spec import ModelSpec, with_quantization
 from ...models.spec.quantization import BLOCK_METHODS
 from ...models.weight_files.weight_memory import num_parameters
@@ -51,7 +53,7 @@ def check_model(facts: ModelFacts, config: EngineConfig, host: HostFacts) -> Ite
     yield (
         skip("fit", "the architecture is not known")
         if facts.spec is None
-        else check_fit(facts.spec, config, host)
+        else check_fit(facts.spec, config, host, facts.source)
     )
 
 
@@ -198,9 +200,13 @@ def kept_in_blocks(spec: ModelSpec, config: EngineConfig, host: HostFacts) -> Mo
     return spec if found is not None and found.method in BLOCK_METHODS and found.kept else None
 
 
-def check_fit(spec: ModelSpec, config: EngineConfig, host: HostFacts) -> Check:
-    """Check that weights and KV memory fit with these settings."""
+def check_fit(
+    spec: ModelSpec, config: EngineConfig, host: HostFacts, source: ModelSource | None = None
+) -> Check:
+    """Check that weights and KV memory fit with these settings; with `source`, those of a drafter, too."""
     try:
+        if source is not None:
+            config, spec = with_mtp(config, source, spec)
         resolved = resolve(config, with_quantization(spec, config.model.quantization), host)
     except ConfigError as error:
         return refused("fit", str(error))

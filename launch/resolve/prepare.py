@@ -25,6 +25,7 @@ from .drafter import resolve_drafter
 from .host_facts import HostFacts, read_host_facts
 from .kind_settings import pair_settings
 from .model_resolution import find_model, read_model, text_only
+from .mtp import with_mtp
 from .resolve import resolve
 
 logger = logging.getLogger(__name__)
@@ -88,6 +89,7 @@ def prepare(
     adapters = resolve_adapters(config, spec, config.model.name_in_api(source.name))
     config, spec, draft_notes = resolve_drafter(config, source, spec, on_download)
     config = pair_settings(dataclasses.replace(config, adapters=adapters.config), spec)
+    config, spec = with_mtp(config, source, spec)
     resolved = resolve(config, spec, host or read_host_facts())
     model = resolved.config.model
     spec = with_quantization(spec, model.quantization)
@@ -97,6 +99,8 @@ def prepare(
         **draft_notes,
         **resolved.notes,
     }
+    if merged.config.scheduler.speculative == "auto" and config.scheduler.speculative == "mtp":
+        notes["speculative"] = "the files have a layer that predicts further tokens"
     if model.served_model_name is None:
         notes["served_model_name"] = "the model's own name"
         model = dataclasses.replace(model, served_model_name=source.name)

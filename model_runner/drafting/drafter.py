@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
+    from ...models.spec.model_spec import ModelSpec
     from ...runtime.step_plan import NewReq
+    from ..attention.backend import AttentionBackend
     from ..batch_builder import BatchBuilder
     from ..input_batch import DraftRows, InputBatch, Int64s
     from ..memory.io_buffers import InputBuffers
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from ..recording.executor import StepFeatures
     from ..request_states import RequestStates, TokenRelay
     from ..sampling.shared_sampler import SamplerLike
+    from .draft_memory import DraftMemory
 
 
 class Drafter(Protocol):
@@ -60,7 +63,13 @@ class Drafter(Protocol):
 
 
 class DrafterParts(NamedTuple):
-    """The parts of a runner that a drafter may use."""
+    """The parts of a runner that a drafter may use.
+
+    Attributes:
+        memory: of the model's own layer that predicts further tokens; None: the drafter has other memory.
+        make_attention: makes the attention over such memory: this rank's spec of the layer, the memory's pool, and its
+            slot table.
+    """
 
     kv_pool: KVPool
     slot_table: SlotTable
@@ -69,6 +78,8 @@ class DrafterParts(NamedTuple):
     builder: BatchBuilder
     sampler: SamplerLike
     buffers: InputBuffers
+    memory: DraftMemory | None
+    make_attention: Callable[[ModelSpec, KVPool, Tensor], AttentionBackend]
 
 
 MakeDrafter = Callable[[DrafterParts], Drafter]

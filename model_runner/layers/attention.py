@@ -121,6 +121,20 @@ class SelfAttention:
         self, x: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, select_rows: SelectRows
     ) -> Tensor:
         """[T, hidden] -> [W, hidden]: only the kept rows of the attention output are projected."""
+        q_THD = self.store(x, cos, sin, batch)
+        attended = select_rows(batch.attention.forward(self.layer_id, q_THD, self.sinks))
+        kept = kept_adapters(batch, select_rows)
+        if self.value_dim != self.head_dim:
+            heads = attended.view(attended.shape[0], -1, self.head_dim)
+            attended = heads[..., : self.value_dim].flatten(1)
+        if self.value_scale != 1.0:
+            attended = self.scale(attended, self.value_scale)
+        if self.gate is not None:
+            attended = self.mul_sigmoid(self.gate(select_rows(x), kept), attended)
+        return self.o(attended, kept)
+
+    def store(self, x: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch) -> Tensor:
+        """Store the keys and values of the tokens in the KV pool; returns the rotated queries, [T, Hq, D]."""
         adapters = batch.adapters
         qkv = self.qkv(x) if adapters is None else self.qkv(x, adapters.tokens)
         if self.value_dim != self.head_dim:
@@ -128,7 +142,7 @@ class SelfAttention:
         qkv_THD = qkv.view(x.shape[0], -1, self.head_dim)
         if self.norms_over_ranks is not None:
             qkv_THD = self.norms_over_ranks(qkv_THD)
-        q_THD = self.rotate_and_store(
+        return self.rotate_and_store(
             qkv_THD,
             self.head_norms,
             RotaryStore(
@@ -141,16 +155,6 @@ class SelfAttention:
                 self.keys_are_values,
             ),
         )
-        attended = select_rows(batch.attention.forward(self.layer_id, q_THD, self.sinks))
-        kept = kept_adapters(batch, select_rows)
-        if self.value_dim != self.head_dim:
-            heads = attended.view(attended.shape[0], -1, self.head_dim)
-            attended = heads[..., : self.value_dim].flatten(1)
-        if self.value_scale != 1.0:
-            attended = self.scale(attended, self.value_scale)
-        if self.gate is not None:
-            attended = self.mul_sigmoid(self.gate(select_rows(x), kept), attended)
-        return self.o(attended, kept)
 
     def _with_whole_values(self, qkv: Tensor) -> Tensor:
         """[T, q, k and v] with zeros at the ends of the heads of v, so that these are as large as those of k."""

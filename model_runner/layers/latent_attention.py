@@ -69,6 +69,16 @@ class LatentAttention:
         self, x: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, select_rows: SelectRows
     ) -> Tensor:
         """[T, hidden] -> [W, hidden]: only the kept rows of the attention output are projected."""
+        absorbed_THD = self.store(x, cos, sin, batch)
+        latent = self.latent
+        attended = select_rows(batch.attention.forward(self.layer_id, absorbed_THD))
+        rows_WHD = attended.view(attended.shape[0], self.num_heads, self.row_size)
+        values_WHD = rows_WHD.new_empty((*rows_WHD.shape[:2], latent.v_head_dim))
+        self.up_values(rows_WHD[..., : latent.kv_lora_rank], values_WHD)
+        return self.o(values_WHD.flatten(1), kept_adapters(batch, select_rows))
+
+    def store(self, x: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch) -> Tensor:
+        """Store the rows of the tokens in the KV pool; returns the absorbed queries, [T, H, K + R]."""
         adapters = None if batch.adapters is None else batch.adapters.tokens
         latent = self.latent
         queries, q_latent = self.q(x, adapters)
@@ -92,11 +102,7 @@ class LatentAttention:
             rows = torch.cat((stored.k, self.indexer.keys(x, cos, sin, adapters)), dim=-1)
             kv.k.index_copy_(0, batch.out_cache_loc, rows)
             self.indexer.choose(x, q_latent, cos, sin, batch, self.layer_id)
-        attended = select_rows(batch.attention.forward(self.layer_id, absorbed_THD))
-        rows_WHD = attended.view(attended.shape[0], self.num_heads, self.row_size)
-        values_WHD = rows_WHD.new_empty((*rows_WHD.shape[:2], latent.v_head_dim))
-        self.up_values(rows_WHD[..., : latent.kv_lora_rank], values_WHD)
-        return self.o(values_WHD.flatten(1), kept_adapters(batch, select_rows))
+        return absorbed_THD
 
 
 class _Queries:

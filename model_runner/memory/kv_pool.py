@@ -41,7 +41,7 @@ class KVPool:
             because torch cannot index some 8-bit dtypes on every device.
         scale_views: the same for the scales, [pages, page_size, H]; empty without scales.
         page_states: [pages, S] what a drafter knows of the last computed token of each page; None without one.
-        views: all of these.
+        views: all of these, and `further`.
         page_size: slots per page.
         page_bytes: bytes of one page, all layers.
         num_bytes: memory reserved; on the CPU only what has been written or prepared (`fault_in_some`) is resident.
@@ -62,6 +62,7 @@ class KVPool:
         layer_heads: Sequence[LayerHeads] = (),
         sources: Sequence[int] = (),
         page_states: tuple[int, torch.dtype] | None = None,
+        further: Sequence[Tensor] = (),
     ) -> None:
         """Reserve the memory.
 
@@ -73,6 +74,7 @@ class KVPool:
             layer_heads: heads of the layers with memory, in place of `num_kv_heads` and `head_dim`.
             sources: for each layer of the model the index of its memory; empty: all have their own, or share one.
             page_states: their size and dtype.
+            further: [num_pages + 1, ...] each, which belong to the pages and move with them: those of a drafter.
         """
         num_slots = (num_pages + 1) * page_size
         shapes = [(num_slots, each.num_kv_heads, each.head_dim) for each in layer_heads]
@@ -96,7 +98,7 @@ class KVPool:
         self.page_states = (
             None if page_states is None else make((num_pages + 1, page_states[0]), page_states[1])
         )
-        self.views = [*self.page_views, *self.scale_views]
+        self.views = [*self.page_views, *self.scale_views, *further]
         self.views += [] if self.page_states is None else [self.page_states]
         self.num_bytes = sum(view.nbytes for view in self.views)
         self.page_bytes = self.num_bytes // (num_pages + 1)

@@ -25,6 +25,7 @@ from ..spec.layer_form import (
     RopeScaling,
 )
 from ..spec.model_spec import FilesSpec
+from ..spec.mtp_spec import mtp_after
 from ..spec.streams_spec import StreamsSpec
 from .family import GGUF, LAYER_NAMES, Facts, Family
 from .gguf_readers import as_list, mixture_of, yarn_scaling
@@ -62,7 +63,7 @@ def _deepseek_v3(fields: Fields) -> Facts:
     return (
         _latent_attention(fields, interleaved=_interleaved(fields))
         | experts_after(fields, first_layers(fields, default=3), sigmoid_routing, num_shared=1)
-        | further_layers(fields)
+        | with_mtp(fields)
     )
 
 
@@ -131,14 +132,22 @@ def _glm4_moe_lite(fields: Fields) -> Facts:
     return (
         _latent_attention(fields, interleaved=_interleaved(fields))
         | experts_after(fields, _named_layers(fields), routing, num_shared=1)
-        | further_layers(fields)
+        | with_mtp(fields)
     )
 
 
 def further_layers(fields: Fields) -> Facts:
     """Layers of the checkpoint that predict further tokens."""
     name = fields.given("num_nextn_predict_layers", "num_mtp_layers")
-    return {"files": FilesSpec(num_mtp_layers=fields.integer(name, 0, 1 << 8, default=1))}
+    further = fields.integer(name, 0, 1 << 8, default=1)
+    return {"files": FilesSpec(num_mtp_layers=further)}
+
+
+def with_mtp(fields: Fields) -> Facts:
+    """The same, of which the first is read."""
+    facts = further_layers(fields)
+    has_one = facts["files"].num_mtp_layers > 0
+    return facts | {"mtp": mtp_after(fields.integer("num_hidden_layers", 1, 1 << 12)) if has_one else None}
 
 
 def _interleaved(fields: Fields) -> bool:

@@ -15,8 +15,8 @@ from .deepseek import (
     experts_after,
     experts_after_gguf,
     first_layers,
-    further_layers,
     sigmoid_routing,
+    with_mtp,
 )
 from .family import GGUF, LAYER_NAMES, QK_NORM_NAMES, Facts, Family
 from .hf_readers import partial_rope_facts
@@ -49,7 +49,7 @@ def _glm4_moe(fields: Fields) -> Facts:
     return (
         partial_rope_facts(fields, read_rope(fields, default_partial=0.5))
         | experts_after(fields, first_layers(fields, default=1), routing, num_shared=1)
-        | further_layers(fields)
+        | with_mtp(fields)
         | {
             "biases": Biases(qkv=fields.boolean("attention_bias", default=False)),
             "form": structs.replace(PRE_NORMS, qk_norm=fields.boolean("use_qk_norm", default=False)),

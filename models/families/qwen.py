@@ -10,6 +10,7 @@ from ..fields import Fields
 from ..spec.experts_spec import ExpertNames, ExpertsSpec, Routing
 from ..spec.layer_form import QK_NORMS, AttentionForm, Biases, LayerForm, ModuleNames, WindowsSpec
 from ..spec.model_spec import FilesSpec
+from ..spec.mtp_spec import QWEN_MTP
 from ..spec.quantization import BLOCK_LEN
 from ..spec.state_spec import DeltaSpec, StateSpec
 from .family import GGUF, LAYER_NAMES, QK_NORM_NAMES, Facts, Family
@@ -175,6 +176,7 @@ def _delta_nets(fields: Fields, *, fused: bool = False) -> Facts:
         "form": DELTA_FORM,
         "attention": AttentionForm(output_gate=True),
         "state": state if any(state.layers) else None,
+        "mtp": QWEN_MTP,
     }
 
 

@@ -27,6 +27,7 @@ from .layer_form import (
     RopeScaling,
     WindowsSpec,
 )
+from .mtp_spec import MTPSpec
 from .quantization import MADE, QuantizationSpec
 from .state_spec import StateSpec
 from .streams_spec import ONE_STREAM, StreamsSpec
@@ -54,7 +55,8 @@ class FilesSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         language_of: `model_type` of the multimodal folder around this language model, see `language_part`.
-        num_mtp_layers: layers stored after the last one, to predict further tokens; they are not read.
+        num_mtp_layers: layers stored after the last one, to predict further tokens; they are not read, except for the
+            one of `ModelSpec.mtp`.
         image_layers: layers of the files that attend to images, which are not read: the others are numbered without
             them. The embedding then has further rows, for images.
         num_parameters: numbers in the files, where only they show what the model has.
@@ -119,10 +121,31 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     vision: VisionSpec | None = None  # None: the model does not see images
     drafter: DrafterSpec | None = None  # of a second model that drafts, see `launch/resolve/drafter.py`
     first_layer: int = 0  # of a pipeline stage: the whole model's number of its layer 0, see `stage_spec`
+    layers_name: str = "model.layers"  # the module of the layers
+    mtp: MTPSpec | None = (
+        None  # of the layer that predicts further tokens; None: the files have none that is known
+    )
 
     def layer_name(self, layer_id: int) -> str:
         """The module of a layer in the whole model."""
-        return f"model.layers.{self.first_layer + layer_id}"
+        return f"{self.layers_name}.{self.first_layer + layer_id}"
+
+    @property
+    def mtp_layer(self) -> ModelSpec | None:
+        """The layer that predicts further tokens, as a model of one layer; None: none is used."""
+        if self.mtp is None or not self.mtp.is_used:
+            return None
+        return structs.replace(
+            self,
+            num_layers=1,
+            first_layer=self.mtp.number,
+            layers_name=self.mtp.layers,
+            rope_layers=(),
+            windows=None,
+            experts=self.experts and structs.replace(self.experts, dense_layers=()),
+            state=None,
+            mtp=None,
+        )
 
     @property
     def causal(self) -> bool:
@@ -260,12 +283,17 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Memory of one token's keys and values over all layers: each element, and one scale per head.
 
         Windowed layers count like the others: they keep tokens that left their window, so that prefixes can be shared.
-        With latent attention the values are a part of the keys.
+        With latent attention the values are a part of the keys. With a layer that predicts further tokens: its keys and
+        values, and the features of pages.
         """
         parts = 2 if self.latent is None else 1
         heads = [self.heads_of(layer_id) for layer_id in self.kv_layers]
         heads += () if self.drafter is None else self.drafter.heads
-        return parts * sum(each.num_kv_heads * (each.head_dim * dtype_bytes + scale_bytes) for each in heads)
+        own = parts * sum(each.num_kv_heads * (each.head_dim * dtype_bytes + scale_bytes) for each in heads)
+        further = self.mtp_layer
+        if further is None or self.mtp is None:
+            return own
+        return own + further.kv_bytes_per_token(dtype_bytes, scale_bytes) + self.mtp.feature_token_bytes
 
     def contradiction(self) -> str | None:
         """The first contradiction between these facts, or None; the readers put the file's name before it."""

@@ -74,6 +74,7 @@ def check_folder_weights(folder: Path, spec: ModelSpec) -> tuple[ModelSpec, Weig
     tensors = {name: entry for file in files for name, entry in file.entries.items()}
     ignored = [entry.num_bytes for file in files for entry in file.ignored]
     num_bytes = sum(file.num_bytes for file in files)
+    all_names = list(tensors)
     summary = WeightsSummary(len(files), len(tensors), num_bytes, len(ignored), sum(ignored))
     tensors = {
         name: entry
@@ -86,6 +87,8 @@ def check_folder_weights(folder: Path, spec: ModelSpec) -> tuple[ModelSpec, Weig
         _check_names(_Place(folder, files), tensors, spec, encoder_modules(spec, prefix))
         return spec, summary
     spec = _with_own_head(folder, files, spec)
+    if spec.mtp is not None and not any(name.startswith(f"{spec.mtp.projection}.") for name in all_names):
+        spec = structs.replace(spec, mtp=None)
     if spec.model_type in FAMILIES:
         needed = chain(needed_modules(spec), vision_modules(spec))
         _check_names(_Place(folder, files), tensors, spec, needed)

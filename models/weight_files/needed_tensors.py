@@ -68,6 +68,23 @@ def needed_modules(spec: ModelSpec, *, one_expert: bool = False) -> Iterator[Mod
     elif spec.form.head_bias:
         yield Module("lm_head", table[:1], part="bias")
     yield from modules_beside_layers(spec)
+    yield from _layers(spec, one_expert=one_expert)
+    yield from mtp_modules(spec, one_expert=one_expert)
+    yield from pooling_modules(spec)
+
+
+def mtp_modules(spec: ModelSpec, *, one_expert: bool = False) -> Iterator[Module]:
+    """The modules of the layer that predicts further tokens; none if it is not used."""
+    layer = spec.mtp_layer
+    if layer is None or spec.mtp is None:
+        return
+    for name in spec.mtp.norms:
+        yield Module(name, (spec.hidden_size,), has_bias=spec.form.norm_bias)
+    yield Module(spec.mtp.projection, (spec.hidden_size, 2 * spec.hidden_size), is_linear=True)
+    yield from _layers(layer, one_expert=one_expert)
+
+
+def _layers(spec: ModelSpec, *, one_expert: bool) -> Iterator[Module]:
     for layer in range(spec.num_layers):
         prefix = f"{spec.layer_name(layer)}."
         blocks: list[Iterable[Module]] = []
@@ -79,7 +96,6 @@ def needed_modules(spec: ModelSpec, *, one_expert: bool = False) -> Iterator[Mod
             blocks.append(_mlp(spec, layer, one_expert))
         for module in (*_norms(spec, layer), *chain(*blocks), *stream_modules(spec)):
             yield module._replace(name=(prefix + module.name).removesuffix("."))
-    yield from pooling_modules(spec)
 
 
 def is_unused(spec: ModelSpec, name: str) -> bool:
@@ -92,7 +108,7 @@ def is_unused(spec: ModelSpec, name: str) -> bool:
     further += [_MTP] if spec.files.num_mtp_layers > 0 else []
     further += [spec.form.names.mtp] if spec.form.names.mtp else []
     if name.startswith(tuple(further)):
-        return True
+        return spec.mtp_layer is None or spec.mtp is None or not spec.mtp.takes(name)
     found = _KEYS_AND_VALUES.match(name) if spec.streams.kv_sources else None
     return found is not None and int(found[1]) < spec.num_layers and not spec.computes_kv(int(found[1]))
 

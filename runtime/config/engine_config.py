@@ -454,9 +454,9 @@ class SchedulerConfig:
     speculative: Annotated[
         SpeculativeName,
         "Speculative decoding: ngram drafts tokens from the text of the request itself, suffix also from finished "
-        "answers to the same tenant, mtp also with the layers of the model's files that predict further tokens, draft "
-        "and eagle3 with the model or head of --speculative-model; auto: by what that is, else suffix where the model "
-        "and the other settings allow drafts, else off.",
+        "answers to the same tenant, mtp also with the layer of the model's files that predicts further tokens, draft "
+        "and eagle3 with the model or head of --speculative-model; auto: by what that is, mtp if the files have such a "
+        "layer, else suffix; off where the model or the other settings allow no drafts.",
         Alias("speculative_algorithm", translate=speculative_algorithm, in_help=False),
         Alias("speculative_config", translate=speculative_config, in_help=False),
         Alias("spec_type", translate=spec_type, in_help=False),

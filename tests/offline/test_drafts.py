@@ -85,10 +85,11 @@ def check(folder: Path, source: str, **settings: Any) -> None:
     method, drafters = "suffix" if source == "suffix" else "ngram", []
     with contextlib.ExitStack() as stack:
         stack.enter_context(proposing(next_token, RIGHT[source]) if source in RIGHT else free_drafts())
-        if source in RUNNER:
-            drafters = stack.enter_context(drafting(next_token, right=RUNNER[source]))
+        if source == "mtp" or source in RUNNER:
             stack.enter_context(mock.patch.object(NgramProposer, "chances", return_value=[]))
             method = "mtp"
+        if source in RUNNER:
+            drafters = stack.enter_context(drafting(next_token, right=RUNNER[source]))
         found, found_logprobs, _, (num_drafts, num_accepted) = run(folder, speculative=method, **settings)
     num_known = drafters[0].num_known if drafters else num_drafts
     assert found == tokens
@@ -104,7 +105,7 @@ def check(folder: Path, source: str, **settings: Any) -> None:
     elif source.endswith("oracle"):
         assert num_accepted > 0.9 * num_known  # two answers to one prompt may begin with the same token
     else:
-        assert 0 < num_accepted <= num_drafts
+        assert int(source != "mtp") <= num_accepted <= num_drafts  # a random layer is hardly ever right
 
 
 @pytest.mark.fast_cases(2)

@@ -10,6 +10,7 @@ from unittest import mock
 import numpy as np
 import torch
 
+from engine.launch.resolve import prepare
 from engine.model_runner import load
 from engine.model_runner.drafting.drafter import DrafterParts
 from engine.model_runner.input_batch import RELAYED, DraftRows, InputBatch
@@ -87,5 +88,11 @@ def drafting(next_token: NextToken, *, right: bool) -> Iterator[list[TableDrafte
 
         return make if speculative == "mtp" else None
 
-    with mock.patch.object(load, "drafter_of", drafter_of):
+    def with_mtp(config: Any, source: Any, spec: Any) -> tuple[Any, Any]:
+        return config, spec
+
+    with (
+        mock.patch.object(load, "drafter_of", drafter_of),
+        mock.patch.object(prepare, "with_mtp", with_mtp),
+    ):
         yield made

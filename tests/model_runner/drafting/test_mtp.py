@@ -1,0 +1,209 @@
+"""Drafts of a layer that predicts further tokens, against plain torch; and what pages hold for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.model_runner.drafting.feature_drafter import FeatureDrafter
+from engine.model_runner.drafting.mtp import MTPHead
+from engine.runtime.sampling_params import SamplingParams
+from engine.runtime.step_plan import RUNNER_DRAFT
+from tests.model_runner.conftest import GREEDY, Driver, Request, SeeingExecutor
+from tests.model_runner.drafted_steps import drafted
+
+from .mtp_models import FORMS, MTPModel, make_mtp_model
+
+TEXT = [5, 17, 40, 23, 8, 61, 33, 17, 40, 12, 71, 9, 30, 44, 21]
+
+
+def draft(driver: Driver, work: Sequence[tuple[Request, int]]) -> list[int]:
+    """A step in which requests get so many drafts of the runner's; how many tokens each got."""
+    plan = drafted(driver, [(req, [RUNNER_DRAFT] * count) for req, count in work])
+    result = driver.runner.launch(plan).wait()
+    counts: list[int] = [1] * len(work)
+    if result.num_next_tokens:
+        counts = np.frombuffer(result.num_next_tokens, dtype=np.int32).tolist()
+    token_ids = np.frombuffer(result.next_token_ids, dtype=np.int32).tolist()
+    for (req, _), count in zip(work, counts, strict=True):
+        req.computed += count
+        req.tokens += token_ids[:count]
+        del token_ids[:count]
+    assert not token_ids
+    return counts
+
+
+@contextmanager
+def seen_logits() -> Iterator[list[torch.Tensor]]:
+    """The logits of each draft."""
+    seen: list[torch.Tensor] = []
+    predict = MTPHead.predict
+
+    def seeing(self: MTPHead, *args: Any) -> Any:
+        features, logits = predict(self, *args)
+        seen.append(logits.clone())
+        return features, logits
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MTPHead, "predict", seeing)
+        yield seen
+
+
+@pytest.fixture
+def make(make_tiny_model: Any, make_driver: Any) -> Callable[..., tuple[MTPModel, Driver]]:
+    def make_both(form: str = "qwen3.5", **options: Any) -> tuple[MTPModel, Driver]:
+        model = make_mtp_model(make_tiny_model, form)
+        return model, make_driver(model.spec, model.folder, speculative="mtp", **options)
+
+    return make_both
+
+
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("form", FORMS)
+def test_logits_are_those_of_plain_torch(make, form):
+    model, driver = make(form)
+    req = driver.start(TEXT)
+    for chunk in (4, 1, 7, 3):
+        driver.step([(req, chunk)])
+    for _ in range(3):  # later steps follow accepted and refused drafts
+        text = list(req.tokens)
+        with seen_logits() as seen:
+            draft(driver, [(req, 3)])
+        assert len(seen) == 3
+        drafts = [int(logits[0].argmax()) for logits in seen]
+        for ours, theirs in zip(seen, model.logits(text, drafts[:2]), strict=True):
+            torch.testing.assert_close(ours[0], theirs, atol=2e-3, rtol=2e-3)
+    assert req.output == model_greedy(model, TEXT, len(req.output))
+
+
+def model_greedy(model: MTPModel, tokens: Sequence[int], num: int) -> list[int]:
+    out = list(tokens)
+    with torch.inference_mode():
+        for _ in range(num):
+            out.append(int(model.model.lm_head(model.features(out)[-1]).argmax()))
+    return out[len(tokens) :]
+
+
+def held(driver: Driver, req: Request, num_pages: int) -> list[torch.Tensor]:
+    """Of the first pages: keys, values and scales of the drafter, without the first token's; features, positions."""
+    drafter = driver.runner.drafter
+    assert isinstance(drafter, FeatureDrafter)
+    memory = drafter._memory
+    pages = torch.tensor(req.pages[:num_pages])
+    views = [view[pages].float().flatten(0, 1)[1:] for view in memory.kv.views]
+    return [*views, memory.features[pages], memory.positions[pages]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_pages_do_not_depend_on_how_they_were_computed(make, seed):
+    """A chat in chunks, decodes and drafts of any number, beside others; and all of its tokens at once."""
+    model, driver = make("glm-4.5")
+    rng = np.random.default_rng(seed)
+    reqs = [driver.start(rng.integers(3, 90, 9 + n).tolist(), GREEDY) for n in range(2)]
+    while any(req.computed < len(req.tokens) - 1 for req in reqs):
+        lengths = [min(int(rng.integers(1, 6)), len(req.tokens) - req.computed) for req in reqs]
+        work = list(zip(reqs, lengths, strict=True))
+        driver.step(sorted((w for w in work if w[1]), key=lambda w: w[1] == 1))
+    while len(reqs[0].output) < 12:
+        draft(driver, [(req, int(rng.integers(0, 4))) for req in reqs])
+    for req in reqs:
+        again = driver.start(req.tokens[: req.computed], GREEDY)
+        driver.step([(again, req.computed)])
+        num_pages = req.computed // 4
+        for ours, theirs in zip(held(driver, req, num_pages), held(driver, again, num_pages), strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
+        features = model.features(req.tokens[: req.computed])[3 : 4 * num_pages : 4]
+        torch.testing.assert_close(held(driver, req, num_pages)[-2], features, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_a_prefix_loses_nothing(make):
+    """The drafts after a cached prefix are those without it."""
+    _, driver = make("deepseek-v3", num_host_pages=32)
+    first = driver.start(TEXT)
+    driver.step([(first, len(TEXT))])
+    with seen_logits() as expected:
+        draft(driver, [(first, 3)])
+    text = first.tokens[: len(TEXT)]
+    for prefix_len in (4, 8, 12):
+        again = driver.start(text, prefix=(first, prefix_len))
+        driver.step([(again, len(text) - prefix_len)])
+        with seen_logits() as found:
+            draft(driver, [(again, 3)])
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.slow
+def test_a_swapped_request_goes_on(make):
+    _, driver = make("glm-4.5", num_host_pages=32)
+    stays, goes = driver.start(TEXT), driver.start(TEXT)
+    for req in (stays, goes):
+        driver.step([(req, len(TEXT))])
+        draft(driver, [(req, 2)])
+    old_pages, host = goes.pages, list(range(len(goes.pages)))
+    driver.finish(goes, free=False)
+    driver.step([], swap_outs=list(zip(old_pages, host, strict=True)))
+    driver.pages += old_pages
+    back = driver.start(goes.tokens, GREEDY, prompt_len=len(TEXT))
+    back.pages = [driver.pages.pop(0) for _ in old_pages]
+    back.computed = back.prefix_len = goes.computed
+    driver.step([(back, 1)], swap_ins=list(zip(host, back.pages, strict=True)))
+    driver.step([(stays, 1)])
+    logits = []
+    for req in (stays, back):
+        with seen_logits() as seen:
+            draft(driver, [(req, 3)])
+        logits.append(seen)
+    for ours, theirs in zip(*logits, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.slow
+def test_drafts_are_sampled_with_the_requests_noise(make):
+    """With the model's own logits the drafts are its own tokens, though these are sampled at a high temperature."""
+    _, driver = make("glm-4.5")
+    sampling = SamplingParams(temperature=1.5, top_k=20, seed=7, max_new_tokens=64)
+    plain = driver.start(TEXT, sampling)
+    executor = SeeingExecutor(driver)
+    driver.step([(plain, len(TEXT))])
+    while len(plain.output) < 12:
+        driver.step([(plain, 1)])
+    driver.runner.executor = executor.inner
+    known = executor.logits
+
+    def predict(self: MTPHead, features: Any, ids: Any, positions: Any, *args: Any) -> Any:
+        return features, known[int(positions[0]) + 2 - len(TEXT)].clone()
+
+    req = driver.start(TEXT, sampling)
+    driver.step([(req, len(TEXT))])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MTPHead, "predict", predict)
+        assert [draft(driver, [(req, 3)]) for _ in range(2)] == [[4], [4]]
+    assert req.output == plain.output[: len(req.output)]
+
+
+@pytest.mark.slow
+def test_requests_of_a_step_have_drafts_of_their_own(make):
+    """A step of decodes and prompts with none, some and many drafts gives each the tokens of a life alone."""
+    _, driver = make("qwen3-next")
+    alone = []
+    for n in range(3):
+        req = driver.start(TEXT[n:])
+        driver.step([(req, len(req.tokens))])
+        while len(req.output) < 10:
+            driver.step([(req, 1)])
+        alone.append(req.output)
+    reqs = [driver.start(TEXT[n:]) for n in range(3)]
+    driver.step([(req, len(req.tokens)) for req in reqs])
+    for counts in ((0, 3, 1), (2, 0, 0), (0, 0, 5), (1, 1, 1), (3, 4, 0)):
+        draft(driver, list(zip(reqs, counts, strict=True)))
+    for req, expected in zip(reqs, alone, strict=True):
+        length = min(len(req.output), len(expected))
+        assert req.output[:length] == expected[:length]
