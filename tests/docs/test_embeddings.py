@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from engine.models.hub.built_in.fetch import cached_model
-from engine.models.hub.built_in.models import MINILM
+from engine.models.hub.built_in.models import DEFAULT_MODEL, MINILM
 from tests.e2e.serving import EngineServe
 
 from .conftest import DOCS
@@ -50,7 +50,19 @@ def run(command: list[str] | str, folder: Path, stdin: str = "", **options: Any)
     return stdout
 
 
-@pytest.mark.parametrize("command", requests())
+@pytest.mark.parametrize("command", [each for each in requests() if "/v1/decisions" in each])
+def test_a_decision(command, tmp_path):
+    if cached_model(DEFAULT_MODEL) is None:
+        pytest.skip("the default model is not in the cache; `engine pull` downloads it")
+    with EngineServe() as engine:
+        url = engine.wait_until_ready().url
+        answers = json.loads(run(command.replace(ADDRESS, url), tmp_path, shell=True))["answers"]
+        assert engine.stop() == 0, engine.log
+    assert [answer["type"] for answer in answers] == ["predicate", "choice", "score"]
+    assert all(answer["label_mass"] > 0.01 for answer in answers)
+
+
+@pytest.mark.parametrize("command", [each for each in requests() if "/v1/decisions" not in each])
 def test_a_request(server, command, tmp_path):
     answer = json.loads(run(command.replace(ADDRESS, server.url), tmp_path, shell=True))
     assert "error" not in answer
