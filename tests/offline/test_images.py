@@ -68,7 +68,7 @@ def test_several_chats_in_a_batch_and_as_a_stream(tiny, llm):
     [
         ({"type": "image", "image": np.zeros((2, 2, 2, 2))}, "an array of a message is no image"),
         ({"type": "image_url", "image_url": "data:;base64,AAAA"}, r"content\[1\]\.image_url is not an image"),
-        ({"type": "image", "image": "x.png"}, "only images are read here"),
+        ({"type": "image", "image": "x.png"}, "only images are read"),
     ],
 )
 def test_what_is_no_image_is_refused(llm, part, cause):

@@ -122,10 +122,14 @@ Content = str | list[dict[str, Any]]
 
 
 def joined_contents(first: Content, second: Content, separator: str) -> Content:
-    """The content of one message with the contents of two; parts need no separator."""
+    """The content of one message with the contents of two; the separator is between two texts."""
     if isinstance(first, str) and isinstance(second, str):
         return f"{first}{separator}{second}"
-    return [*parts_of(first), *parts_of(second)]
+    before, after = parts_of(first), parts_of(second)
+    if before and after and before[-1]["type"] == after[0]["type"] == "text":
+        text = f"{before[-1]['text']}{separator}{after[0]['text']}"
+        return [*before[:-1], {"type": "text", "text": text}, *after[1:]]
+    return [*before, *after]
 
 
 def parts_of(content: Content) -> list[dict[str, Any]]:

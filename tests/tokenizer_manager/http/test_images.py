@@ -231,13 +231,13 @@ def test_images_that_cannot_be_used_are_refused_by_their_path(seeing, make, caus
             "messages[0].content[0].image_url.detail",
             "must be one of auto, low, high",
         ),
-        ({"type": "video_url", "video_url": "x"}, "messages[0].content[0].type", "only images are read here"),
+        ({"type": "video_url", "video_url": "x"}, "messages[0].content[0].type", "only images are read"),
         (
             {"type": "input_audio", "input_audio": {}},
             "messages[0].content[0].type",
-            "only images are read here",
+            "only images are read",
         ),
-        ({"type": "file", "file": {}}, "messages[0].content[0].type", "only images are read here"),
+        ({"type": "file", "file": {}}, "messages[0].content[0].type", "only images are read"),
     ],
 )
 def test_other_parts_are_refused_by_their_path(seeing, bad, param, cause):
@@ -261,6 +261,85 @@ def test_images_with_more_tiles_than_the_encoder_cache_holds_are_refused(seeing)
     error = seeing.client.post(PATH, json=chat(large)).json()["error"]
 
     assert error["param"] == "messages" and "the images have 34 tiles with 136 rows" in error["message"]
+
+
+def _of_api(api: str, content: bytes) -> tuple[str, dict[str, Any]]:
+    """A question with an image, in the form of an API."""
+    data = base64.b64encode(content).decode()
+    match api:
+        case "responses":
+            image: dict[str, Any] = {"type": "input_image", "image_url": image_url(content), "detail": "low"}
+            texts = [{"type": "input_text", "text": text} for text in ("What?", "Say!")]
+            return "/v1/responses", {"input": [{"role": "user", "content": [texts[0], image, texts[1]]}]}
+        case "anthropic":
+            image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+            blocks = [{"type": "text", "text": "What?"}, image, {"type": "text", "text": "Say!"}]
+            return "/v1/messages", {"max_tokens": 4, "messages": [{"role": "user", "content": blocks}]}
+        case "ollama chat":
+            message = {"role": "user", "content": "What?", "images": [data]}
+            return "/api/chat", {"messages": [message], "stream": False}
+        case _:
+            return "/api/generate", {"prompt": "What?", "images": [data], "stream": False}
+
+
+APIS = {
+    "responses": "input[0].content[1].image_url",
+    "anthropic": "messages[0].content[1].source.data",
+    "ollama chat": "messages[0].images[0]",
+    "ollama generate": "images[0]",
+}
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_images_in_other_apis(seeing, api):
+    path, body = _of_api(api, file_of(picture(16, 16)))
+
+    assert seeing.client.post(path, json=body).status_code == 200
+
+    request = seeing.engine.next_request()
+    before, _, rest = text_of(request).partition("<fake_token_around_image>")
+    after = rest.rpartition("<fake_token_around_image>")[2]
+    assert len(request.media) == 1 and ids_of(request).count(IMAGE_ID) == request.media[0].shape[0] * ROWS
+    assert (before, after) == (("user:", "What?;") if api.startswith("ollama") else ("user:What?", "Say!;"))
+    path, body = _of_api(api, b"no image")
+    refused = seeing.client.post(path, json=body)
+    assert refused.status_code == 400 and f"{APIS[api]} is not an image" in refused.text
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_other_apis_of_a_model_without_a_tower_refuse_images(answering, api):
+    path, body = _of_api(api, PICTURE)
+
+    refused = answering.client.post(path, json=body)
+
+    assert refused.status_code == 400 and "serves only the text of this model" in refused.text
+
+
+@pytest.mark.parametrize(
+    ("path", "bad", "cause"),
+    [
+        ("/v1/responses", {"type": "input_image", "file_id": "f"}, "this server keeps no files"),
+        ("/v1/responses", {"type": "input_image"}, "image_url is missing"),
+        ("/v1/responses", {"type": "input_file", "file_data": "x"}, "only images are read"),
+        (
+            "/v1/messages",
+            {"type": "image", "source": {"type": "file", "file_id": "f"}},
+            "must be base64 or url",
+        ),
+        ("/v1/messages", {"type": "image", "source": {"type": "base64"}}, "source.data is missing"),
+        (
+            "/v1/messages",
+            {"type": "image", "source": {"type": "url", "url": "https://x/y"}},
+            "fetches no URLs",
+        ),
+    ],
+)
+def test_images_of_other_apis_that_cannot_be_used(seeing, path, bad, cause):
+    key, more = ("input", {}) if path == "/v1/responses" else ("messages", {"max_tokens": 4})
+
+    refused = seeing.client.post(path, json={key: [{"role": "user", "content": [bad]}], **more})
+
+    assert refused.status_code == 400 and cause in refused.text
 
 
 def test_only_messages_of_the_user_have_images(seeing):

@@ -25,6 +25,7 @@ from ..schema.constraints import json_schema
 from ..schema.errors import renamed_fields
 from ..schema.field_policy import NOTHING, PART_POLICY, RESULT_POLICY, Notes, policy_of
 from ..schema.generation_fields import SamplingFields, at_least_one
+from ..schema.image_parts import RequestImages
 from ..schema.parts import (
     MEDIA_PARTS,
     left_out,
@@ -84,7 +85,7 @@ prompt would share a prefix with the one before it."""
 
 
 def read_messages(
-    body: Body, config: EngineConfig, defaults: SamplingDefaults
+    body: Body, config: EngineConfig, defaults: SamplingDefaults, *, sees_images: bool = False
 ) -> tuple[MessagesRequest, GenerationRequest]:
     """Check a request of `/v1/messages`; `defaults`: for the sampling fields that it leaves out.
 
@@ -95,7 +96,7 @@ def read_messages(
     notes = Notes(MESSAGES_POLICY.check(body, strict=strict), strict=strict)
     request = convert(body, MessagesRequest)
     _note_edits(body, notes)
-    conversation, constraint = _conversation(request, config, notes)
+    conversation, constraint = _conversation(request, config, notes, sees_images=sees_images)
     fields = SamplingFields(stop=request.stop_sequences, **{name: getattr(request, name) for name in NUMBERS})
     with renamed_fields(NAMES):
         sampling = fields.sampling(
@@ -143,7 +144,9 @@ def user_of(request: MessagesRequest) -> tuple[str | None, str | None]:
     return user, session if isinstance(session, str) else None
 
 
-def read_count(body: Body, config: EngineConfig) -> tuple[CountTokensRequest, GenerationRequest]:
+def read_count(
+    body: Body, config: EngineConfig, *, sees_images: bool = False
+) -> tuple[CountTokensRequest, GenerationRequest]:
     """Check a request of `/v1/messages/count_tokens`.
 
     Raises:
@@ -153,7 +156,7 @@ def read_count(body: Body, config: EngineConfig) -> tuple[CountTokensRequest, Ge
     notes = Notes(COUNT_POLICY.check(body, strict=strict), strict=strict)
     request = convert(body, CountTokensRequest)
     _note_edits(body, notes)
-    conversation, _ = _conversation(request, config, notes)
+    conversation, _ = _conversation(request, config, notes, sees_images=sees_images)
     return request, GenerationRequest(
         conversation=conversation, prompt_param="messages", names=NAMES, warnings=notes.warnings
     )
@@ -170,7 +173,7 @@ def _note_edits(body: Body, notes: Notes) -> None:
 
 
 def _conversation(
-    request: CountTokensRequest, config: EngineConfig, notes: Notes
+    request: CountTokensRequest, config: EngineConfig, notes: Notes, *, sees_images: bool
 ) -> tuple[Conversation, Constraint | None]:
     if not request.messages:
         raise refused("messages", "is empty; a chat has at least one message", "empty_prompt")
@@ -180,8 +183,9 @@ def _conversation(
         system = _system(request.system)
         if system:
             history.system(system)
+    images = RequestImages(config.limits) if sees_images else None
     for at, message in objects(request.messages, "messages"):
-        _read_message(message, at, history, notes)
+        _read_message(message, at, history, notes, images)
     output = convert(request.output_config or {}, OutputConfig, "output_config")
     constraint = None if output.format is None else _format(output.format, config)
     if constraint is not None:
@@ -212,7 +216,9 @@ def _system(value: str | list[dict[str, Any]]) -> str:
     )
 
 
-def _read_message(message: Body, at: str, history: History, notes: Notes) -> None:
+def _read_message(
+    message: Body, at: str, history: History, notes: Notes, images: RequestImages | None
+) -> None:
     notes.check(_MESSAGE, message, at)
     role = one_of(message.get("role"), ("user", "assistant", "system"), f"{at}.role")
     content = message.get("content")
@@ -225,7 +231,10 @@ def _read_message(message: Body, at: str, history: History, notes: Notes) -> Non
             "invalid_type",
         )
     for place, block in objects(content, f"{at}.content"):
-        _read_block(block, role, place, history, notes)
+        if role == "user" and images is not None and (image := images.anthropic_block(block, place, notes)):
+            history.user([image])
+        else:
+            _read_block(block, role, place, history, notes)
 
 
 def _read_block(block: Body, role: str, at: str, history: History, notes: Notes) -> None:

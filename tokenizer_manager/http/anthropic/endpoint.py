@@ -75,7 +75,9 @@ async def count_tokens(exchange: Exchange, engine: Engine) -> None:
 
 
 def _read(body: dict[str, Any], engine: Engine, caller: Caller) -> tuple[MessagesRequest, GenerationRequest]:
-    request, generation = read_messages(body, engine.config, engine.sampling_defaults)
+    request, generation = read_messages(
+        body, engine.config, engine.sampling_defaults, sees_images=engine.sees_images
+    )
     user, session = user_of(request)
     scheduling = caller.scheduling(request, user, body=body, user_session=session)
     scheduling = engine.with_adapter(scheduling, request.model)
@@ -83,7 +85,7 @@ def _read(body: dict[str, Any], engine: Engine, caller: Caller) -> tuple[Message
 
 
 def _read_count(body: dict[str, Any], engine: Engine) -> GenerationRequest:
-    request, generation = read_count(body, engine.config)
+    request, generation = read_count(body, engine.config, sees_images=engine.sees_images)
     engine.check_model(request.model)
     return generation
 

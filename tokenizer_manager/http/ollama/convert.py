@@ -18,7 +18,7 @@ from ....runtime.config.answer_config import RequestLimits
 from ....runtime.config.engine_config import EngineConfig
 from ....runtime.sampling_defaults import SamplingDefaults
 from ....runtime.sampling_params import MAX_TEMPERATURE, SamplingParams
-from ...conversation.conversation import Conversation, History, ReasoningOptions, Tool
+from ...conversation.conversation import Conversation, History, ReasoningOptions, Tool, parts_of
 from ...conversation.deltas import CallArguments, CallBegin, CallEnd, Content, Delta, Reasoning
 from ...conversation.parsing.json_text import object_of
 from ...generation import Constraint, GenerationRequest
@@ -27,6 +27,7 @@ from ..schema.constraints import json_object, json_schema
 from ..schema.errors import renamed_fields
 from ..schema.field_policy import CALL_POLICY, Notes, policy_of
 from ..schema.generation_fields import SamplingFields
+from ..schema.image_parts import RequestImages
 from ..schema.parts import ONLY_TEXT, left_out, result_text
 from ..schema.values import (
     Body,
@@ -80,7 +81,12 @@ _MESSAGE: Final = policy_of(
 
 
 def read_chat(
-    body: Body, config: EngineConfig, defaults: SamplingDefaults, *, max_model_len: int
+    body: Body,
+    config: EngineConfig,
+    defaults: SamplingDefaults,
+    *,
+    max_model_len: int,
+    sees_images: bool = False,
 ) -> tuple[OllamaChatRequest, GenerationRequest]:
     """Check a request of `/api/chat`; without messages, the client only wants the model to be loaded.
 
@@ -95,16 +101,22 @@ def read_chat(
     limit = config.limits.max_messages
     check_limit("messages", len(messages), "messages", limit, "max_messages")
     calls = _Calls()
+    images = RequestImages(config.limits) if sees_images else None
     for at, message in objects(messages, "messages"):
         notes.check(_MESSAGE, message, at)
-        _read_message(message, at, history, calls, notes)
+        _read_message(message, at, history, calls, notes, images)
     tools = _tools(request.tools or [])
     generation = _read(request, history, tools, "messages", config, defaults, max_model_len, notes)
     return request, generation
 
 
 def read_generate(
-    body: Body, config: EngineConfig, defaults: SamplingDefaults, *, max_model_len: int
+    body: Body,
+    config: EngineConfig,
+    defaults: SamplingDefaults,
+    *,
+    max_model_len: int,
+    sees_images: bool = False,
 ) -> tuple[OllamaGenerateRequest, GenerationRequest]:
     """Check a request of `/api/generate`; a raw prompt is not rendered.
 
@@ -115,14 +127,17 @@ def read_generate(
     notes = Notes(GENERATE_POLICY.check(body, strict=strict), strict=strict)
     request = convert(body, OllamaGenerateRequest)
     history = History()
+    if request.images and not sees_images:
+        raise refused("images", f"has images, {ONLY_TEXT}", "unsupported_value")
     if request.raw:
-        for name in ("system", "format", "think"):
+        for name in ("system", "format", "think", "images"):
             if getattr(request, name):
                 raise refused(name, "cannot be combined with raw; send one of them", "unsupported_value")
     elif request.prompt:
         if request.system:
             history.system(request.system)
-        history.user(request.prompt)
+        images = RequestImages(config.limits).ollama(request.images or [], "images")
+        history.user([*images, {"type": "text", "text": request.prompt}] if images else request.prompt)
     generation = _read(request, history, (), "prompt", config, defaults, max_model_len, notes)
     if request.raw and request.prompt:
         generation = replace(generation, prompts=[request.prompt], conversation=None)
@@ -190,9 +205,14 @@ class _Calls:
         return self.begin(name or "")
 
 
-def _read_message(message: Body, at: str, history: History, calls: _Calls, notes: Notes) -> None:
+def _read_message(
+    message: Body, at: str, history: History, calls: _Calls, notes: Notes, images: RequestImages | None
+) -> None:
     role = one_of(message.get("role"), ("system", "user", "assistant", "tool"), f"{at}.role")
-    if message.get("images"):
+    parts: list[dict[str, Any]] = []
+    if message.get("images") and role == "user" and images is not None:
+        parts = images.ollama(message["images"], f"{at}.images")
+    elif message.get("images"):
         if role in ("system", "user"):
             raise refused(f"{at}.images", f"has images, {ONLY_TEXT}", "unsupported_value")
         left_out("images", at, notes)
@@ -204,7 +224,7 @@ def _read_message(message: Body, at: str, history: History, calls: _Calls, notes
         case "system":
             history.system(content)
         case "user":
-            history.user(content)
+            history.user([*parts, *parts_of(content)] if parts else content)
         case "tool":
             name = optional_text(message.get("tool_name") or message.get("name"), f"{at}.tool_name")
             history.result(calls.end(name), content, name)

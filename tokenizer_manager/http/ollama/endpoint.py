@@ -63,7 +63,13 @@ def _read(
     caller: Caller,
 ) -> tuple[OllamaFields, GenerationRequest]:
     max_model_len = engine.manager.capacity.max_model_len
-    request, generation = reader(body, engine.config, engine.sampling_defaults, max_model_len=max_model_len)
+    request, generation = reader(
+        body,
+        engine.config,
+        engine.sampling_defaults,
+        max_model_len=max_model_len,
+        sees_images=engine.sees_images,
+    )
     scheduling = engine.with_adapter(caller.scheduling(request), request.model)
     return request, replace(generation, scheduling=scheduling)
 

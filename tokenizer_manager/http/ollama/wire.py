@@ -55,6 +55,7 @@ class OllamaGenerateRequest(OllamaFields, kw_only=True):
     """Body of `POST /api/generate`."""
 
     prompt: str | None = None
+    images: list[str] | None = None
     system: str | None = None
     raw: bool | None = None
 
@@ -74,7 +75,6 @@ class OllamaPullRequest(OllamaShowRequest, kw_only=True):
 
 _NO_EFFECT: Final = {"keep_alive"}
 _NOT_YET: Final[NotYet] = {
-    "images": (),
     "logprobs": (False,),
     "template": (),
     "top_logprobs": (0,),
@@ -109,7 +109,7 @@ OPTIONS_POLICY: Final = FieldPolicy(
 
 CHAT_POLICY: Final = FieldPolicy(
     OllamaChatRequest,
-    _NOT_YET,
+    _NOT_YET | {"images": ()},
     no_effect=_NO_EFFECT,
     nested={
         "options": OPTIONS_POLICY,

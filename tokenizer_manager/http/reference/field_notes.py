@@ -42,6 +42,7 @@ NOTES: Final[Mapping[str, str]] = {
     "instruction": "What makes a document relevant, for rerankers that take an instruction.",
     "instructions": "The system prompt.",
     "system": "The system prompt.",
+    "images": "Image files in base64, before the prompt, for models that see them.",
     "model": "Name of the served model; left out, it is that model.",
     "name": "Another name of `model`.",
     "tokens": "Token ids.",

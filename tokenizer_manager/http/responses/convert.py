@@ -12,7 +12,14 @@ from ....runtime.config.answer_config import RequestLimits
 from ....runtime.config.engine_config import EngineConfig
 from ....runtime.errors import RequestError
 from ....runtime.sampling_defaults import SamplingDefaults
-from ...conversation.conversation import Conversation, History, ReasoningOptions, Tool
+from ...conversation.conversation import (
+    TEXT_SEPARATOR,
+    Content,
+    Conversation,
+    History,
+    ReasoningOptions,
+    Tool,
+)
 from ...conversation.parameters import CUSTOM_INPUT
 from ...generation import Constraint, GenerationRequest, warm_up_of
 from ..openai.messages import checked_template_variables
@@ -22,7 +29,8 @@ from ..schema.constraints import constraint_of, json_object, json_schema
 from ..schema.errors import renamed_fields
 from ..schema.field_policy import PART_POLICY, RESULT_POLICY, Notes, policy_of
 from ..schema.generation_fields import answer_limit
-from ..schema.parts import left_out, result_text, text_of
+from ..schema.image_parts import RequestImages
+from ..schema.parts import ONLY_IMAGES, left_out, part_text, refuse_or_note, result_text, text_of
 from ..schema.values import (
     Body,
     check_limit,
@@ -75,6 +83,8 @@ def read_responses(
     config: EngineConfig,
     defaults: SamplingDefaults,
     find_item: Callable[[str], Body | None] = lambda item_id: None,
+    *,
+    sees_images: bool = False,
 ) -> tuple[ResponsesRequest, GenerationRequest]:
     """Check a request.
 
@@ -83,6 +93,7 @@ def read_responses(
         config: settings of the server.
         defaults: for the sampling fields that the request leaves out.
         find_item: an item of an earlier answer by its id, for `item_reference`.
+        sees_images: messages of the user may have images.
 
     Raises:
         RequestError: a field is refused; names its path.
@@ -97,7 +108,7 @@ def read_responses(
     history = History()
     if request.instructions:
         history.system(request.instructions)
-    read_items(request.input, history, notes, config.limits, find_item)
+    read_items(request.input, history, notes, config.limits, find_item, sees_images=sees_images)
     _check_include(request.include or (), notes)
     tools = _tools(request.tools or [], notes)
     text = convert(request.text or {}, TextOptions, "text")
@@ -147,16 +158,18 @@ def read_items(
     notes: Notes,
     limits: RequestLimits,
     find_item: Callable[[str], Body | None] = lambda item_id: None,
+    *,
+    sees_images: bool = False,
 ) -> None:
     """Add a text or items to a history.
 
     Args:
-        find_item: as in `read_responses`.
+        find_item, sees_images: as in `read_responses`.
 
     Raises:
         RequestError: one is refused; names its path in `input`.
     """
-    reader = _ItemReader(history, notes, find_item)
+    reader = _ItemReader(history, notes, find_item, RequestImages(limits) if sees_images else None)
     if isinstance(value, str):
         if not value:
             raise refused("input", "is empty; a chat has at least one message", "empty_prompt")
@@ -176,7 +189,14 @@ def read_items(
 class _ItemReader:
     """Reads items into a history; those that this server does not know are left out."""
 
-    def __init__(self, history: History, notes: Notes, find_item: Callable[[str], Body | None]) -> None:
+    def __init__(
+        self,
+        history: History,
+        notes: Notes,
+        find_item: Callable[[str], Body | None],
+        images: RequestImages | None,
+    ) -> None:
+        self._images = images
         self._history = history
         self._notes = notes
         self._find_item = find_item
@@ -248,6 +268,9 @@ class _ItemReader:
     def _read_message(self, item: Body, at: str) -> None:
         role = one_of(item.get("role"), _ROLES, f"{at}.role")
         notes = self._notes if role == "assistant" else None
+        if role == "user" and self._images is not None and isinstance(item.get("content"), list):
+            self._history.user(self._content(item["content"], f"{at}.content", self._images))
+            return
         text = text_of(item.get("content"), f"{at}.content", notes)
         match role:
             case "user":
@@ -256,6 +279,19 @@ class _ItemReader:
                 self._history.assistant(text)
             case _:
                 self._history.system(text)
+
+    def _content(self, parts: list[Any], at: str, images: RequestImages) -> Content:
+        read: list[dict[str, Any]] = []
+        texts: list[str] = []
+        for place, part in objects(parts, at):
+            if (text := part_text(part, place)) is not None:
+                texts.append(text)
+                read.append({"type": "text", "text": text})
+            elif (image := images.input_image(part, place, self._notes)) is not None:
+                read.append(image)
+            else:
+                refuse_or_note(part, place, None, ONLY_IMAGES)
+        return TEXT_SEPARATOR.join(texts) if len(texts) == len(read) else read
 
 
 def _text(item: Body, key: str, at: str) -> str:

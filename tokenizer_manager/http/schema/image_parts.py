@@ -8,15 +8,19 @@ import msgspec
 
 from ....runtime.config.answer_config import RequestLimits
 from ....runtime.errors import RequestError
-from ...media.sources import Detail, ImageSource, image_of_url
+from ...media.sources import Detail, ImageSource, bytes_of_base64, image_of_bytes, image_of_url
 from .cache_fields import BREAKPOINTS
 from .field_policy import Notes, policy_of
-from .values import Body, convert, refused, show
+from .values import Body, convert, optional_text, refused, show
 
 _DETAILS: Final = ("auto", "low", "high")
 _CHAT_PART: Final = policy_of(
     (), ("id", "uuid", *BREAKPOINTS), {"image_url": policy_of(("url", "detail"), ("uuid",))}
 )
+
+
+_INPUT_IMAGE: Final = policy_of(("image_url", "detail", "file_id"), ("id", *BREAKPOINTS))
+_BLOCK: Final = policy_of((), ("cache_control",), {"source": policy_of(("data", "url"), ("media_type",))})
 
 
 class ImageUrl(msgspec.Struct):
@@ -51,6 +55,62 @@ class RequestImages:
         self.count(place)
         return image_part(image_of_url(given.url, where, detail_of(given.detail, f"{place}.detail")))
 
+    def input_image(self, part: Body, at: str, notes: Notes) -> dict[str, Any] | None:
+        """A part of a response's input; None: it is no image.
+
+        Raises:
+            RequestError: it is an image that cannot be used.
+        """
+        if part.get("type") != "input_image":
+            return None
+        notes.check(_INPUT_IMAGE, part, at)
+        if part.get("file_id"):
+            raise refused(
+                f"{at}.file_id", "is set, but this server keeps no files; send image_url", "unsupported_value"
+            )
+        url = _required(part, "image_url", at)
+        self.count(at)
+        detail = optional_text(part.get("detail"), f"{at}.detail")
+        return image_part(image_of_url(url, f"{at}.image_url", detail_of(detail, f"{at}.detail")))
+
+    def anthropic_block(self, block: Body, at: str, notes: Notes) -> dict[str, Any] | None:
+        """A block of Anthropic's messages; None: it is no image.
+
+        Raises:
+            RequestError: it is an image that cannot be used.
+        """
+        if block.get("type") != "image":
+            return None
+        notes.check(_BLOCK, block, at)
+        source, place = convert(block.get("source") or {}, dict[str, Any], f"{at}.source"), f"{at}.source"
+        self.count(at)
+        match source.get("type"):
+            case "base64":
+                data = _required(source, "data", place)
+                return image_part(image_of_bytes(bytes_of_base64(data, f"{place}.data"), f"{place}.data"))
+            case "url":
+                return image_part(image_of_url(_required(source, "url", place), f"{place}.url"))
+            case kind:
+                raise refused(
+                    f"{place}.type", f"is {show(kind)}, but it must be base64 or url", "invalid_value"
+                )
+
+    def ollama(self, value: object, at: str) -> list[dict[str, Any]]:
+        """The images of a message of Ollama's API: a list of files in base64.
+
+        Raises:
+            RequestError: one cannot be used.
+        """
+        images = []
+        for number, text in enumerate(convert(value, list[str], at)):
+            place = f"{at}[{number}]"
+            self.count(place)
+            is_url = text.startswith("data:")
+            images.append(
+                image_of_url(text, place) if is_url else image_of_bytes(bytes_of_base64(text, place), place)
+            )
+        return [image_part(image) for image in images]
+
     def count(self, at: str) -> None:
         """Count an image.
 
@@ -65,6 +125,12 @@ class RequestImages:
                 param=at,
                 code="too_many_images",
             )
+
+
+def _required(part: Body, key: str, at: str) -> str:
+    if part.get(key) is None:
+        raise refused(f"{at}.{key}", "is missing; an image must have it", "missing_field")
+    return convert(part[key], str, f"{at}.{key}")
 
 
 def image_part(source: ImageSource) -> dict[str, Any]:

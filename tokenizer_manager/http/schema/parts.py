@@ -43,9 +43,7 @@ MEDIA_PARTS: Final = frozenset(
 ONLY_TEXT: Final = (
     "but the engine serves only the text of this model; leave it out, or describe the contents in words"
 )
-ONLY_IMAGES: Final = (
-    "but only images are read here, in messages of the user, as image_url parts; leave it out"
-)
+ONLY_IMAGES: Final = "but of other media only images are read, in messages of the user; leave it out"
 _MAX_SHOWN: Final = 60
 
 
