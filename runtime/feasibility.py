@@ -36,6 +36,7 @@ class Capacity(Record, frozen=True):
         num_encoder_rows: rows of images that the runner's buffer holds, a multiple of `encoder_tile_rows`; 0: the
             model takes no images.
         encoder_tile_rows: rows of each tile of an image; 0 without images.
+        encoder_tile_parts: steps among which the work on a tile can be divided.
     """
 
     max_model_len: int
@@ -51,6 +52,7 @@ class Capacity(Record, frozen=True):
     num_stages: int = 1
     num_encoder_rows: int = 0
     encoder_tile_rows: int = 0
+    encoder_tile_parts: int = 1
 
     @property
     def max_total_tokens(self) -> int:

@@ -152,6 +152,9 @@ class Encode(Record, frozen=True):
         pixels, shape: as in `MediaItem`.
         first_tile, num_tiles: the tiles to encode.
         first_row: the first of their rows in the runner's buffer, which are consecutive.
+        first_part, num_parts: the work on a single tile, if it is divided among steps: of its
+            `Capacity.encoder_tile_parts` parts those from `first_part` on; the parts before are done, and no other tile
+            has had these rows since. 0 parts: all.
     """
 
     pixels: str
@@ -159,6 +162,8 @@ class Encode(Record, frozen=True):
     first_tile: int
     num_tiles: int
     first_row: int
+    first_part: int = 0
+    num_parts: int = 0
 
 
 class RowUpdate(Record, frozen=True):

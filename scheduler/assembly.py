@@ -110,7 +110,9 @@ class SchedulerParts:
         parallel_samples = ParallelSamples(states)
         self.adapters = AdapterTable(is_enabled=capacity.num_adapter_slots > 0)
         self.adapter_slots = AdapterSlots(capacity.num_adapter_slots, self.adapters)
-        self.encoder_cache = EncoderCache(capacity.num_encoder_rows, capacity.encoder_tile_rows)
+        self.encoder_cache = EncoderCache(
+            capacity.num_encoder_rows, capacity.encoder_tile_rows, capacity.encoder_tile_parts
+        )
         limits = StepLimits.of(config)
         caps = StepCaps(limits, page_size=page_size, num_rows=num_rows, max_model_len=capacity.max_model_len)
         self.grammar_drafts = GrammarDrafts(states)
@@ -134,7 +136,7 @@ class SchedulerParts:
             priority_threshold=config.priority_preemption_threshold,
         )
         self.estimator = estimator = make_estimator(config, page_size)
-        target = StepTarget(limits.target_step_ms / 1000)
+        target = StepTarget(limits.target_step_ms / 1000, capacity.encoder_tile_parts)
         self.out_of_memory = OutOfMemory(requests, preemption, caps)
         reservations = Reservations(requests, states, estimator, page_size)
         admission = Admission(

@@ -38,7 +38,8 @@ class ScheduleBatch(msgspec.Struct, frozen=True, eq=False):
         draft_methods: [num_drafts] uint8, see `Drafts`.
         sampled: [S] batch indices of the requests that sample. `StepResult.next_token_ids` is in this order.
         has_grammar: a request that samples has a grammar.
-        num_tiles: tiles of images that the step encodes, by the rid of the request that needs them first.
+        num_tiles: tiles of images that the step encodes, or whose last part it does, by the rid of the request that
+            needs them first.
     """
 
     plan: StepPlan
@@ -76,7 +77,8 @@ class ScheduleBatch(msgspec.Struct, frozen=True, eq=False):
         ):
             checksum = zlib.crc32(array, checksum)
         for encode in plan.encodes:
-            checksum = zlib.crc32(encode.first_row.to_bytes(4, "little"), checksum)
+            where = (encode.first_row, encode.first_part, encode.num_parts)
+            checksum = zlib.crc32(np.array(where, dtype=np.int32).tobytes(), checksum)
         for new in plan.new_reqs:
             checksum = zlib.crc32(new.media, checksum)
         return zlib.crc32(plan.swap_ins, zlib.crc32(plan.swap_outs, checksum))

@@ -185,4 +185,5 @@ def capacity_of(config: EngineConfig, spec: ModelSpec) -> Capacity:
         num_stages=config.parallel.pp,
         num_encoder_rows=config.cache.mm_encoder_cache_tokens,
         encoder_tile_rows=0 if spec.vision is None else spec.vision.rows_per_tile,
+        encoder_tile_parts=1 if spec.vision is None else spec.vision.num_parts,
     )

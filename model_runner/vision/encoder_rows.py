@@ -9,7 +9,7 @@ read becomes rows of NaN, so every request with the image ends with an error, an
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -61,11 +61,19 @@ class EncoderRows:
         self.rows = torch.zeros((num_rows, size), dtype=tower.dtype, device=device)
         self._tower = tower
         self._failures: dict[int, str] = {}  # by the first row of a tile
+        self._begun: dict[
+            int, Iterator[torch.Tensor | None]
+        ] = {}  # the same: work of which other steps do the rest
 
     def encode(self, encodes: Sequence[Encode]) -> None:
-        """Compute the rows of tiles, one tile after the other."""
+        """Compute the rows of tiles, one tile after the other, or do parts of that."""
         per_tile = self._tower.spec.rows_per_tile
         for item in encodes:
+            if item.first_part and item.first_row in self._begun:
+                self._go_on(item.first_row, item.num_parts)
+                continue
+            if item.first_part:
+                continue  # it could not be read when it was begun
             tiles = self._read(item)
             for number in range(item.num_tiles):
                 first = item.first_row + number * per_tile
@@ -74,7 +82,20 @@ class EncoderRows:
                     self._failures[first] = tiles
                     continue
                 self._failures.pop(first, None)
+                if item.num_parts:
+                    self._begun[first] = self._tower.parts_of(torch.from_numpy(tiles[number]))
+                    self._go_on(first, item.num_parts)
+                    continue
                 self.rows[first : first + per_tile] = self._tower.encode(torch.from_numpy(tiles[number]))
+
+    def _go_on(self, first_row: int, num_parts: int) -> None:
+        """Do parts of the work on a tile, which keeps its activations between them."""
+        work, per_tile = self._begun[first_row], self._tower.spec.rows_per_tile
+        for _ in range(num_parts):
+            rows = next(work)
+            if rows is not None:
+                self.rows[first_row : first_row + per_tile] = rows
+                del self._begun[first_row]
 
     def failure(self, rows: Int64s) -> str | None:
         """Why some of these rows could not be computed; None: nothing is known against them."""

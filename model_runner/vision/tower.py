@@ -27,6 +27,8 @@ from ..layers.norm import LayerNorm
 from ..weights.linear_format import PlainFormat
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
     from ...models.spec.vision_spec import VisionSpec
@@ -63,14 +65,23 @@ class Tower:
 
     def encode(self, tile: Tensor) -> Tensor:
         """[side, side, 3] uint8, in RGB, on any device -> [rows per tile, hidden of the language model]."""
+        *_, rows = self.parts_of(tile)
+        assert rows is not None
+        return rows
+
+    def parts_of(self, tile: Tensor) -> Iterator[Tensor | None]:
+        """The same in `VisionSpec.num_parts` parts: None after each of them but the last, which gives the rows."""
         x = self._patches(self._patches_of(tile), self._patches_bias)
         residual = self._add(x, self._positions.clone())
         norms = [layer.attention_norm for layer in self._layers[1:]] + [self._final_norm]
         x = self._layers[0].attention_norm(residual)
         for layer, next_norm in zip(self._layers, norms, strict=True):
             x, residual = layer.mlp_norm.add(layer.attend(x), residual)
+            yield None
             x, residual = next_norm.add(layer.mlp(x), residual)
-        return self._projection(joined(x, self.spec.grid, self.spec.scale_factor))
+            if next_norm is not self._final_norm:
+                yield None
+        yield self._projection(joined(x, self.spec.grid, self.spec.scale_factor))
 
     def _patches_of(self, tile: Tensor) -> Tensor:
         """[P, 3 * S * S] normalized values, by color, then by row; rounded as transformers' processors do."""

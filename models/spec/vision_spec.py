@@ -74,6 +74,11 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
         return (self.grid // self.scale_factor) ** 2
 
     @property
+    def num_parts(self) -> int:
+        """Parts into which the work on a tile can be divided: the halves of its layers."""
+        return 2 * self.num_layers
+
+    @property
     def patch_values(self) -> int:
         """Values of a patch: its pixels in three colors."""
         return 3 * self.patch_size**2

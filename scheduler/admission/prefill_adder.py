@@ -108,6 +108,7 @@ class PrefillAdder:
         self._partial.count(remaining, length)
         if length <= 0:
             page_size = self._kv.page_size
+            self._tiles.ahead(req, num_computed)
             if self._whole_pages(num_computed, limit) > 0:
                 result, reason = AddReqResult.NO_TOKEN, Reason.NO_KV
             else:
@@ -156,7 +157,10 @@ class PrefillAdder:
         length, refusal = self._cut(req, ready_len, extend_len)
         if refusal is not None:
             have = limit if by_time else budget.rem_step_tokens
-            result = AddReqResult.SKIP if refusal is Reason.ENCODE_TIME else AddReqResult.OTHER
+            result = AddReqResult.OTHER
+            if refusal is Reason.ENCODE_TIME:
+                result = AddReqResult.SKIP
+                self._tiles.ahead(req, ready_len)
             return Verdict(req.rid, result, refusal, ready_len, extend_len, 0, extend_len, have)
         chunk = Chunk(req, ready_len, length, is_first=True, is_last=length == extend_len)
         reason = self._reason(chunk, alone=self._alone, by_time=by_time)

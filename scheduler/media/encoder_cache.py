@@ -1,14 +1,15 @@
 """`EncoderCache`: the rows of the encoder's buffer in the runner: which tile of an image has which, and until when.
 
-A tile is encoded before the step, or in the step, that first reads its rows. Rows are given out by whole tiles, so
-nothing fragments. The unit of the cache is a tile, by the digest of its image and its number: a request that needs the
-end of an image, because the prefix cache has the beginning, takes only the rows of the rest. A tile is
+A tile is encoded before the step, or in the step, that first reads its rows; its work may be divided among steps. Rows
+are given out by whole tiles, so nothing fragments. The unit of the cache is a tile, by the digest of its image and its
+number: a request that needs the end of an image, because the prefix cache has the beginning, takes only the rows of the
+rest. A tile is
 
     free      it has no owner
     promised  a request was admitted that will read it, and it is not encoded yet
     used      it is encoded, and a request will read it
-    idle      it is encoded, and no request needs it: kept for the next request with the same image, and given away
-              when rows are short, the longest idle one first
+    idle      it is encoded, or begun, and no request with a row needs it: kept for the next request with the same
+              image, and given away when rows are short, the longest idle one first
 
     free + idle + used + promised == total
 
@@ -20,6 +21,7 @@ retracted. A tile that is given away is overwritten by a later plan, and the run
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -37,15 +39,23 @@ TileKey = tuple[bytes, int]
 
 
 class _Tile:
-    """An owner of rows; `users`: places in prompts that will read them."""
+    """An owner of rows; `users`: places in prompts that will read them; `num_parts`: of its work that are planned."""
 
-    __slots__ = ("is_encoded", "key", "slot", "users")
+    __slots__ = ("is_encoded", "key", "num_parts", "slot", "users")
 
     def __init__(self, key: TileKey, slot: int) -> None:
         self.key = key
         self.slot = slot
-        self.users = 0
+        self.users = self.num_parts = 0
         self.is_encoded = False
+
+
+class PlannedTile(NamedTuple):
+    """A tile on which a step works, for the request `rid`, and the number of parts of that work."""
+
+    wants: PromptTile
+    rid: str
+    num_parts: int
 
 
 class EncodeWork(NamedTuple):
@@ -54,7 +64,7 @@ class EncodeWork(NamedTuple):
     Attributes:
         encodes: see `StepPlan`.
         placements: [n, 3] int32 for each request that starts with images: `NewReq.media`.
-        num_tiles: tiles that are encoded, by the rid of the request that needs them first.
+        num_tiles: tiles of which the last part is planned, by the rid of the request that needs them first.
     """
 
     encodes: tuple[Encode, ...] = ()
@@ -71,15 +81,19 @@ class EncoderCache:
     Attributes:
         hits_total: tiles that requests found encoded when they were admitted.
         encoded_total: tiles that were encoded.
+        planned: the tiles on which the step of this pass works; a `TileBudget` fills it, `plan` empties it.
     """
 
-    def __init__(self, num_rows: int, tile_rows: int) -> None:
+    def __init__(self, num_rows: int, tile_rows: int, tile_parts: int = 1) -> None:
         """Start with all rows free.
 
         Args:
             num_rows: of the buffer, a multiple of `tile_rows`; 0: the model takes no images.
             tile_rows: of each tile.
+            tile_parts: steps among which the work on a tile can be divided.
         """
+        self.planned: dict[TileKey, PlannedTile] = {}
+        self._tile_parts = tile_parts
         self._tile_rows = tile_rows
         self.num_tiles = num_rows // tile_rows if tile_rows else 0
         self._free = list(range(self.num_tiles - 1, -1, -1))
@@ -141,7 +155,7 @@ class EncoderCache:
         tile.users -= 1
         if tile.users:
             return
-        if tile.is_encoded:
+        if tile.num_parts:
             self._idle[tile.key] = None
         else:
             self._drop(tile)
@@ -152,38 +166,47 @@ class EncoderCache:
 
     # ------------------------------------------------------------ steps
 
-    def is_encoded(self, key: TileKey) -> bool:
-        """Whether the rows of a tile can be read, in this step or a later one."""
-        tile = self._tiles.get(key)
-        return tile is not None and tile.is_encoded
+    def parts_left(self, key: TileKey) -> int:
+        """Parts of the work on a tile that neither an earlier step nor this one does; 0: its rows can be read."""
+        tile, planned = self._tiles.get(key), self.planned.get(key)
+        left = self._tile_parts - (0 if tile is None else tile.num_parts)
+        return left if planned is None else left - planned.num_parts
 
     def plan(self, step_id: int, chunks: Sequence[Chunk]) -> EncodeWork:
-        """Encode what the prompt chunks of a step read and give back what no later one reads; once per step."""
-        if not self._needs:
+        """Plan the work on tiles, and give back those that no later chunk reads; once per step."""
+        if not (self._needs or self.planned):
             return NO_ENCODE_WORK
+        placements = {
+            chunk.req.rid: self._placement(self._needs[chunk.req])
+            for chunk in chunks
+            if chunk.is_first and chunk.req in self._needs
+        }
         encodes: list[Encode] = []
-        placements: dict[str, bytes] = {}
         num_tiles: dict[str, int] = {}
-        planned: list[_Tile] = []
-        for chunk in chunks:
-            req, end = chunk.req, chunk.start + chunk.length
-            needs = self._needs.get(req, ())
-            if needs and chunk.is_first:
-                placements[req.rid] = self._placement(needs)
-            for wants, tile in needs:
-                if wants.start >= end:
-                    break
-                if not tile.is_encoded:
-                    tile.is_encoded = True
-                    planned.append(tile)
-                    self._add_encode(encodes, wants, tile)
-                    num_tiles[req.rid] = num_tiles.get(req.rid, 0) + 1
-        if planned:
-            self.encoded_total += len(planned)
-            self._in_flight[step_id] = planned
+        for key, (wants, rid, num_parts) in self.planned.items():
+            tile = self._tiles.get(key) or self._begin_ahead(key)
+            if tile is None:
+                continue
+            num_parts = min(num_parts, self._tile_parts - tile.num_parts)
+            self._add_encode(encodes, wants, tile, num_parts)
+            tile.num_parts += num_parts
+            tile.is_encoded = tile.num_parts == self._tile_parts
+            if tile.is_encoded:
+                num_tiles[rid] = num_tiles.get(rid, 0) + 1
+            self._in_flight.setdefault(step_id, []).append(tile)
+        self.planned = {}
+        self.encoded_total += sum(num_tiles.values())
         for chunk in chunks:
             self._give_back(chunk.req, chunk.start + chunk.length)
         return EncodeWork(tuple(encodes), placements, num_tiles)
+
+    def _begin_ahead(self, key: TileKey) -> _Tile | None:
+        """Rows for a tile of a request that waits for it; None: there are none."""
+        if not (self._free or self._idle):
+            return None
+        tile = self._tiles[key] = _Tile(key, self._take_slot())
+        self._idle[key] = None
+        return tile
 
     def _give_back(self, req: Req, end: int) -> None:
         """Give back the tiles before position `end`."""
@@ -201,10 +224,13 @@ class EncoderCache:
         ]
         return np.array(spans, dtype=np.int32).tobytes()
 
-    def _add_encode(self, encodes: list[Encode], wants: PromptTile, tile: _Tile) -> None:
-        """Add a tile; tiles that follow each other in the image and in the buffer are one `Encode`."""
+    def _add_encode(self, encodes: list[Encode], wants: PromptTile, tile: _Tile, num_parts: int) -> None:
+        """Add work on a tile; whole tiles that follow each other in image and buffer are one `Encode`."""
         item, number, first_row = wants.item, wants.number, tile.slot * self._tile_rows
-        if encodes:
+        if num_parts < self._tile_parts:
+            encodes.append(Encode(item.pixels, item.shape, number, 1, first_row, tile.num_parts, num_parts))
+            return
+        if encodes and not encodes[-1].num_parts:
             last = encodes[-1]
             follows = (last.pixels, last.first_tile + last.num_tiles) == (item.pixels, number)
             if follows and last.first_row + last.num_tiles * self._tile_rows == first_row:
@@ -222,7 +248,7 @@ class EncoderCache:
         """
         for tile in self._in_flight.pop(step_id, ()) if self._in_flight else ():
             if failed and self._tiles.get(tile.key) is tile:
-                tile.is_encoded = False
+                tile.is_encoded, tile.num_parts = False, 0
                 if not tile.users:
                     del self._idle[tile.key]
                     self._drop(tile)
@@ -287,49 +313,65 @@ class EncoderCache:
 
 
 class TileBudget:
-    """The tiles that one step may encode: as many as the time of its prompts allows. Made anew for each pass.
+    """The work on tiles that one step may do: as much as the time of its prompts allows. Made anew for each pass.
 
-    The first prompt may always encode what its next page needs, so that it makes progress, and at least one tile; these
-    tiles do not count against the time of other prompts, which cost little in a step that is long anyway.
+    While the time is limited, a tile is worked on in parts, over several steps if need be, and a chunk ends before a
+    tile that is not encoded then. A step that has none of this work may always do one part, so that images make
+    progress: that part does not count against the time of other prompts, which cost little in a step that is long
+    anyway. Tiles of waiting requests are begun without a promise (`ahead`), and the request starts when its first page
+    can be computed.
     """
 
     def __init__(self, cache: EncoderCache, time: PromptTime, page_size: int) -> None:
         self._cache = cache
         self._time = time
         self._page_size = page_size
-        self._planned: set[TileKey] = set()
+        cache.planned = {}
 
     def most_tokens(self, req: Req, start: int, limit: int) -> int:
         """The longest run from position `start` on, up to `limit`, whose tiles are encoded or may be in this step."""
         if req.images is None:
             return limit
-        more: set[TileKey] = set()
+        num_parts, seen = 0, set[TileKey]()
         for tile in req.images.tiles:
             if tile.end <= start:
                 continue
             if tile.start >= start + limit:
                 break
-            key = tile.key
-            if self._cache.is_encoded(key) or key in self._planned or key in more:
+            left = self._cache.parts_left(tile.key)
+            if not left or tile.key in seen:
                 continue
-            is_free = not self._planned and self._is_first(tile, start, num_before=len(more))
-            if not is_free and not self._time.has_tiles(len(more) + 1, start, tile.end - start):
+            num_parts += left
+            is_free = num_parts == 1 and not self._cache.planned
+            if not is_free and not self._time.has_parts(num_parts, start, tile.end - start):
                 return max(0, tile.start - start)
-            more.add(key)
+            seen.add(tile.key)
         return limit
 
     def spend(self, req: Req, start: int, length: int) -> None:
-        """Count the tiles that `length` tokens from position `start` on need and that are not encoded yet."""
+        """Plan the tiles that `length` tokens from position `start` on need, and work ahead on the next one."""
         if req.images is None:
             return
-        new = {
-            tile.key
-            for tile in req.images.tiles
-            if start < tile.end and tile.start < start + length and not self._cache.is_encoded(tile.key)
-        } - self._planned
-        self._time.spend_tiles(len(new))
-        self._planned |= new
+        end = start + length
+        for tile in req.images.tiles:
+            if start < tile.end and tile.start < end:
+                self._add(req, tile, self._cache.parts_left(tile.key))
+        self.ahead(req, end)
 
-    def _is_first(self, tile: PromptTile, start: int, num_before: int) -> bool:
-        next_page = (start // self._page_size + 1) * self._page_size
-        return not num_before or tile.start < next_page
+    def ahead(self, req: Req, end: int) -> None:
+        """Work on the tile that keeps a prompt from advancing by a page from position `end` on, if there is one."""
+        if req.images is None or self._time.tiles_s == math.inf:
+            return
+        next_page = (end // self._page_size + 1) * self._page_size
+        for tile in req.images.tiles:
+            if end < tile.end and tile.start < next_page and (left := self._cache.parts_left(tile.key)):
+                least = not self._cache.planned
+                self._add(req, tile, min(left, max(self._time.most_parts(), least)))
+                return
+
+    def _add(self, req: Req, tile: PromptTile, num_parts: int) -> None:
+        if num_parts:
+            self._time.spend_parts(num_parts)
+            planned = self._cache.planned.get(tile.key)
+            so_far = 0 if planned is None else planned.num_parts
+            self._cache.planned[tile.key] = PlannedTile(tile, req.rid, so_far + num_parts)

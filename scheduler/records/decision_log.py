@@ -241,7 +241,8 @@ class PassRecord(msgspec.Struct, tag="pass", array_like=True):
         num_drafts: draft tokens that the step verifies.
         num_rounds: inner steps, the most tokens that each request gets; see `multi_step.py`.
         grammar_drafts: what matchers said about drafts, by rid; for replay, see `GrammarDrafts`.
-        num_tiles: tiles of images that the step encodes, by the rid of the request that needs them first.
+        num_tiles: tiles of images that the step encodes, or whose last part it does, by the rid of the request that
+            needs them first.
     """
 
     now_s: float

@@ -17,8 +17,9 @@ Chunks are cut where the predicted time reaches `prompts_s`. The terms:
 
 While no request decodes there is no time limit, and chunks are as large as configured.
 
-Tiles of images are a third kind of work: their time, learned as seconds per tile, is a part of `prompts_s`, and an
-image of several tiles is encoded over several steps. A step with a prompt that needs tiles encodes at least one.
+Tiles of images are a third kind of work: their time, learned as seconds per part of a tile, is a part of `prompts_s`. A
+part is half a layer of the tower, so the work on a tile is divided among steps as tokens are. A step with a prompt that
+waits for a tile does at least one part.
 
 The predicted time of a step has a fixed part and a part per decoding request, per token of their KV, per prompt token,
 and per (query, key) pair of the prompts' attention. The coefficients are learned from the measured time of every step
@@ -72,7 +73,7 @@ class PromptTime:
         given_s: time that prompts may take.
         left_s: the part of it that is not spent.
         token_s, pair_s: predicted time of a prompt token, and of one (query, key) pair of its attention.
-        tile_s: predicted time of a tile of an image; 0 while none was measured.
+        part_s: predicted time of a part of the work on a tile of an image; 0 while none was measured.
         tiles_s: time that tiles may take, at most `left_s`.
     """
 
@@ -85,7 +86,7 @@ class PromptTime:
         page_size: int,
         decodes_s: float = 0.0,
         waiting_s: float = 0.0,
-        tile_s: float = 0.0,
+        part_s: float = 0.0,
         tiles_s: float = math.inf,
     ) -> None:
         """Start a pass; the first chunk may always take a page, so that prompts make progress."""
@@ -94,7 +95,7 @@ class PromptTime:
         self.given_s = self.left_s = given_s
         self.token_s = token_s
         self.pair_s = pair_s
-        self.tile_s = tile_s
+        self.part_s = part_s
         self.tiles_s = tiles_s
         self._page_size = page_size
         self._spent_nothing = True
@@ -134,19 +135,23 @@ class PromptTime:
         self._spent_nothing = False
         self.left_s -= self._tokens_s(start, length)
 
-    def has_tiles(self, num_tiles: int, start: int, num_tokens: int) -> bool:
-        """Whether there is time for so many tiles, and for the tokens from position `start` on that need them."""
+    def has_parts(self, num_parts: int, start: int, num_tokens: int) -> bool:
+        """Whether there is time for so many parts of work on tiles, and for the tokens from `start` on that need it."""
         if self.tiles_s == math.inf:
             return True
-        needed_s = self.tile_s * num_tiles + self._tokens_s(start, num_tokens)
-        return self.tile_s > 0 and needed_s <= min(self.left_s, self.tiles_s)
+        needed_s = self.part_s * num_parts + self._tokens_s(start, num_tokens)
+        return self.part_s > 0 and needed_s <= min(self.left_s, self.tiles_s)
 
-    def spend_tiles(self, num_tiles: int) -> None:
-        """Subtract the predicted time of tiles, unless they take more than there is: see `TileBudget`."""
-        tiles_s = self.tile_s * num_tiles
-        if tiles_s <= min(self.left_s, self.tiles_s):
-            self.left_s -= tiles_s
-            self.tiles_s -= tiles_s
+    def most_parts(self) -> int:
+        """Parts of work on tiles for which there is time."""
+        return max(0, int(min(self.left_s, self.tiles_s) / self.part_s)) if self.part_s else 0
+
+    def spend_parts(self, num_parts: int) -> None:
+        """Subtract the predicted time of work on tiles, unless it takes more than there is: see `TileBudget`."""
+        parts_s = self.part_s * num_parts
+        if parts_s <= min(self.left_s, self.tiles_s):
+            self.left_s -= parts_s
+            self.tiles_s -= parts_s
 
     def _tokens_s(self, start: int, length: int) -> float:
         pairs = length * start + length * (length + 1) / 2
@@ -158,18 +163,20 @@ MAX_PASSES: Final = 16
 _DECODE_STIFFNESS: Final = (1.0, 10.0, 10.0)  # a step; a request in it; a token of its KV
 _DECODE_SOLVE_INTERVAL: Final = 8  # decode steps are many, and alike
 _PROMPT_STIFFNESS: Final = (10.0, 1.0, 10.0)  # a step with prompts; a token of them; a pair
-_TILE_STIFFNESS: Final = (1.0,)
+_PART_STIFFNESS: Final = (1.0,)
 _LEAST_SHARE: Final = 0.05  # least share of a step's time that is attributed to its prompts
 
 
 class StepTarget:
     """A time that steps with prompts and decodes should not exceed; 0: steps take as long as their tokens need."""
 
-    def __init__(self, target_s: float) -> None:
+    def __init__(self, target_s: float, tile_parts: int = 1) -> None:
+        """`tile_parts`: of the work on a tile of an image."""
         self.target_s = target_s
+        self._tile_parts = tile_parts
         self._decodes = OnlineFit(_DECODE_STIFFNESS, solve_interval=_DECODE_SOLVE_INTERVAL)
         self._prompts = OnlineFit(_PROMPT_STIFFNESS)
-        self._tiles = OnlineFit(_TILE_STIFFNESS)
+        self._parts = OnlineFit(_PART_STIFFNESS)
 
     def for_prompts(
         self, num_decodes: int, kv_tokens: int, waiting_tokens: int, tokens_behind: int, page_size: int
@@ -186,10 +193,10 @@ class StepTarget:
         fixed_s, token_s, pair_s = self._prompts.coefficients
         if not num_decodes or not self.target_s:
             return PromptTime.unlimited()
-        (tile_s,) = self._tiles.coefficients
+        (part_s,) = self._parts.coefficients
         if not (token_s or pair_s):
             return PromptTime(
-                math.inf, token_s=0.0, pair_s=0.0, page_size=1, tile_s=tile_s, tiles_s=self.target_s
+                math.inf, token_s=0.0, pair_s=0.0, page_size=1, part_s=part_s, tiles_s=self.target_s
             )
         decodes_s = fixed_s + self._beside_prompts_s(num_decodes, kv_tokens)
         alone_s = max(decodes_s, self._decodes.predict((1.0, num_decodes, kv_tokens)))
@@ -202,7 +209,7 @@ class StepTarget:
             page_size=page_size,
             decodes_s=decodes_s,
             waiting_s=waiting_s,
-            tile_s=tile_s,
+            part_s=part_s,
             tiles_s=prompts_s,
         )
 
@@ -219,7 +226,8 @@ class StepTarget:
         if not self.target_s:
             return
         if batch.plan.encodes:
-            self._tiles.learn((sum(each.num_tiles for each in batch.plan.encodes),), encode_s)
+            parts = [each.num_tiles * (each.num_parts or self._tile_parts) for each in batch.plan.encodes]
+            self._parts.learn((sum(parts),), encode_s)
         num_extends = batch.num_extends
         num_decodes, kv_tokens = len(batch) - num_extends, int(batch.end[num_extends:].sum())
         decodes = (1.0, num_decodes, kv_tokens)

@@ -209,7 +209,8 @@ class FakeRunner:
         self.late = False
         self.num_masks = 0
         self.caches_on_host = False
-        self.tile_rows = 0
+        self.tile_rows, self.tile_parts = 0, 1
+        self.parts: dict[int, tuple[str, int, int]] = {}  # first row -> image, tile, and its next part
         self.encoded: dict[int, int] = {}  # row of the encoder's buffer -> its value
         self.images: dict[str, list[int]] = {}  # rid -> its prompt with the values of its rows
         self.tile_s = 0.0  # what a tile takes
@@ -299,6 +300,17 @@ class FakeRunner:
         for encode in plan.encodes:
             assert encode.first_row % self.tile_rows == 0 and encode.num_tiles > 0
             assert encode.first_tile + encode.num_tiles <= encode.shape[0]
+            if encode.num_parts:
+                assert encode.num_tiles == 1 and encode.num_parts < self.tile_parts
+                now = (encode.pixels, encode.first_tile, encode.first_part)
+                assert not encode.first_part or self.parts[encode.first_row] == now, "another tile's rows"
+                next_part = encode.first_part + encode.num_parts
+                self.parts[encode.first_row] = (encode.pixels, encode.first_tile, next_part)
+                assert next_part <= self.tile_parts
+                if next_part < self.tile_parts:
+                    for row in range(self.tile_rows):
+                        self.encoded[encode.first_row + row] = GARBAGE
+                    continue
             for tile in range(encode.num_tiles):
                 self.num_encodes[encode.pixels, encode.first_tile + tile] += 1
             first = encode.first_tile * self.tile_rows
@@ -455,7 +467,8 @@ class FakeRunner:
                 if self.rids[row_id] in self.fail_next:
                     self.fail_next.discard(self.rids[row_id])
                     errors[idx] = "logits are not finite"
-        encode_s = self.tile_s * sum(each.num_tiles for each in plan.encodes)
+        num_parts = sum(each.num_tiles * (each.num_parts or self.tile_parts) for each in plan.encodes)
+        encode_s = self.tile_s * num_parts / self.tile_parts
         draft_s = self.draft_s * ints(plan.draft_ids).count(RUNNER_DRAFT)
         return StepResult(
             plan.step_id,

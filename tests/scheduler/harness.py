@@ -148,6 +148,7 @@ class Harness:
         num_stages: int = 1,
         num_encoder_rows: int = 0,
         encoder_tile_rows: int = 0,
+        encoder_tile_parts: int = 1,
         radix_cache: bool = True,
         overlap: int = 0,
         memory: int | None = None,
@@ -172,6 +173,7 @@ class Harness:
             num_stages=num_stages,
             num_encoder_rows=num_encoder_rows,
             encoder_tile_rows=encoder_tile_rows,
+            encoder_tile_parts=encoder_tile_parts,
         )
         self.store_ids: dict[str, int] = {}  # of loaded adapters, by fingerprint
         self.weights: dict[str, int] = {"": 0}  # fingerprint -> a number: what is loaded again is the same
@@ -193,7 +195,7 @@ class Harness:
         self.runner = FakeRunner(
             num_pages, page_size, max_model_len, self.eos, VOCAB_SIZE, num_host_pages, memory
         )
-        self.runner.tile_rows = encoder_tile_rows
+        self.runner.tile_rows, self.runner.tile_parts = encoder_tile_rows, encoder_tile_parts
         self.runner.has_states = checkpoint_pages > 0
         self.runner.caches_on_host = (cache or {}).get("kv_host_size", 0.0) > 0
         if config.get("speculative", "off") != "off":

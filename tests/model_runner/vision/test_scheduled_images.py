@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from engine.runtime.config.engine_config import CacheConfig, SchedulerConfig
 from engine.runtime.feasibility import Capacity
 from engine.runtime.messages import FinishKind, GenerateRequest, MediaItem
 from engine.runtime.sampling_params import SamplingParams
-from engine.runtime.step_plan import Pending
+from engine.runtime.step_plan import Encode, Pending
 from engine.scheduler.batch import ScheduleBatch
 from engine.scheduler.scheduler import Scheduler
 from tests.model_runner.conftest import Driver, int32
@@ -35,7 +36,14 @@ class Served:
         self._overlap = config.get("overlap", False)
         per_tile = seeing.per_tile
         capacity = Capacity(
-            256, num_pages, 4, 8, 96, num_encoder_rows=num_tiles * per_tile, encoder_tile_rows=per_tile
+            256,
+            num_pages,
+            4,
+            8,
+            96,
+            num_encoder_rows=num_tiles * per_tile,
+            encoder_tile_rows=per_tile,
+            encoder_tile_parts=config.pop("tile_parts", 4),
         )
         radix_cache = config.pop("radix_cache", True)
         self.scheduler = Scheduler(
@@ -45,7 +53,7 @@ class Served:
             frozenset(),
         )
         self._now_s = 0.0
-        self.num_encoded = 0
+        self.num_encoded = self.num_divided = 0
         self.answers: dict[str, list[int]] = {}
         self._in_flight: list[tuple[ScheduleBatch, Pending]] = []
 
@@ -74,7 +82,8 @@ class Served:
         self._now_s += 0.01
         batch = self.scheduler.next_batch(self._now_s)
         if batch is not None:
-            self.num_encoded += sum(each.num_tiles for each in batch.plan.encodes)
+            self.num_encoded += sum(batch.num_tiles.values())
+            self.num_divided += sum(each.num_parts > 0 for each in batch.plan.encodes)
             self._in_flight.append((batch, self._runner.launch(batch.plan)))
         waits = batch is None or not self._overlap or self.scheduler.needs_result(batch)
         while len(self._in_flight) > (not waits):
@@ -98,7 +107,8 @@ CASES: dict[str, dict[str, Any]] = {
     "chunks of a page, one image at a time": {"chunked_prefill_size": 4, "num_tiles": 2},
     "whole prompts": {"chunked_prefill_size": -1},
     "no prefix cache": {"chunked_prefill_size": 16, "radix_cache": False},
-    "several steps for an image": {"chunked_prefill_size": 64, "target_step_ms": 0.01},
+    "several steps for a tile": {"chunked_prefill_size": 64, "target_step_ms": 0.01},
+    "several steps for an image": {"chunked_prefill_size": 64, "target_step_ms": 0.01, "tile_parts": 1},
     "ahead of results": {"chunked_prefill_size": 24, "overlap": True},
     "retracted again and again": {"chunked_prefill_size": 24, "chaos": "retract=0.3:30"},
     "too few pages": {"chunked_prefill_size": 24, "num_pages": 32},
@@ -136,6 +146,7 @@ def test_answers_are_those_of_transformers(
         answer = served.answers[f"{number}"]
         likely = seeing.logprobs([*tokens, *answer], images)[len(tokens) - 1 : -1].argmax(-1)
         assert answer == likely.tolist(), f"request {number}"
+    assert (served.num_divided > 0) == (case.get("target_step_ms", 0) > 0 and "tile_parts" not in case)
     if settings["num_tiles"] == 6 and "chaos" not in case:
         assert served.num_encoded <= 4 * 2, "most are found"
 
@@ -164,3 +175,30 @@ def test_an_image_whose_file_is_gone_ends_its_request_and_no_later_one(
     answer = served.answers["again"]
     likely = seeing.logprobs([*tokens, *answer], [image])[len(tokens) - 1 : -1].argmax(-1)
     assert answer == likely.tolist()
+
+
+def test_parts_of_a_tile_give_the_bits_of_the_whole(
+    make_seeing: MakeSeeing,  # noqa: F811
+    make_driver: Callable[..., Driver],
+    tmp_path: Path,
+) -> None:
+    """Work on two tiles takes turns; one of them is begun, given up for another image, and not gone on with."""
+    seeing = make_seeing()
+    per_tile, num_parts = seeing.per_tile, seeing.spec.vision.num_parts if seeing.spec.vision else 0
+    driver = make_driver(seeing.spec, seeing.folder, num_encoder_rows=4 * per_tile)
+    image, other = tmp_path / "image", tmp_path / "other"
+    image.write_bytes(seeing.tiles(1, 2).tobytes())
+    other.write_bytes(seeing.tiles(2, 2).tobytes())
+    shape = (2, *seeing.tiles(1).shape[1:])
+
+    def encode(path: Path, tile: int, row: int, *parts: int) -> Encode:
+        return Encode(str(path), shape, tile, 1, row * per_tile, *parts)
+
+    driver.step([], encodes=(Encode(str(image), shape, 0, 2, 0),))
+    driver.step([], encodes=(encode(other, 0, 2, 0, num_parts - 1),))
+    for part in range(num_parts):
+        driver.step([], encodes=(encode(image, 0, 2, part, 1), encode(image, 1, 3, part, 1)))
+
+    assert num_parts == 4
+    rows = driver.runner.encoder_rows.rows
+    assert torch.equal(rows[: 2 * per_tile], rows[2 * per_tile :]) and rows.isfinite().all()

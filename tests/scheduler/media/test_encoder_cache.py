@@ -235,6 +235,50 @@ def test_as_many_tiles_as_the_target_allows_share_a_step():
     harness.run_until_idle()
 
 
+def test_a_tile_that_takes_longer_than_a_step_is_encoded_in_parts():
+    """A tile takes 200 ms in 10 parts; steps are 25 ms long, of which decodes take 5."""
+    harness = make(target_step_ms=25.0, encoder_tile_parts=10)
+    harness.runner.tile_s, harness.runner.step_s = 0.2, lambda plan: 0.005
+    harness.submit("text", prompt_len=6, max_new_tokens=120)
+    harness.submit("warm", prompt_len=6, images=[Image("dog", 1, 2)], max_new_tokens=1)
+    for _ in range(4):
+        harness.step()
+    harness.submit("a", prompt_len=9, images=[Image("cat", 3, 5)], max_new_tokens=1)
+    harness.submit("later", prompt_len=4, max_new_tokens=1)
+    parts = []
+    while harness.answers["a"].finish is None:
+        batch = harness.step()
+        assert batch is not None and batch.reqs[-1].rid == "text", "it decodes in each step"
+        parts.append(sum(each.num_parts for each in batch.plan.encodes))
+        assert all(each.num_parts for each in batch.plan.encodes)
+    assert sum(parts) == 30 and max(parts) == 1, parts
+    assert harness.answers["later"].finish is not None
+    assert encodes(harness) == {"dog": 1, "cat": 3} and hits(harness) == 0
+    harness.run_until_idle()
+    assert "had 3 tiles of its image encoded" in explain(harness.scheduler.decisions, "a").sentence
+
+
+def test_work_on_the_tile_of_a_waiting_request_is_not_lost():
+    """Its first page begins with the image, so it starts when the first tile is encoded; an abort leaves the tile."""
+    harness = make(target_step_ms=15.0, encoder_tile_parts=6)
+    harness.runner.tile_s = 0.3
+    harness.submit("text", prompt_len=6, max_new_tokens=90)
+    for _ in range(3):
+        harness.step()
+    harness.submit("a", prompt_len=3, images=[Image("cat", 2, 0)], max_new_tokens=1)
+    parts = []
+    while not harness.answers.get("b", harness.answers["a"]).rows:
+        batch = harness.step()
+        assert batch is not None
+        parts.append(sum(each.num_parts for each in batch.plan.encodes))
+        if len(parts) == 2:
+            assert harness.verdicts_about("a")[-1].reason is Reason.ENCODE_TIME
+            harness.abort("a")
+            harness.submit("b", prompt_len=3, images=[Image("cat", 2, 0)], max_new_tokens=1)
+    assert sum(parts) == 12 and parts[:6] == [1] * 6, parts
+    harness.run_until_idle()
+
+
 def test_without_decodes_all_tiles_of_a_chunk_are_encoded_at_once():
     harness = make(target_step_ms=15.0)
     harness.runner.tile_s = 0.05

@@ -39,6 +39,7 @@ class ImagesMachine(RuleBasedStateMachine):
         chunked_prefill_size=st.sampled_from([-1, 1, 8, 24]),
         target_step_ms=st.sampled_from([0.0, 0.1, 15.0]),
         tile_s=st.sampled_from([0.0, 0.004, 1.0]),
+        tile_parts=st.sampled_from([1, 2, 5]),
         schedule_conservativeness=st.sampled_from([0.01, 1.0]),
         host=st.sampled_from([{}, {"num_host_pages": 40, "preemption_mode": "swap"}]),
         speculative=st.sampled_from(["off", "ngram"]),
@@ -50,6 +51,7 @@ class ImagesMachine(RuleBasedStateMachine):
         tile_rows: int,
         num_pages: int,
         tile_s: float,
+        tile_parts: int,
         host: dict[str, Any],
         **config: Any,
     ) -> None:
@@ -61,6 +63,7 @@ class ImagesMachine(RuleBasedStateMachine):
             max_model_len=120,
             num_encoder_rows=8 * tile_rows,
             encoder_tile_rows=tile_rows,
+            encoder_tile_parts=tile_parts,
             memory=3 if config["speculative"] != "off" else None,
             **host,
             **config,
