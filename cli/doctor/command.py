@@ -104,11 +104,11 @@ def _check_schema(path: Path, config: EngineConfig, *, as_json: bool) -> int:
 def examine(merged: MergedConfig, *, with_checksums: bool, display: StartupDisplay) -> Iterator[Check]:
     """Gather the facts, and run the checks."""
     config = merged.config
-    from .compute import check_compute, gather_torch
+    from .compute import check_compute, gather_torch, uses_gpu
     from .disk import check_disk, check_kv_store
     from .machine import check_machine
     from .machine_facts import gather_machine
-    from .model import check_model, kept_in_blocks
+    from .model import check_images, check_model, kept_in_blocks
     from .model_facts import gather_model
 
     display.step("machine")
@@ -128,6 +128,9 @@ def examine(merged: MergedConfig, *, with_checksums: bool, display: StartupDispl
     for check in check_model(model, config, machine.host):
         yield check
         kv_token_bytes = check.details.get("kv_token_bytes", kv_token_bytes)
+    sees = model.spec is not None and model.spec.vision is not None
+    if model.spec is not None and sees and torch.product_flops and not uses_gpu(machine.host, config):
+        yield check_images(model.spec, torch.product_flops)
     if config.cache.kv_disk is not None:
         display.step("disk")
         limit_bytes = int(config.cache.kv_disk_size * (1 << 30))

@@ -116,6 +116,17 @@ def check_weights(facts: ModelFacts) -> Check:
     return ok("weights", text)
 
 
+def check_images(spec: ModelSpec, product_flops: float) -> Check:
+    """Say how long an image takes, by the measured rate of products, which must not be 0."""
+    vision = spec.vision
+    assert vision is not None
+    tile_s = vision.flops_per_tile(spec.hidden_size) / product_flops
+    text = f"encoding a tile of {vision.image_size} pixels takes about {tile_s:.2g} s here"
+    if vision.most_tiles > 1:
+        text += f", the largest image {vision.most_tiles * tile_s:.2g} s"
+    return ok("images", text, tile_s=tile_s)
+
+
 def check_checksums(facts: ModelFacts) -> Check:
     """Check that the files equal the published ones."""
     wrong = [each for each in facts.checksums if each.found != each.published]

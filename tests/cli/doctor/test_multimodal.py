@@ -6,6 +6,9 @@ import json
 import shutil
 from pathlib import Path
 
+from engine.cli.doctor.model import check_images
+from tests.launch.resolve.test_image_settings import SEEING
+
 from .test_model import FAIL, examine, not_well
 
 
@@ -33,3 +36,13 @@ def test_the_text_is_served_and_the_tower_is_not_read(tiny_model: Path, tmp_path
     refused = not_well(examine(folder))[0]
     assert (refused.code, refused.verdict) == ("model", FAIL)
     assert "model_type is 'seer' with a text_config" in refused.text
+
+
+def test_the_seconds_of_an_image() -> None:
+    assert SEEING.vision is not None
+    flops = SEEING.vision.flops_per_tile(SEEING.hidden_size)
+
+    check = check_images(SEEING, flops / 0.6)
+
+    assert check.text == "encoding a tile of 512 pixels takes about 0.6 s here, the largest image 10 s"
+    assert check.details == {"tile_s": 0.6}
