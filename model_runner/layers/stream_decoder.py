@@ -95,6 +95,7 @@ class StreamDecoder:
     def forward(self, batch: ForwardBatch) -> Tensor:
         """After the last layer's attention only the tokens that need logits are computed."""
         tokens = None if batch.adapters is None else batch.adapters.tokens
+        assert batch.images is None, "no folder with a tower that is computed has such a language model"
         embedded = self.embedding(batch.input_ids, tokens)
         inputs = None if self.inputs is None else self.inputs(batch.input_ids, embedded, tokens)
         streams = embedded if self.streams is None else self.streams.begin(embedded, tokens)

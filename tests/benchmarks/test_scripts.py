@@ -11,7 +11,12 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-SCRIPTS = [path.stem for path in sorted(BENCHMARKS.glob("*.py")) if "__main__" in path.read_text()]
+PATHS = [*sorted(BENCHMARKS.glob("*.py")), *sorted(BENCHMARKS.glob("vision/*.py"))]
+SCRIPTS = [
+    ".".join(path.relative_to(BENCHMARKS).with_suffix("").parts)
+    for path in PATHS
+    if "__main__" in path.read_text()
+]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
