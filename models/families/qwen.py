@@ -10,7 +10,7 @@ from ..fields import Fields
 from ..spec.experts_spec import ExpertNames, ExpertsSpec, Routing
 from ..spec.layer_form import QK_NORMS, AttentionForm, Biases, LayerForm, ModuleNames, WindowsSpec
 from ..spec.model_spec import FilesSpec
-from ..spec.mtp_spec import QWEN_MTP
+from ..spec.mtp_spec import QWEN_MTP, MTPSpec
 from ..spec.quantization import BLOCK_LEN
 from ..spec.state_spec import DeltaSpec, StateSpec
 from .family import GGUF, LAYER_NAMES, QK_NORM_NAMES, Facts, Family
@@ -176,8 +176,15 @@ def _delta_nets(fields: Fields, *, fused: bool = False) -> Facts:
         "form": DELTA_FORM,
         "attention": AttentionForm(output_gate=True),
         "state": state if any(state.layers) else None,
-        "mtp": QWEN_MTP,
+        "mtp": _mtp(fields),
     }
+
+
+def _mtp(fields: Fields) -> MTPSpec | None:
+    """The layer that predicts further tokens, if it shares the embedding; files without its tensors have none."""
+    num_layers = fields.integer("mtp_num_hidden_layers", 0, 1 << 8, default=1)
+    has_own = fields.boolean("mtp_use_dedicated_embeddings", default=False)
+    return QWEN_MTP if num_layers and not has_own else None
 
 
 def _delta_layers(fields: Fields) -> tuple[bool, ...]:

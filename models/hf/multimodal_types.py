@@ -168,11 +168,9 @@ MULTIMODAL: Final[dict[str, Multimodal]] = {
         is_fixed=True,
         tied=True,
     ),
-    "qwen3_5": Multimodal(
-        "Qwen3_5ForConditionalGeneration", "qwen3_5_text", ("visual.", "mtp."), is_fixed=True
-    ),
+    "qwen3_5": Multimodal("Qwen3_5ForConditionalGeneration", "qwen3_5_text", ("visual.",), is_fixed=True),
     "qwen3_5_moe": Multimodal(
-        "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text", ("visual.", "mtp."), is_fixed=True
+        "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text", ("visual.",), is_fixed=True
     ),
     "kimi_k25": Multimodal(
         "Kimi_K25ForConditionalGeneration",

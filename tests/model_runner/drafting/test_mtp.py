@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,11 +11,19 @@ import numpy as np
 import pytest
 import torch
 
+from engine.model_runner.distributed.join_group import Place
+from engine.model_runner.distributed.tp_group import SINGLE_RANK, TPGroup
 from engine.model_runner.drafting.feature_drafter import FeatureDrafter
 from engine.model_runner.drafting.mtp import MTPHead
+from engine.model_runner.input_batch import DraftRows
+from engine.model_runner.load import load_model_runner
+from engine.models.source import ModelSource
+from engine.runtime.config.engine_config import ModelConfig, SchedulerConfig
+from engine.runtime.feasibility import Capacity
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import RUNNER_DRAFT
-from tests.model_runner.conftest import GREEDY, Driver, Request, SeeingExecutor
+from tests.model_runner.conftest import GREEDY, Driver, Request, SeeingExecutor, engine_config
+from tests.model_runner.distributed.thread_group import on_ranks
 from tests.model_runner.drafted_steps import drafted
 
 from .mtp_models import FORMS, MTPModel, make_mtp_model
@@ -207,3 +216,38 @@ def test_requests_of_a_step_have_drafts_of_their_own(make):
     for req, expected in zip(reqs, alone, strict=True):
         length = min(len(req.output), len(expected))
         assert req.output[:length] == expected[:length]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_two_ranks_make_the_drafts_of_one(make_tiny_model, form):
+    model, capacity = make_mtp_model(make_tiny_model, form), Capacity(256, 128, 4, 8, 96)
+    config = dataclasses.replace(
+        engine_config(ModelConfig(dtype="float32", device="cpu", num_threads=1, load_format="auto")),
+        scheduler=SchedulerConfig(speculative="mtp"),
+    )
+    source = ModelSource("hf", str(model.folder), "test")
+
+    def life(group: TPGroup = SINGLE_RANK) -> tuple[list[list[int]], list[int]]:
+        """The drafts of some steps, and the answer."""
+        runner = load_model_runner(config, source, model.spec, capacity, Place(group, None))
+        drafter, drafts = runner.drafter, list[Any]()
+        assert isinstance(drafter, FeatureDrafter)
+        made = drafter.draft
+
+        def noting(asked: DraftRows) -> Any:
+            drafts.append(made(asked))
+            return drafts[-1]
+
+        drafter.draft = noting  # type: ignore[method-assign]
+        driver = Driver(runner, capacity)
+        req = driver.start(TEXT, SamplingParams(temperature=1.0, seed=5, max_new_tokens=64))
+        driver.step([(req, 8)])
+        driver.step([(req, len(TEXT) - 8)])
+        for _ in range(4):
+            draft(driver, [(req, 3)])
+        return [each.tolist() for each in drafts], req.output
+
+    expected = life()
+    assert len(expected[0]) == 4
+    assert on_ranks(2, life) == [expected, expected]
