@@ -94,6 +94,15 @@ class Preparation:
         """
         if reason := reason_against_images(request.media, self._engine.capacity):
             raise RequestError(reason, param=request.prompt_param, code="unsupported_value")
+        if (
+            request.media and request.scheduling.bootstrap is not None
+        ):  # two engines compare the ids of prompts only
+            raise RequestError(
+                "the request has images and the other half of a prefill/decode pair, but one engine computes an image "
+                "and its answer; send it without bootstrap_room and kv_transfer_params",
+                param=request.prompt_param,
+                code="unsupported_value",
+            )
         names = [prompt_name(request.prompts, i, request.prompt_param) for i in range(len(encoded))]
         if not request.poolings:
             samplings = request.samplings or [request.sampling] * len(encoded)

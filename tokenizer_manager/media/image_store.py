@@ -140,12 +140,8 @@ class ImageStore:
             ) from None
         reply: ImageReply = msgspec.msgpack.decode(answer, type=ImageReply)
         if isinstance(reply, ImageRefused):
-            text = (
-                f"{source.param} {reply.text}"
-                if reply.code
-                else f"{source.param} cannot be read: {reply.text}"
-            )
-            raise RequestError(text, param=source.param, code=reply.code or "unsupported_value")
+            text = f"{source.param} {reply.text}"
+            raise RequestError(text, param=source.param, code=reply.code, status=reply.status)
         self._add(source.key, reply)
         return reply
 

@@ -57,10 +57,11 @@ class PreparedImage(Message, frozen=True):
 
 
 class ImageRefused(Message, frozen=True):
-    """Why there are no tiles: a code, and a text that begins with a verb; code "" if it is not the image's fault."""
+    """Why there are no tiles: code, text that begins with a verb, and status of the error."""
 
     code: str
     text: str
+    status: int = 400
 
 
 ImageReply = PreparedImage | ImageRefused
@@ -77,7 +78,11 @@ def _answer(message: bytes) -> bytes:
     try:
         reply = prepare(job)
     except ImportError:
-        reply = ImageRefused("", NO_PILLOW)
+        reply = ImageRefused("unsupported_value", f"cannot be read: {NO_PILLOW}")
+    except OSError as error:  # of the file with the tiles
+        reply = ImageRefused(
+            "no_room", f"cannot be stored by this server: {error.strerror}; retry later", 503
+        )
     except MemoryError:
         reply = ImageRefused("image_too_large", "takes too much memory to decode; scale it down")
     return msgspec.msgpack.encode(reply)
@@ -105,9 +110,13 @@ def prepare(job: PrepareImage) -> ImageReply:
     digest.update(tiles.data)
     path = Path(job.folder, image_name(digest.digest()))
     new = path.with_name(f"{path.name}.new")
-    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
-        file.write(tiles.data)
-    os.replace(new, path)
+    try:
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
+            file.write(tiles.data)
+        os.replace(new, path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
     return PreparedImage(digest.digest(), str(path), (num, height, width, colors), rows, columns)
 
 

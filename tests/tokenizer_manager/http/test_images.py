@@ -342,6 +342,21 @@ def test_images_of_other_apis_that_cannot_be_used(seeing, path, bad, cause):
     assert refused.status_code == 400 and cause in refused.text
 
 
+def test_halves_of_a_pair_take_no_images(seeing):
+    pair = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 7}
+
+    error = seeing.client.post(PATH, json=chat([part(PICTURE)]) | pair).json()["error"]
+
+    assert error["param"] == "messages" and "one engine computes an image and its answer" in error["message"]
+
+
+def test_a_rendered_chat_says_that_its_images_are_not_there(seeing):
+    body = seeing.client.post(f"{PATH}/render", json=chat([part(PICTURE)])).json()
+
+    assert body["token_ids"].count(IMAGE_ID) == ROWS
+    assert any("has only the placeholders" in warning for warning in body["warnings"])
+
+
 def test_only_messages_of_the_user_have_images(seeing):
     served = seeing
     body = {"messages": [{"role": "system", "content": [part(PICTURE)]}, {"role": "user", "content": "x"}]}

@@ -206,6 +206,16 @@ def test_without_pillow_the_extra_is_named(make_store, tmp_path_factory, monkeyp
     assert NO_PILLOW in error.message and (error.status, error.code) == (400, "unsupported_value")
 
 
+def test_a_folder_without_room_is_no_fault_of_the_image(store, tmp_path):
+    other = ImageStore(VISION, str(tmp_path / "gone"), max_pixels=1_000_000)
+    other.jobs, own = store.jobs, other.jobs
+
+    error = refused(other, file_of(picture(8, 8)))
+
+    assert (error.status, error.code) == (503, "no_room") and "No such file" in error.message
+    own.close()
+
+
 def test_bombs_are_refused_in_little_memory(store):
     frames = [picture(8, 8, seed=seed) for seed in range(2)]
     gif = file_of(frames[0], "GIF", save_all=True, append_images=frames[1:])

@@ -33,6 +33,9 @@ _GRAMMAR_IS_LEFT_OUT: Final = (
     "the answer of this chat has a grammar for tool calls, or one that begins after its reasoning; sampling_params has "
     "no field for it, so send the chat itself"
 )
+_IMAGES_ARE_LEFT_OUT: Final = (
+    "the chat has images, of which token_ids has only the placeholders; send the chat itself for an answer"
+)
 
 
 class _EncodedBody(msgspec.Struct, kw_only=True):
@@ -61,6 +64,8 @@ async def render_chat(exchange: Exchange, engine: Engine) -> None:
         request, [prompt] = await engine.prepare(exchange, request)
         assert request.conversation is not None and request.plan is not None
         warnings = request.warnings
+        if request.media:
+            warnings = first_warnings([*warnings, _IMAGES_ARE_LEFT_OUT])
         has_tools = bool(request.conversation.tools)
         has_fields = request.grammar is None or (request.plan.reasoning is None and not has_tools)
         if not has_fields:
