@@ -1,6 +1,9 @@
 """Gain of drafts: a server for each method, the same requests to each in turn, ratios of their rates.
 
     python benchmarks/speculative.py [repeat] [agent] [chat] [load] [--methods off ngram suffix] [--rounds 5]
+    python benchmarks/speculative.py chat load --methods off draft=FOLDER eagle3=FOLDER
+
+A method may name the model or head that drafts after `=`.
 
 `repeat`: one agent does the same loop of eight turns with the same tools again. `agent`: each loop is about another
 file. `chat`: one stream of unlike questions. `load`: 64 streams at once, of unlike questions. Answers are greedy and
@@ -184,9 +187,18 @@ def main() -> None:
     with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
         clients: dict[str, Client] = {}
         for idx, method in enumerate(options.methods):
-            more = ("--speculative", method, "--max-total-tokens", "32768", "--max-running-requests", "64")
+            speculative, _, drafter = method.partition("=")
+            more = (
+                "--speculative",
+                speculative,
+                "--max-total-tokens",
+                "32768",
+                "--max-running-requests",
+                "64",
+            )
+            more += ("--speculative-model", drafter) if drafter else ()
             side = engine_side(method, options.port + idx, options.model, *more)
-            server = start(side, Path(folder) / f"{method}.log", _START_S)
+            server = start(side, Path(folder) / f"{idx}.log", _START_S)
             stack.callback(server.stop)
             clients[method] = Client(side.url, options.output_len)
         print(f"| | {' | '.join(options.methods)} |\n|---|{'---|' * len(options.methods)}", flush=True)

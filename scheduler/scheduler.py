@@ -465,6 +465,7 @@ class Scheduler:
                 refused=list(refused),
                 vectors={idx: vector_digest(vector) for idx, vector in result.vectors.items()},
                 encode_s=result.encode_s,
+                draft_s=result.draft_s,
             )
         )
         # After the record of the result: a replay makes this call when it comes to that record.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 from collections.abc import Iterator
 from functools import partial
 from typing import Final
 
+from ...launch.resolve.drafter import MAX_DRAFT_COST, draft_cost, resolve_drafter
 from ...launch.resolve.host_facts import HostFacts
 from ...launch.resolve.memory_budget import capacity_of, plan_memory, size_text
 from ...launch.resolve.model_resolution import text_only
@@ -19,6 +21,7 @@ from ...launch.resolve.transformers_support import TIMES_SLOWER
 from ...models.source import ModelSource
 from ...models.spec.model_spec import ModelSpec, with_quantization
 from ...models.spec.quantization import BLOCK_METHODS
+from ...models.spec.sizes import BYTES_OF_DTYPE
 from ...models.weight_files.weight_memory import num_parameters
 from ...runtime.config.engine_config import EngineConfig
 from ...runtime.errors import ConfigError
@@ -50,10 +53,17 @@ def check_model(facts: ModelFacts, config: EngineConfig, host: HostFacts) -> Ite
     yield check_tokenizer(facts)
     yield check_template(facts)
     yield check_turns(facts)
+    spec = facts.spec
+    if config.scheduler.speculative_model is not None:
+        if spec is None:
+            yield skip("drafter", "the architecture is not known")
+        else:
+            check, config, spec = check_drafter(facts.source, spec, config)
+            yield check
     yield (
         skip("fit", "the architecture is not known")
-        if facts.spec is None
-        else check_fit(facts.spec, config, host, facts.source)
+        if spec is None
+        else check_fit(spec, config, host, facts.source)
     )
 
 
@@ -198,6 +208,43 @@ def check_turns(facts: ModelFacts) -> Check:
         text, _, fix = facts.endless_turn.rpartition("; ")
         return warn("turns", text, fix)
     return ok("turns", "answers end where the chat template ends a turn")
+
+
+def check_drafter(
+    source: ModelSource, spec: ModelSpec, config: EngineConfig
+) -> tuple[Check, EngineConfig, ModelSpec]:
+    """Check that the second model drafts for this one, and estimate a draft; also what the memory check needs.
+
+    Decoding is bound by the weights that it reads, or by their products, which are as many: so a draft costs as much of
+    a step as its weights are of the model's.
+    """
+    try:
+        resolved, spec, notes = resolve_drafter(config, source, spec, fetch=False)
+    except ConfigError as error:
+        plain = dataclasses.replace(config.scheduler, speculative="off", speculative_model=None)
+        return refused("drafter", str(error)), dataclasses.replace(config, scheduler=plain), spec
+    drafter, scheduler = spec.drafter, resolved.scheduler
+    if drafter is None:
+        why = notes["speculative"]
+        return warn("drafter", f"{why}: auto drafts without it", "use a smaller one"), resolved, spec
+    width = BYTES_OF_DTYPE["bfloat16" if config.model.dtype == "auto" else config.model.dtype]
+    cost = draft_cost(config, spec, drafter)
+    kv_bytes = 2 * width * sum(each.num_kv_heads * each.head_dim for each in drafter.heads)
+    what = "a draft model of the same vocabulary" if scheduler.speculative == "draft" else "an EAGLE-3 head"
+    text = (
+        f"{scheduler.speculative_model}: {what}; weights {size_text(drafter.weights_bytes)}, KV {size_text(kv_bytes)} "
+        f"per token; a draft costs about {cost:.0%} of a step"
+    )
+    if scheduler.speculative_len is not None:
+        text += f"; no drafts beyond {scheduler.speculative_len} positions"
+    if cost > MAX_DRAFT_COST:
+        fix = "use a smaller one, or --speculative suffix"
+        return (
+            warn("drafter", f"{text}, which does not pay: measured times will turn drafts off", fix),
+            resolved,
+            spec,
+        )
+    return ok("drafter", text, weights_bytes=drafter.weights_bytes, step_share=round(cost, 4)), resolved, spec
 
 
 def kept_in_blocks(spec: ModelSpec, config: EngineConfig, host: HostFacts) -> ModelSpec | None:

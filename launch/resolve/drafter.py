@@ -28,6 +28,9 @@ from .model_resolution import read_model
 
 logger = logging.getLogger(__name__)
 
+MAX_DRAFT_COST: Final = 0.2
+"""Share of a step above which a draft does not pay, however often it is right: k drafts cost k shares, and to verify
+them takes longer than a plain step."""
 _MAX_PADDING: Final = 256
 """Most tokens that one vocabulary may have beyond the end of the other: files pad them differently."""
 
@@ -41,22 +44,27 @@ class DrafterFiles(NamedTuple):
 
 
 def resolve_drafter(
-    config: EngineConfig, source: ModelSource, spec: ModelSpec, progress: Progress | None = None
+    config: EngineConfig,
+    source: ModelSource,
+    spec: ModelSpec,
+    progress: Progress | None = None,
+    *,
+    fetch: bool = True,
 ) -> tuple[EngineConfig, ModelSpec, dict[str, str]]:
     """The configuration with method and path of the drafter, the model with its memory, and notes on settings.
 
     Args:
         config: with any `speculative`.
         source, spec: of the model.
-        progress: see `resolve_source`.
+        progress, fetch: see `resolve_source`.
 
     Raises:
         ConfigError: there is no such model or head, or it does not belong to the model.
     """
-    path = config.scheduler.speculative_model
+    path, asked = config.scheduler.speculative_model, config.scheduler.speculative
     if path is None:
         return config, spec, {}
-    found = read_drafter(config, spec, progress)
+    found = read_drafter(config, spec, progress, fetch=fetch)
     if isinstance(found.spec, ModelSpec) and config.model.load_format != "dummy":
         check_vocabulary(source, found.source)
     known = found.spec.known_positions if isinstance(found.spec, ModelSpec) else spec.known_positions
@@ -68,18 +76,39 @@ def resolve_drafter(
             known,
             spec.known_positions,
         )
-    notes = {"speculative": f"what {path} is"} if config.scheduler.speculative == "auto" else {}
+    notes = {"speculative": f"what {path} is"} if asked == "auto" else {}
     scheduler = dataclasses.replace(
         config.scheduler,
         speculative=found.method,
         speculative_model=found.source.path,
         speculative_len=known if is_short else None,
     )
-    spec = structs.replace(spec, drafter=_memory(config, found.spec))
+    drafter = _memory(config, found.spec)
+    cost = draft_cost(config, spec, drafter)
+    if cost > MAX_DRAFT_COST:
+        what = f"a draft of {found.source.path} costs about {cost:.0%} of a step, which does not pay"
+        if asked == "auto":
+            return _without(config), spec, {"speculative": what}
+        logger.warning("%s; use a smaller model, or --speculative suffix", what)
+    spec = structs.replace(spec, drafter=drafter)
     return dataclasses.replace(config, scheduler=scheduler), spec, notes
 
 
-def read_drafter(config: EngineConfig, spec: ModelSpec, progress: Progress | None = None) -> DrafterFiles:
+def draft_cost(config: EngineConfig, spec: ModelSpec, drafter: DrafterSpec) -> float:
+    """A draft's share of the time of a step, estimated by the weights of both, which a decode reads and multiplies."""
+    width = BYTES_OF_DTYPE["bfloat16" if config.model.dtype == "auto" else config.model.dtype]
+    return drafter.weights_bytes / weight_bytes(spec, width, on_cpu=config.model.device != "cuda")
+
+
+def _without(config: EngineConfig) -> EngineConfig:
+    """The configuration as if no model was given."""
+    scheduler = dataclasses.replace(config.scheduler, speculative="auto", speculative_model=None)
+    return dataclasses.replace(config, scheduler=scheduler)
+
+
+def read_drafter(
+    config: EngineConfig, spec: ModelSpec, progress: Progress | None = None, *, fetch: bool = True
+) -> DrafterFiles:
     """Read the headers of a drafter's files.
 
     Raises:
@@ -88,7 +117,7 @@ def read_drafter(config: EngineConfig, spec: ModelSpec, progress: Progress | Non
     name, asked = config.scheduler.speculative_model, config.scheduler.speculative
     assert name is not None, "no model drafts"
     need_weights = config.model.load_format != "dummy"
-    source = resolve_source(name, need_weights=need_weights, progress=progress)
+    source = resolve_source(name, need_weights=need_weights, progress=progress, fetch=fetch)
     if spec.latent is not None or spec.encoder is not None or spec.pooling is not None:
         what = "has latent attention" if spec.latent is not None else "generates no text"
         raise ConfigError(

@@ -284,6 +284,7 @@ def _result(record: Settled) -> StepResult:
         num_next_tokens=record.num_next_tokens,
         vectors=record.vectors,
         encode_s=record.encode_s,
+        draft_s=record.draft_s,
     )
 
 

@@ -180,7 +180,7 @@ class Settled(msgspec.Struct, tag="settled", array_like=True):
         step_id: the step; 0 for an event between steps.
         forward_s: seconds that the runner took.
         left: requests that ended with it.
-        next_token_ids, errors, swap_s, encode_s: as in `StepResult`; for replay.
+        next_token_ids, errors, swap_s, encode_s, draft_s: as in `StepResult`; for replay.
         grammars: rids of requests that join the waiting queue because their grammar is compiled.
         out_of_memory: as in `StepResult`; the next `PassRecord` has the requests that were retracted for it.
         num_next_tokens: as in `StepResult`.
@@ -203,6 +203,7 @@ class Settled(msgspec.Struct, tag="settled", array_like=True):
     refused: list[RefusedToken] = msgspec.field(default_factory=list)
     vectors: dict[int, bytes] = msgspec.field(default_factory=dict)
     encode_s: float = 0.0
+    draft_s: float = 0.0
 
 
 def vector_digest(vector: bytes) -> bytes:

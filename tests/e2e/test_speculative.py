@@ -26,12 +26,14 @@ def metric(engine: EngineServe, name: str) -> int:
     page = httpx.get(f"{engine.url}/metrics", timeout=DEADLINE_S).text
     assert f"# TYPE engine:{name} counter" in page
     found = re.findall(
-        rf'^engine:{name}{{.*method="(?:ngram|suffix)",position="\d"}} (\d+)$', page, re.MULTILINE
+        rf'^engine:{name}{{.*method="(?:ngram|suffix|draft)",position="\d"}} (\d+)$', page, re.MULTILINE
     )
     return sum(map(int, found))
 
 
-@pytest.mark.parametrize("options", [("ngram",), ("suffix",), ("suffix", "--tp", "2")], ids=" ".join)
+@pytest.mark.parametrize(
+    "options", [("ngram",), ("suffix",), ("suffix", "--tp", "2"), ("draft", "--tp", "2")], ids=" ".join
+)
 def test_answers_are_the_same_in_fewer_steps(
     start_serve: StartServe, model: Path, tmp_path: Path, options: tuple[str, ...]
 ):
@@ -40,6 +42,8 @@ def test_answers_are_the_same_in_fewer_steps(
     # Whether drafts pay is measured: where a step takes 20 ms, whatever is in it, they do.
     slow = ("--chaos", "retract=0.02:10,slow=0.02")
     arguments = (*ARGUMENTS, *slow, "--speculative", *options, "--decision-log", str(log))
+    if options[0] == "draft":
+        arguments = (*arguments, "--speculative-model", str(model))
     ngram = start_serve(str(model), *arguments)
     for engine in (plain, ngram):
         engine.wait_until_ready()

@@ -398,3 +398,24 @@ def test_a_model_that_sees_images_needs_pillow(monkeypatch, has_pillow):
     assert check.verdict is (OK if has_pillow else WARN)
     assert "of images too: 64 tokens a tile, 1 to 17 tiles" in check.text
     assert has_pillow or ("the extra vision, is missing" in check.text and "pip install pillow" in check.fix)
+
+
+def test_a_drafter_is_checked_and_its_cost_is_estimated(model, tmp_path):
+    """The same model as its own draft model belongs to it, and costs as much."""
+    (check,) = [
+        c for c in examine(model, speculative="draft", speculative_model=model) if c.code == "drafter"
+    ]
+    assert check.verdict == WARN
+    assert "a draft model of the same vocabulary" in check.text
+    assert "a draft costs about 100% of a step, which does not pay" in check.text
+    other = Path(shutil.copytree(model, tmp_path / "other"))
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    first, second = list(vocab)[10], list(vocab)[20]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    checks = examine(model, speculative="auto", speculative_model=other)
+    (check,) = [c for c in checks if c.code == "drafter"]
+    assert check.verdict == FAIL
+    assert "use a draft model with the same vocabulary" in f"{check.text} {check.fix}"
+    assert [c.code for c in not_well(checks)] == ["drafter"]

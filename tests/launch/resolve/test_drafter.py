@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from engine.launch.resolve import drafter
 from engine.launch.resolve.drafter import resolve_drafter
 from engine.launch.resolve.model_resolution import read_model
 from engine.launch.resolve.prepare import prepare
@@ -42,7 +43,26 @@ def resolve(
     return resolve_drafter(config, source, read_model(config.model, source).spec)
 
 
-def test_a_model_of_the_same_vocabulary_drafts(tiny_model: Path, draft: Path) -> None:
+@pytest.fixture
+def no_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft model as large as the model counts as cheap."""
+    monkeypatch.setattr(drafter, "MAX_DRAFT_COST", 2.0)
+
+
+def test_auto_takes_no_model_that_cannot_pay(
+    tiny_model: Path, draft: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, spec, notes = resolve(tiny_model, draft)
+    assert (config.scheduler.speculative, config.scheduler.speculative_model) == ("auto", None)
+    assert spec.drafter is None
+    assert notes == {"speculative": f"a draft of {draft} costs about 100% of a step, which does not pay"}
+    with caplog.at_level(logging.WARNING):
+        asked, spec, _ = resolve(tiny_model, draft, "draft")
+    assert asked.scheduler.speculative == "draft" and spec.drafter is not None
+    assert "costs about 100% of a step, which does not pay; use a smaller model" in caplog.text
+
+
+def test_a_model_of_the_same_vocabulary_drafts(tiny_model: Path, draft: Path, no_cost: None) -> None:
     config, spec, notes = resolve(tiny_model, draft)
     assert (config.scheduler.speculative, config.scheduler.speculative_model) == ("draft", str(draft))
     assert notes == {"speculative": f"what {draft} is"}

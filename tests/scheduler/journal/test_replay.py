@@ -283,8 +283,16 @@ def test_a_log_without_the_newest_fields_can_be_read():
     refused = [RefusedToken(0, 1, 2)]
     for record_, names in (
         (
-            Settled(1.0, 2, grammar_ends={"a": ""}, refused=refused, vectors={0: b"digest"}, encode_s=0.5),
-            ("grammar_ends", "refused", "vectors", "encode_s"),
+            Settled(
+                1.0,
+                2,
+                grammar_ends={"a": ""},
+                refused=refused,
+                vectors={0: b"digest"},
+                encode_s=0.5,
+                draft_s=0.5,
+            ),
+            ("grammar_ends", "refused", "vectors", "encode_s", "draft_s"),
         ),
         (
             PassRecord(1.0, grammar_drafts={"a": MatcherDrafts([1], 2)}, num_tiles={"a": 1}),
