@@ -188,15 +188,15 @@ def main() -> None:
         clients: dict[str, Client] = {}
         for idx, method in enumerate(options.methods):
             speculative, _, drafter = method.partition("=")
-            more = (
+            more = [
                 "--speculative",
                 speculative,
                 "--max-total-tokens",
                 "32768",
                 "--max-running-requests",
                 "64",
-            )
-            more += ("--speculative-model", drafter) if drafter else ()
+            ]
+            more += ["--speculative-model", drafter] if drafter else []
             side = engine_side(method, options.port + idx, options.model, *more)
             server = start(side, Path(folder) / f"{idx}.log", _START_S)
             stack.callback(server.stop)

@@ -397,6 +397,7 @@ def _load_drafter(
             device=device,
             avoid=avoid,
         )
+        target.combine_features = head.state
         return partial(make_eagle3_drafter, head, files.spec.layer, capacity.vocab_size, max_drafts, avoid)
     is_gguf = files.spec.quantization is not None and files.spec.quantization.method == "gguf"
     settings = dataclasses.replace(

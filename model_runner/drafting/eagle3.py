@@ -3,8 +3,7 @@
 Every rank has the whole head, so its drafts are equal on all of them.
 """
 
-# Shapes: T new tokens in the batch, W of them need drafts, F features of a token, K hidden size of the head, N tokens
-# that it can draft.
+# Shapes: T new tokens in the batch, W of them need drafts, K hidden size of the head, N tokens that it can draft.
 
 from __future__ import annotations
 
@@ -19,17 +18,17 @@ from ...runtime.errors import ConfigError
 from ..layers.attention import SelfAttention
 from ..layers.embedding import Embedding, OutputHead, head_weight, vocabulary_rows
 from ..layers.layer import all_rows
-from ..layers.linear import Linear
 from ..layers.mlp import GatedMLP
 from ..layers.norm import RMSNorm
 from ..layers.rotary import RotaryEmbedding
 from ..model_context import ModelContext
 from ..op_selection import Target, select_ops
 from ..weights.linear_format import PlainFormat
-from ..weights.reader import WeightReader
+from ..weights.reader import ModuleWeight, Slice, WeightReader
 from ..weights.safetensors import SafetensorsStore
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -61,7 +60,11 @@ class Eagle3Head:
         """
         layer, weights, self.dtype = head.layer, context.weights, context.dtype
         hidden, name, body = layer.hidden_size, head.layer_name, head.body
-        self._fc = Linear(context, [f"{body}fc"], head.num_features, [hidden], bias=False)
+        shape, size = (hidden, head.num_features), head.feature_size
+        parts = [Slice(1, start, start + size) for start in range(0, head.num_features, size)]
+        fc = ModuleWeight(weights, f"{body}fc", shape)
+        # In parts, because their sum is made of operations that can be recorded, unlike features side by side.
+        self._fc = [context.linear_format.load([fc._replace(part=part)]) for part in parts]
         norm = partial(RMSNorm, context, size=hidden, eps=layer.rms_norm_eps)
         self._input_norm, self._hidden_norm = norm(f"{name}.input_layernorm"), norm(f"{name}.hidden_norm")
         self._mlp_norm, self._norm = norm(f"{name}.post_attention_layernorm"), norm(f"{body}norm")
@@ -82,9 +85,12 @@ class Eagle3Head:
         if head.maps_tokens:
             self.token_ids = _target_ids(weights, f"{head.beside}d2t", head)
 
-    def state(self, features: Tensor) -> Tensor:
-        """[T, F] features of the target -> [T, K] in the place of an earlier result of `forward`."""
-        return self._fc(features)
+    def state(self, features: Sequence[Tensor]) -> Tensor:
+        """Features of the target, [T, size] of each layer -> [T, K] in the place of an earlier result of `forward`."""
+        first, *others = (weight(one, None) for weight, one in zip(self._fc, features, strict=True))
+        for other in others:
+            first = first + other
+        return first
 
     def forward(self, token_ids: Tensor, states: Tensor, batch: ForwardBatch) -> Tensor:
         """Write the keys and values of tokens into their slots, and compute what follows those that need drafts.

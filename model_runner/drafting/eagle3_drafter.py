@@ -85,7 +85,7 @@ class Eagle3Drafter:
 
     def keep(self, batch: InputBatch, features: StepFeatures, valid: Int64s) -> None:
         lens = batch.layout.extend_lens
-        states = self._head.state(features.states)
+        states = features.states  # `Eagle3Head.state` of the features, which the model's step has computed
         starts = np.cumsum(lens) - lens
         # Of long chunks only the last tokens have a place, and the others are computed in this step.
         first = np.maximum(valid - self._num_places, 0)

@@ -52,9 +52,11 @@ class Decoder:
 
     Attributes:
         feature_layers: layers after which the residual stream is a feature of each token, for a drafter; ascending.
+        combine_features: [T, size] of each of these layers -> [T, F] for the drafter.
     """
 
     feature_layers: tuple[int, ...] = ()
+    combine_features: Callable[[Sequence[Tensor]], Tensor]
 
     def __init__(
         self,
@@ -71,6 +73,7 @@ class Decoder:
         self.head = ends.head
         self.add = add
         self.take_rows = take_rows
+        self.combine_features = partial(torch.cat, dim=1)
 
     def forward(self, batch: ForwardBatch) -> Tensor | StageStates | FeaturedStates:
         """After the last layer's attention only the tokens that need logits are computed.
@@ -91,7 +94,7 @@ class Decoder:
         if self.head is None:
             return StageStates(x, residual)
         hidden = self.add(x, residual)
-        return FeaturedStates(hidden, torch.cat(features, dim=1)) if features else hidden
+        return FeaturedStates(hidden, self.combine_features(features)) if features else hidden
 
     def _begin(self, batch: ForwardBatch) -> tuple[Tensor | None, Tensor]:
         if self.embedding is None:

@@ -144,7 +144,12 @@ def test_head_equals_plain_torch(
     expected, logits = reference(folder, spec, table[token_ids], states)
 
     with torch.inference_mode():
-        torch.testing.assert_close(head.state(features), states, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            head.state([part.contiguous() for part in features.split(HIDDEN, dim=1)]),
+            states,
+            rtol=1e-4,
+            atol=1e-4,
+        )
         paged = Paged(spec)
         wanted = torch.tensor([2, 6])
         first = head.forward(token_ids[:7], states[:7].clone(), paged.batch(0, 7, wanted))
