@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import tracemalloc
 
 import pytest
 
@@ -65,6 +67,19 @@ def test_other_urls_are_refused_by_their_path(url, code, cause):
 
     assert (error.value.status, error.value.code, error.value.param) == (400, code, AT)
     assert cause in error.value.message and error.value.message.startswith(AT)
+
+
+@pytest.mark.parametrize("text", [";base64,%41%41", ";base64,aa aa", ";base64,%2B", ";", " "])
+def test_a_hostile_url_takes_little_memory(text):
+    head, comma, piece = text.rpartition(",")
+    url = f"data:{head}{comma}{piece * ((1 << 20) // len(piece))}"
+    tracemalloc.start()
+    with contextlib.suppress(RequestError):
+        image_of_url(url, AT)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+
+    assert peak < 8 << 20
 
 
 def test_too_many_bytes_are_refused():
