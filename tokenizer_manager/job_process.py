@@ -151,10 +151,13 @@ def _read(file: IO[bytes]) -> bytes:
     """The next message.
 
     Raises:
-        EOFError: the other side has closed.
+        EOFError: the other side has closed, perhaps within the message.
     """
     head = file.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         raise EOFError
-    content: bytes = file.read(_LENGTH.unpack(head)[0])
+    [size] = _LENGTH.unpack(head)
+    content: bytes = file.read(size)
+    if len(content) < size:
+        raise EOFError
     return content

@@ -142,13 +142,22 @@ class ImageStore:
         if isinstance(reply, ImageRefused):
             text = f"{source.param} {reply.text}"
             raise RequestError(text, param=source.param, code=reply.code, status=reply.status)
-        self._add(source.key, reply)
+        self._add(source, reply)
         return reply
 
-    def _add(self, key: bytes, prepared: PreparedImage) -> None:
-        image = self._images.get(prepared.digest)
+    def _add(self, source: ImageSource, prepared: PreparedImage) -> None:
+        key, image = source.key, self._images.get(prepared.digest)
         if image is None:
-            image = _Image(prepared)
+            image = _Image(prepared, key)
+            if image.num_bytes > self._max_bytes:
+                Path(prepared.path).unlink(missing_ok=True)
+                raise RequestError(
+                    f"{source.param} has {image.num_bytes:,} bytes of tiles, the limit of all images is "
+                    f"{self._max_bytes:,}; scale it down, or start the server with a larger --mm-cache-gb",
+                    param=source.param,
+                    code="image_too_large",
+                    status=413,
+                )
             if not self._make_room(image.num_bytes):
                 Path(prepared.path).unlink(missing_ok=True)
                 raise QueueFullError(
@@ -161,7 +170,9 @@ class ImageStore:
             del self._images[prepared.digest]
             raise QueueFullError("an image was removed to make room while it was decoded; retry", 1)
         image.num_users += 1
-        image.keys.add(key)
+        self._images.move_to_end(prepared.digest)
+        self._digests.pop(image.key, None)  # clients can make any number of files with the same pixels
+        image.key = key
         self._digests[key] = prepared.digest
 
     def _make_room(self, num_bytes: int) -> bool:
@@ -173,8 +184,7 @@ class ImageStore:
             if not image.num_users:
                 total -= image.num_bytes
                 del self._images[digest]
-                for key in image.keys:
-                    del self._digests[key]
+                del self._digests[image.key]
                 Path(image.prepared.path).unlink(missing_ok=True)
         return total <= self._max_bytes
 
@@ -190,15 +200,15 @@ class _Image:
     """An image in the store.
 
     Attributes:
-        keys: of the sources that became it.
+        key: of the last source that became it.
         num_users: how often it is taken.
     """
 
-    __slots__ = ("keys", "num_bytes", "num_users", "prepared")
+    __slots__ = ("key", "num_bytes", "num_users", "prepared")
 
-    def __init__(self, prepared: PreparedImage) -> None:
+    def __init__(self, prepared: PreparedImage, key: bytes) -> None:
         self.prepared = prepared
-        self.keys: set[bytes] = set()
+        self.key = key
         self.num_users = 0
         num, height, width, colors = prepared.shape
         self.num_bytes = num * height * width * colors

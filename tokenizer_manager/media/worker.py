@@ -19,6 +19,8 @@ from ..job_process import serve_jobs
 
 NO_PILLOW: Final = "this server has no Pillow, the extra vision; on its machine, run: pip install pillow"
 _MEMORY_BYTES: Final = 2 << 30  # of address space
+_BEING_WRITTEN: Final = f"{image_name(bytes(32))}.new"
+"""One name for all images: a process that is killed leaves one file at most, which the next one overwrites."""
 
 
 class PrepareImage(Message, frozen=True):
@@ -109,7 +111,7 @@ def prepare(job: PrepareImage) -> ImageReply:
     digest = hashlib.sha256(VERSION + repr(tiles.shape).encode())
     digest.update(tiles.data)
     path = Path(job.folder, image_name(digest.digest()))
-    new = path.with_name(f"{path.name}.new")
+    new = path.with_name(_BEING_WRITTEN)
     try:
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
             file.write(tiles.data)

@@ -6,6 +6,7 @@ import random
 import signal
 import stat
 import struct
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 
 from engine.models.spec.vision_spec import ImageProcessing, VisionSpec
 from engine.runtime.errors import QueueFullError, RequestError
+from engine.tokenizer_manager.job_process import JobLostError, JobProcess
 from engine.tokenizer_manager.media.image_store import ImageStore
 from engine.tokenizer_manager.media.sources import ImageSource, image_of_bytes
 from engine.tokenizer_manager.media.worker import NO_PILLOW
@@ -46,6 +48,7 @@ VISION = VisionSpec(
     ),
 )
 TILE_BYTES = 16 * 16 * 3
+PARAM = "messages[0].content[1].image_url.url"
 
 MakeStore = Callable[..., ImageStore]
 
@@ -77,7 +80,7 @@ def make_store(tmp_path: Path, store: ImageStore) -> Iterator[MakeStore]:
 
 
 def source(content: bytes, detail="auto") -> ImageSource:
-    return image_of_bytes(content, "messages[0].content[1].image_url.url", detail)
+    return image_of_bytes(content, PARAM, detail)
 
 
 def take(store: ImageStore, *contents: bytes, detail="auto"):
@@ -168,6 +171,40 @@ def test_files_of_a_lost_process_are_removed(make_store, tmp_path):
     make_store()
 
     assert os.listdir(tmp_path) == ["lock"]
+
+
+def test_an_image_that_can_never_be_stored_is_refused_for_good(make_store, tmp_path):
+    store = make_store(max_bytes=12 * TILE_BYTES)
+
+    error = refused(store, file_of(picture(61, 43)))
+
+    assert (error.status, error.code, error.param) == (413, "image_too_large", PARAM)
+    assert "9,984 bytes of tiles, the limit of all images is 9,216" in error.message
+    assert os.listdir(tmp_path) == []
+
+
+def test_files_with_the_same_pixels_are_remembered_by_the_last_one(make_store):
+    store = make_store(max_bytes=2 * TILE_BYTES)
+    image, other = picture(8, 8), file_of(picture(8, 8, seed=1))
+    kinds = [file_of(image), file_of(image, "BMP"), file_of(image, "TIFF")]
+    prepared = [take(store, content, detail="low")[0] for content in (kinds[0], other, *kinds[1:])]
+    store.release(each.digest for each in prepared)
+
+    newest = file_of(picture(8, 8, seed=2))
+    take(store, newest, detail="low")  # in the place of `other`, which was used least recently
+
+    assert list(store._digests) == [source(content, "low").key for content in (kinds[-1], newest)]
+
+
+def test_a_process_that_ends_within_its_reply_has_lost_the_job():
+    jobs = JobProcess("unused", name="jobs", max_waiting=1)
+    program = "import sys; sys.stdout.buffer.write(bytes((9, 0, 0, 0)) + b'half')"
+    jobs._start = lambda: subprocess.Popen(  # type: ignore[method-assign]
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+
+    with pytest.raises(JobLostError):
+        jobs.ask_now(b"job", 10.0)
 
 
 def test_errors_name_the_part(store):
