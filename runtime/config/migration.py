@@ -25,7 +25,7 @@ _ONE_GPU: Final = "use --tp for several GPUs, and CUDA_VISIBLE_DEVICES to choose
 _HOST_TIER: Final = (
     "use --kv-host-size, GiB of host memory for what the KV pool of a GPU evicts; on a CPU --kv-disk DIR"
 )
-_TEXT_ONLY: Final = f"{_ALWAYS}: only text is supported"
+_DATA_URLS: Final = f"{_ALWAYS}: images come as data: URLs, and nothing is fetched or read from a path"
 
 ANSWERS: Final[Mapping[str, str]] = {
     # memory and batches
@@ -100,9 +100,10 @@ ANSWERS: Final[Mapping[str, str]] = {
     "generation_config": "use --sampling-defaults model for auto, and --sampling-defaults openai for vllm",
     "override_generation_config": f"{_IN_REQUESTS}, or change generation_config.json in the model's folder",
     "preferred_sampling_params": f"{_IN_REQUESTS}, or change generation_config.json in the model's folder",
-    "mm_processor_kwargs": _TEXT_ONLY,
-    "allowed_local_media_path": _TEXT_ONLY,
-    "mmproj": _TEXT_ONLY,
+    "mm_processor_kwargs": f"{_ALWAYS}: send detail low or high with an image",
+    "allowed_local_media_path": _DATA_URLS,
+    "allowed_media_domains": _DATA_URLS,
+    "mmproj": f"{_ALWAYS}: images need a folder of SmolVLM or Idefics3; of a GGUF file the text is served",
     "speculative_num_steps": "use --speculative-num-draft-tokens",
     "speculative_eagle_topk": f"{_ALWAYS}: drafts are one row of tokens, not a tree",
     "speculative_token_map": f"{_ALWAYS}: a head's own table says which tokens it drafts",
@@ -123,7 +124,7 @@ ANSWERS: Final[Mapping[str, str]] = {
     "lora_dtype": f"{_ALWAYS}: adapters have the model's dtype, see --dtype",
     "lora_extra_vocab_size": f"{_ALWAYS}: an adapter adds no tokens",
     "enable_lora_overlap_loading": f"{_ALWAYS}: adapters are read beside the steps",
-    "default_mm_loras": _TEXT_ONLY,
+    "default_mm_loras": f"{_ALWAYS}: adapters apply to the language model",
     "lora_scaled": "use --lora NAME=FILE; to scale an adapter change lora_alpha in its adapter_config.json",
     "lora_init_without_apply": f"{_ALWAYS}: an adapter applies to the requests that name it",
     # scheduling

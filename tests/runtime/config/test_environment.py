@@ -18,6 +18,9 @@ TRANSLATED = {
     "hicache_write_policy": "write_back",
     "hicache_storage_prefetch_policy": "timeout",
     "limit_mm_per_prompt": '{"image": 4}',
+    "speculative_algorithm": "NGRAM",
+    "speculative_config": '{"method": "suffix"}',
+    "spec_type": "ngram-simple",
 }
 
 
