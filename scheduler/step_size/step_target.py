@@ -17,9 +17,9 @@ Chunks are cut where the predicted time reaches `prompts_s`. The terms:
 
 While no request decodes there is no time limit, and chunks are as large as configured.
 
-Tiles of images are a third kind of work: their time, learned as seconds per part of a tile, is a part of `prompts_s`. A
-part is half a layer of the tower, so the work on a tile is divided among steps as tokens are. A step with a prompt that
-waits for a tile does at least one part.
+Tiles of images are a third kind of work: their time, learned as seconds per part of a tile, is a part of `prompts_s`,
+and at most max(target_s - decodes alone, decodes alone). A part is half a layer of the tower, so the work on a tile is
+divided among steps as tokens are. A step with a prompt that waits for a tile does at least one part.
 
 The predicted time of a step has a fixed part and a part per decoding request, per token of their KV, per prompt token,
 and per (query, key) pair of the prompts' attention. The coefficients are learned from the measured time of every step
@@ -194,12 +194,13 @@ class StepTarget:
         if not num_decodes or not self.target_s:
             return PromptTime.unlimited()
         (part_s,) = self._parts.coefficients
+        # Without the fixed cost of prompts, which work on tiles does not have: such a step is at most twice as long.
+        alone_s = self._decodes.predict((1.0, num_decodes, kv_tokens))
+        tiles_s = max(self.target_s - alone_s, alone_s)
         if not (token_s or pair_s):
-            return PromptTime(
-                math.inf, token_s=0.0, pair_s=0.0, page_size=1, part_s=part_s, tiles_s=self.target_s
-            )
+            return PromptTime(math.inf, token_s=0.0, pair_s=0.0, page_size=1, part_s=part_s, tiles_s=tiles_s)
         decodes_s = fixed_s + self._beside_prompts_s(num_decodes, kv_tokens)
-        alone_s = max(decodes_s, self._decodes.predict((1.0, num_decodes, kv_tokens)))
+        alone_s = max(decodes_s, alone_s)
         waiting_s = token_s * waiting_tokens
         prompts_s = max(self.target_s - decodes_s, alone_s, waiting_s / MAX_PASSES, token_s * tokens_behind)
         return PromptTime(
@@ -210,7 +211,7 @@ class StepTarget:
             decodes_s=decodes_s,
             waiting_s=waiting_s,
             part_s=part_s,
-            tiles_s=prompts_s,
+            tiles_s=tiles_s,
         )
 
     def explain(self, time: PromptTime) -> StepTime | None:
