@@ -106,13 +106,22 @@ class Eagle3Head:
         """
         wanted = batch.logits_indices
         select_rows = all_rows if wanted is None else lambda x: self._take_rows(x.contiguous(), wanted)
-        entered = self._hidden_norm(states)
+        x, entered = self._entered(token_ids, states)
         residual = entered if self._norm_before_residual else states
-        x = torch.cat((self._input_norm(self._embedding(token_ids)), entered), dim=-1)
         cos, sin = self._rotary.at(batch.positions)
         x = self._attention(x, cos, sin, batch, select_rows)
         x, residual = self._mlp_norm.add(x, select_rows(residual))
         return self._add(self._mlp(x), residual)
+
+    def store(self, token_ids: Tensor, states: Tensor, batch: ForwardBatch) -> None:
+        """Write keys and values as `forward` does; they need no attention, which `batch` need not have."""
+        x, _ = self._entered(token_ids, states)
+        self._attention.store(x, *self._rotary.at(batch.positions), batch)
+
+    def _entered(self, token_ids: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, 2K] the input of attention, and its second half."""
+        entered = self._hidden_norm(states)
+        return torch.cat((self._input_norm(self._embedding(token_ids)), entered), dim=-1), entered
 
     def logits(self, states: Tensor) -> Tensor:
         """[W, K] results of `forward` -> [W, N]."""

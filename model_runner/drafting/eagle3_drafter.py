@@ -8,6 +8,8 @@ So they depend on tokens up to j only, and a page of them is as shareable as the
 token of a cached prefix come with its last page: the KV pool has a row of them per page, that of the page's last
 computed token. A draft is computed with the head's own output in the place of features, and again with these when the
 model has computed it.
+
+The keys and values of a token need no attention, so tokens without drafts cost two projections.
 """
 
 # Shapes: n requests, T tokens of a step or a run, W of them need drafts, K hidden size of the head, V tokens of the
@@ -15,7 +17,7 @@ model has computed it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +28,7 @@ from ..forward_batch import ForwardBatch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..attention.backend import AttentionBackend
+    from ..attention.backend import AttentionBackend, StepAttention
     from ..input_batch import InputBatch
     from ..memory.kv_pool import KVPool
     from ..memory.slot_table import SlotTable
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
     from .lag import Run
 
 Int64s = npt.NDArray[np.int64]
+
+_NO_ATTENTION: Final = cast("StepAttention", None)
 
 
 class Eagle3Drafter:
@@ -106,7 +110,8 @@ class Eagle3Drafter:
         self._page_states.index_copy_(0, self._put(pages), states.index_select(0, self._put(ending)))
 
     def compute(self, run: Run) -> None:
-        self._forward(run, self._states_of(run), run.lasts[-1:])
+        batch = self._batch(run, _NO_ATTENTION, None)
+        self._head.store(batch.input_ids, self._states_of(run), batch)
 
     def logits(self, run: Run, *, first: bool) -> Tensor:
         idx = self._put(run.idx)
@@ -139,16 +144,19 @@ class Eagle3Drafter:
     def _forward(self, run: Run, states: Tensor, wanted: Int64s | None) -> Tensor:
         """[W, K] states after the wanted tokens of a run; None: after all."""
         put, table = self._put, self._slot_table
-        loc = put(run.out_cache_loc)
+        # The model's step writes the slots of drafts only after they are made.
         table.store(
             put(run.token_rows * table.width + run.positions), put(run.out_cache_loc.astype(np.int32))
         )
-        batch = ForwardBatch(
-            input_ids=put(run.input_ids),
-            positions=put(run.positions),
-            kv_pool=self._kv_pool,
-            out_cache_loc=loc,
-            attention=self._attention.plan_step(run.layout()),
-            logits_indices=None if wanted is None else put(wanted),
-        )
+        batch = self._batch(run, self._attention.plan_step(run.layout()), wanted)
         return self._head.forward(batch.input_ids, states, batch)
+
+    def _batch(self, run: Run, attention: StepAttention, wanted: Int64s | None) -> ForwardBatch:
+        return ForwardBatch(
+            input_ids=self._put(run.input_ids),
+            positions=self._put(run.positions),
+            kv_pool=self._kv_pool,
+            out_cache_loc=self._put(run.out_cache_loc),
+            attention=attention,
+            logits_indices=None if wanted is None else self._put(wanted),
+        )
