@@ -127,6 +127,8 @@ NULLABLE = {
     "CompletionLogprobs.top_logprobs",
     "ChatChunk.usage",
     "Completion.usage",
+    # OpenAI's decisions: of a question without one
+    *(f"{kind}Answer.name" for kind in ("Choice", "Predicate", "Refusal", "Score")),
     # OpenAI's responses: `X | null` in its schema
     "ResponseBody.completed_at",
     "ResponseBody.error",
