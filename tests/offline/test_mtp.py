@@ -94,3 +94,14 @@ def test_answers_are_those_without(qwen: Path, life: str):
 def test_so_with_experts(glm: Path, life: str):
     """In an int8 pool drafts of any source change answers of this model: its sums are near the borders of integers."""
     check(glm, "mtp", **LIVES[life])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_so_with_pages_of_other_sizes(qwen: Path, page_size: int):
+    check(qwen, "mtp", page_size=page_size, chunked_prefill_size=5)
+
+
+@pytest.mark.slow
+def test_so_with_pages_from_a_disk(glm: Path, tmp_path: Path):
+    check(glm, "mtp", kv_disk=str(tmp_path), kv_disk_size=1.0, max_total_tokens=200, max_model_len=160)
