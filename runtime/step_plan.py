@@ -278,7 +278,8 @@ class StepResult(Record, frozen=True):
             positions num_computed+1 .. min(num_computed+num_scheduled, prompt_len-1).
         errors: batch index -> message, for requests that failed on their own (values not finite, also in a chunk that
             samples nothing; tiles that could not be read). Their entries in `next_token_ids` are arbitrary; other
-            requests are not affected. After an error the tiles that the step encoded count as not encoded.
+            requests are not affected. After an error the tiles that the step encoded count as not encoded, and so do
+            all tiles of these requests.
         forward_s: seconds that the device spent on the step, including the copy of the tokens to the host; a step
             launched while the one before ran counts from that one's end. The CPU is a device that starts at once.
         swap_s: of these, seconds that the device was busy swapping; 0 without swaps.

@@ -446,7 +446,9 @@ class Scheduler:
         rows = self._parts.settler.settle(batch, result, now_s, refused)
         self.settled_step = batch.plan.step_id
         self._parts.encoder_cache.settled(
-            batch.plan.step_id, failed=bool(result.out_of_memory or result.errors)
+            self.settled_step,
+            [batch.reqs[idx] for idx in result.errors],
+            out_of_memory=bool(result.out_of_memory),
         )
         self._answers.rows(rows)
         self._transfer.settled(batch, result.forward_s - result.encode_s)

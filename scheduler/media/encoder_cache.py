@@ -240,18 +240,28 @@ class EncoderCache:
                 return
         encodes.append(Encode(item.pixels, item.shape, number, 1, first_row))
 
-    def settled(self, step_id: int, *, failed: bool) -> None:
-        """A step is settled. If it `failed`, or a request of it, its tiles count as not encoded.
+    def settled(self, step_id: int, failed: Sequence[Req], *, out_of_memory: bool = False) -> None:
+        """A step is settled. If it ran `out_of_memory` or requests of it `failed`, its tiles count as not encoded.
 
-        No other step has read them: a step that encodes is settled before the next one is planned
+        So do all tiles of these requests: a tile that an earlier step could not read fails only where it is read. No
+        other step has read those of this one: a step that encodes is settled before the next one is planned
         (`Scheduler.needs_result`).
         """
-        for tile in self._in_flight.pop(step_id, ()) if self._in_flight else ():
-            if failed and self._tiles.get(tile.key) is tile:
-                tile.is_encoded, tile.num_parts = False, 0
-                if not tile.users:
-                    del self._idle[tile.key]
-                    self._drop(tile)
+        tiles = self._in_flight.pop(step_id, ()) if self._in_flight else ()
+        for tile in tiles if failed or out_of_memory else ():
+            self._not_encoded(tile)
+        for req in failed:
+            for wants in () if req.images is None else req.images.tiles:
+                if (found := self._tiles.get(wants.key)) is not None:
+                    self._not_encoded(found)
+
+    def _not_encoded(self, tile: _Tile) -> None:
+        if self._tiles.get(tile.key) is not tile:
+            return  # its rows were given away
+        tile.is_encoded, tile.num_parts = False, 0
+        if not tile.users:
+            del self._idle[tile.key]
+            self._drop(tile)
 
     def flush(self) -> None:
         """Forget the tiles that no request needs."""

@@ -128,6 +128,20 @@ def test_the_tiles_of_a_failed_step_are_encoded_again():
     assert harness.answers["b"].finish is not None and harness.answers["b"].finish.kind is FinishKind.LENGTH
 
 
+def test_a_tile_that_an_earlier_step_could_not_read_does_not_fail_the_next_request():
+    """The rows of an image are wrong since the first request; a second one finds that out."""
+    harness = make()
+    harness.submit("a", prompt=[1, 2, 3], images=[Image("cat", 2, 2)])
+    harness.run_until_idle()
+    harness.runner.fail_next.add("b")
+    for rid in ("b", "c"):
+        harness.submit(rid, prompt=[9, 8, 7], images=[Image("cat", 2, 1)])
+        harness.run_until_idle()
+    finishes = [harness.answers[rid].finish for rid in ("b", "c")]
+    assert [each.kind for each in finishes if each is not None] == [FinishKind.ERROR, FinishKind.LENGTH]
+    assert encodes(harness) == {"cat": 4}
+
+
 # ---------------------------------------------------------------- rows
 
 
