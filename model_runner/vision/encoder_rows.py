@@ -69,14 +69,14 @@ class EncoderRows:
         """Compute the rows of tiles, one tile after the other, or do parts of that."""
         per_tile = self._tower.spec.rows_per_tile
         for item in encodes:
-            if item.first_part and item.first_row in self._begun:
-                self._go_on(item.first_row, item.num_parts)
-                continue
             if item.first_part:
-                continue  # it could not be read when it was begun
+                if item.first_row in self._begun:  # else it could not be read when it was begun
+                    self._go_on(item.first_row, item.num_parts)
+                continue
             tiles = self._read(item)
             for number in range(item.num_tiles):
                 first = item.first_row + number * per_tile
+                self._begun.pop(first, None)  # work on a tile that has lost its rows
                 if isinstance(tiles, str):
                     self.rows[first : first + per_tile] = float("nan")
                     self._failures[first] = tiles
@@ -108,7 +108,9 @@ class EncoderRows:
     def _read(self, item: Encode) -> npt.NDArray[np.uint8] | str:
         """The tiles of an encode, or why they cannot be read."""
         side = self._tower.spec.image_size
-        assert item.shape[1:] == (side, side, 3), f"the tiles are {item.shape}, the tower sees {side} pixels"
+        if item.shape[1:] != (side, side, 3):
+            logger.error("an image has tiles of another size than the tower: %s %s", item.pixels, item.shape)
+            return f"the tiles of an image have the shape {item.shape[1:]}, but the model needs {(side, side, 3)}"
         try:
             tiles = np.memmap(item.pixels, dtype=np.uint8, mode="r", shape=item.shape)
             return np.array(tiles[item.first_tile : item.first_tile + item.num_tiles])

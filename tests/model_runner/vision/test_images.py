@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from msgspec.structs import replace
 
 from engine.model_runner.model_runner import NOT_FINITE
 from engine.model_runner.vision.encoder_rows import ImageTokens
@@ -376,6 +377,45 @@ def test_a_picture_that_is_gone_or_not_finite_ends_its_requests_only(
     assert driver.step([(again, len(tokens))], encodes=(gone,)).errors == {}
     assert again.output == reqs[0].output[:1]
     assert damaged.first_row == 2 * seeing.per_tile and good.first_row == 0
+
+
+def test_unfinished_work_does_not_go_on_in_the_rows_of_another_tile(
+    make_seeing: MakeSeeing, make_driver: Any, pictures: Callable[[Seeing], Pictures]
+) -> None:
+    """A tile loses its rows after some parts of its work. The next one there cannot be read, or is computed at once."""
+    seeing = make_seeing()
+    kept, driver = pictures(seeing), make_driver(seeing.spec, seeing.folder, num_encoder_rows=64)
+    first, other = kept.encode(seeing.tiles(1)), kept.encode(seeing.tiles(2))
+    rows, last = driver.runner.encoder_rows, seeing.spec.vision.num_parts  # type: ignore[union-attr]
+
+    def encode(item: Encode, begin: int, count: int) -> None:
+        driver.step([], encodes=(replace(item, first_row=0, first_part=begin, num_parts=count),))
+
+    encode(first, 0, last - 1)
+    encode(replace(other, pixels=other.pixels + "lost"), 0, 1)
+    encode(replace(other, pixels=other.pixels + "lost"), 1, last - 1)
+    assert rows.rows[: seeing.per_tile].isnan().all() and "not there any more" in rows.failure(np.array([0]))
+    encode(first, 0, last - 1)
+    encode(other, 0, 0)
+    expected = rows.rows[: seeing.per_tile].clone()
+    driver.step([], encodes=(other,))
+    assert torch.equal(expected, rows.rows[other.first_row :][: seeing.per_tile])
+    encode(first, last - 1, 1)
+    assert torch.equal(expected, rows.rows[: seeing.per_tile]), "the work of a tile that has no rows any more"
+
+
+def test_tiles_of_another_size_end_their_request_only(
+    make_seeing: MakeSeeing, make_driver: Any, pictures: Callable[[Seeing], Pictures]
+) -> None:
+    seeing = make_seeing()
+    kept, driver = pictures(seeing), make_driver(seeing.spec, seeing.folder, num_encoder_rows=64)
+    image = seeing.tiles(1)
+    tokens, encodes = seeing.prompt([image]), (kept.encode(image), kept.encode(image[:, ::2].copy()))
+    reqs = [kept.start(driver, tokens, [each]) for each in encodes]
+
+    result = driver.step([(req, len(tokens)) for req in reqs], encodes=encodes)
+
+    assert [*result.errors] == [1] and "(12, 24, 3), but the model needs (24, 24, 3)" in result.errors[1]
 
 
 def test_tensor_parallel_ranks_have_the_whole_tower(
