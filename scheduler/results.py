@@ -130,12 +130,12 @@ class ResultSettler:
             self._speculation.measured(
                 len(batch),
                 batch.num_drafts,
-                (result.forward_s - result.draft_s) / num_rounds,
+                (compute_s - result.draft_s) / num_rounds,
                 between_s=max(0.0, interval_s - result.forward_s),
                 num_rounds=num_rounds,
             )
             if not batch.num_drafts:
-                self._multi_step.measured(len(batch), num_rounds, result.forward_s)
+                self._multi_step.measured(len(batch), num_rounds, compute_s)
 
     def _settle_errors(
         self, batch: ScheduleBatch, result: StepResult, here: BoolArray, now_s: float

@@ -16,6 +16,7 @@ from engine.scheduler.journal.log_file import read_runs
 from engine.scheduler.journal.replay import replay
 from engine.scheduler.queries.why import explain
 from engine.scheduler.records.verdict import Reason
+from engine.scheduler.speculation.speculation import NgramSpeculation
 
 from ..harness import Harness, Image
 from ..journal.recorded import finish, record
@@ -290,6 +291,22 @@ def test_work_on_the_tile_of_a_waiting_request_is_not_lost():
             harness.abort("a")
             harness.submit("b", prompt_len=3, images=[Image("cat", 2, 0)], max_new_tokens=1)
     assert sum(parts) == 12 and parts[:6] == [1] * 6, parts
+    harness.run_until_idle()
+
+
+def test_work_on_tiles_is_no_part_of_the_cost_of_decodes():
+    """Steps of decodes take 10 ms; some of them also do 50 ms of work on the tile of a waiting request."""
+    harness = make(target_step_ms=15.0, encoder_tile_parts=6, speculative="ngram")
+    harness.runner.tile_s = 0.3
+    harness.submit("text", prompt_len=6, max_new_tokens=30)
+    harness.step()
+    harness.submit("a", prompt_len=3, images=[Image("cat", 1, 0)], max_new_tokens=1)
+    mixed = [harness.step() for _ in range(5)]
+    assert all(batch is not None and batch.plan.encodes and not batch.num_extends for batch in mixed)
+    parts = harness.scheduler._parts
+    assert isinstance(parts.speculation, NgramSpeculation)
+    assert parts.speculation._costs.seconds(1, 1) == pytest.approx(0.01)
+    assert parts.multi_step._round_s == pytest.approx(0.01)
     harness.run_until_idle()
 
 
