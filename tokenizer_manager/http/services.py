@@ -31,7 +31,7 @@ from ..conversation.conversation import Conversation, image_sources
 from ..conversation.planner import AnswerPlan, Planner
 from ..conversation.template_choice import why_no_template
 from ..conversation.template_renderer import TemplateRenderer
-from ..generation import Generation, GenerationRequest
+from ..generation import Generation, GenerationRequest, Prompt
 from ..manager import TokenizerManager
 from ..media.image_store import ImageStore
 from ..media.placement import ImagePlacement
@@ -347,12 +347,31 @@ class Engine(ServerFacts):
             texts = self.placement.texts_of(plan.prompt, images)
             if not images and len(texts) == 1:
                 return PlacedPrompt(texts[0])
-            encoded = await self.encoder.encode(texts, add_special_tokens=False, param=param)
-            ids = array("i", itertools.chain.from_iterable(encoded))
+            ids = await self._ids_of(texts, param)
             return PlacedPrompt("".join(texts), ids, self.placement.items_of(ids, images))
         except BaseException:
             self.images.release(image.digest for image in images)
             raise
+
+    async def cut_prompts(self, prompts: Sequence[str], param: str) -> list[Prompt]:
+        """Rendered prompts without images; ids of those in which `ImagePlacement` has cut special tokens.
+
+        Raises:
+            RequestError: a prompt has a marker of an image.
+            QueueFullError: too much text waits to be tokenized.
+        """
+        if self.placement is None:
+            return list(prompts)
+        made: list[Prompt] = []
+        for prompt in prompts:
+            texts = self.placement.texts_of(prompt, ())
+            made.append(texts[0] if len(texts) == 1 else (await self._ids_of(texts, param)).tolist())
+        return made
+
+    async def _ids_of(self, texts: Sequence[str], param: str) -> array[int]:
+        """Token ids of texts that are tokenized one by one and joined."""
+        encoded = await self.encoder.encode(texts, add_special_tokens=False, param=param)
+        return array("i", itertools.chain.from_iterable(encoded))
 
     def release(self, media: Sequence[MediaItem]) -> None:
         """Give the images of a prompt back that is not started."""

@@ -23,6 +23,7 @@ from .worker import PreparedImage
 
 _CUT: Final = f"zq{secrets.token_hex(12)}qz"
 """Where a text is cut. Clients cannot know it, and templates change no letters."""
+_MAX_CUTS: Final = 10_000
 
 
 class ImagePlacement:
@@ -44,16 +45,36 @@ class ImagePlacement:
         self._special = re.compile(special_texts(vision))
 
     def without_markers(self, value: Any) -> Any:
-        """The input of a template: its texts with special tokens of images cut, and images as parts of their kind."""
-        if isinstance(value, str):
-            return self._special.sub(lambda found: f"{found[0][0]}{_CUT}{found[0][1:]}", value)
-        if isinstance(value, list):
-            return [self.without_markers(each) for each in value]
-        if isinstance(value, dict):
-            if value.get("type") == "image" and "source" in value:
-                return {"type": "image"}
-            return {self.without_markers(key): self.without_markers(each) for key, each in value.items()}
-        return value
+        """The input of a template: its texts with special tokens of images cut, and images as parts of their kind.
+
+        Raises:
+            RequestError: there are more than `_MAX_CUTS`, whose texts would occupy the event loop.
+        """
+        num_cuts = 0
+
+        def cut(found: re.Match[str]) -> str:
+            nonlocal num_cuts
+            num_cuts += 1
+            if num_cuts > _MAX_CUTS:
+                raise RequestError(
+                    f"the texts have more than {_MAX_CUTS:,} special tokens of images; shorten them",
+                    param="messages",
+                    code="invalid_value",
+                )
+            return f"{found[0][0]}{_CUT}{found[0][1:]}"
+
+        def walk(value: Any) -> Any:
+            if isinstance(value, str):
+                return self._special.sub(cut, value)
+            if isinstance(value, list):
+                return [walk(each) for each in value]
+            if isinstance(value, dict):
+                if value.get("type") == "image" and "source" in value:
+                    return {"type": "image"}
+                return {walk(key): walk(each) for key, each in value.items()}
+            return value
+
+        return walk(value)
 
     def texts_of(self, prompt: str, images: Sequence[PreparedImage]) -> list[str]:
         """The texts to tokenize one by one, without special tokens, of a rendered prompt.
@@ -79,8 +100,18 @@ class ImagePlacement:
 
         Args:
             ids: [prompt_len] int32, of `texts_of`.
+
+        Raises:
+            RequestError: a text has become the placeholder, which a normalizer of the tokenizer may do.
         """
         runs = _found_runs(ids, self._vision.image_token_id)
+        num_tiles = sum(image.shape[0] for image in images)
+        if sum(length for _, length in runs) != num_tiles * self._vision.rows_per_tile:
+            raise RequestError(
+                f"a text of the messages is read as {self._vision.image_token} by this model; write it in another way",
+                param="messages",
+                code="invalid_value",
+            )
         items = []
         for image in images:
             left, own = image.shape[0] * self._vision.rows_per_tile, array("i")
@@ -89,7 +120,6 @@ class ImagePlacement:
                 own.extend((start, length))
                 left -= length
             items.append(MediaItem(image.digest, own.tobytes(), image.path, image.shape))
-        assert not runs, "each placeholder is that of an image"
         return tuple(items)
 
 

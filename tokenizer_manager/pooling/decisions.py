@@ -11,7 +11,7 @@ import enum
 import math
 from array import array
 from collections.abc import Sequence
-from itertools import product
+from itertools import islice, product
 from string import ascii_uppercase
 from typing import Final, NamedTuple
 
@@ -137,7 +137,7 @@ class LabelTokens:
             wanted = ascii_uppercase[:count]
         else:
             wanted = [*ascii_uppercase, *map("".join, product(ascii_uppercase, repeat=2))]
-        labels = [label for label in wanted if self.group(label)]
+        labels = list(islice((label for label in wanted if self.group(label)), count))
         if len(labels) < count:
             raise RequestError(
                 f"{at} has {count} options, but this model has {len(labels)} labels of one token each for them; send "
@@ -145,7 +145,7 @@ class LabelTokens:
                 param=at,
                 code="invalid_value",
             )
-        return labels[:count]
+        return labels
 
     def group(self, label: str) -> tuple[int, ...]:
         """The tokens of a label; empty if none of its forms is one token."""

@@ -11,12 +11,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from engine.runtime.errors import RequestError
 from engine.runtime.feasibility import Capacity
 from engine.runtime.media import runs_of
 from engine.runtime.messages import GenerateRequest
+from engine.tokenizer_manager.media.placement import ImagePlacement
 
 from ..conftest import Serve, Served, _served
-from ..fake_engine import CAPACITY, STOP, WAIT_S, ids_of, make_tokenizer, row, say_all
+from ..fake_engine import CAPACITY, STOP, WAIT_S, ids_of, make_tokenizer, row, say_all, say_vectors
 from ..media.image_files import file_of, picture
 from ..media.test_image_store import VISION
 
@@ -179,6 +181,32 @@ def test_a_special_token_of_images_in_a_text_is_text(seeing, text, with_image):
     assert bytes(ids[5:8]) != text.encode() and ids[: len(f"user:a{text}")] == TOKENIZER.encode("user:a") + [
         token for char in text for token in TOKENIZER.encode(char)
     ]
+
+
+def test_special_tokens_of_images_in_decisions_are_text(serve):
+    served = serve(say_vectors(lambda _request: [-1.0] * 4), **_settings())
+    questions = [{"type": "predicate", "instructions": text} for text in ("Is <image> x?", "Is it?")]
+
+    body = {"input": "a<image>b", "questions": questions}
+    served.client.post("/v1/decisions", json=body).raise_for_status()
+    first, second = served.engine.next_request(), served.engine.next_request()
+
+    for request, text in ((first, "Is <image> x?"), (second, "Is it?")):
+        assert text_of(request).startswith(f"user:a<image>b\n\n{text}\n\nIs it true?")
+        assert IMAGE_ID not in ids_of(request)
+
+
+def test_more_special_tokens_than_a_prompt_may_have_are_refused(seeing):
+    error = seeing.client.post(PATH, json=chat("<image>" * 10_001)).json()["error"]
+
+    assert error["param"] == "messages" and "more than 10,000 special tokens of images" in error["message"]
+
+
+def test_a_text_that_becomes_a_placeholder_is_refused():
+    placement = ImagePlacement(MODEL_VISION, TOKENIZER)
+
+    with pytest.raises(RequestError, match="is read as <image> by this model"):
+        placement.items_of(array("i", [1, IMAGE_ID]), ())
 
 
 def test_a_marker_in_two_parts_is_refused(seeing):

@@ -6,6 +6,7 @@ the input once. `Question` and its probabilities are in `tokenizer_manager/pooli
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import uuid
@@ -17,7 +18,6 @@ from msgspec import UNSET
 
 from ....runtime.errors import RequestError
 from ...conversation.conversation import Conversation, History, ReasoningOptions
-from ...generation import Prompt
 from ...pooling.decisions import (
     PLAIN_END,
     Decided,
@@ -34,7 +34,7 @@ from ..openai.messages import checked_template_variables
 from ..responses.convert import read_items
 from ..schema.field_policy import Notes
 from ..schema.parts import text_of
-from ..schema.values import Body, convert, objects, refused, show
+from ..schema.values import Body, check_limit, convert, objects, refused, show
 from ..services import Engine
 from .decisions_wire import (
     DECISIONS_POLICY,
@@ -68,9 +68,11 @@ from .decisions_wire import (
 from .run import PooledAnswer, pooled_request, run_pooled
 
 _JSON_PART: Final = "input_json"
-_NUMBERED: Final = re.compile(r"questions\[(\d+)\]")
+_NUMBERED: Final = re.compile(r"questions(?:\[(\d+)\])?")
 _ENDING_CHARS: Final = 256
 """The end of a prompt on which the tokens of labels may depend."""
+_MAX_CHARS: Final = 64 << 20
+"""Of the prompts of a request without its questions: each question has a prompt with the whole input."""
 
 
 class _Asked(NamedTuple):
@@ -196,6 +198,9 @@ def _check(request: DecisionFields, engine: Engine) -> None:
     """Refuse what this model cannot answer, and values out of range."""
     engine.check_model(request.model)
     check_task(engine.spec, "labels")
+    if request.truncate_len() is not None:
+        name = "truncate" if request.truncate_prompt_tokens is None else "truncate_prompt_tokens"
+        raise refused(name, "is set, but the end of a prompt is its question; shorten the input instead")
     if request.temperature is not None and not 0 < request.temperature <= MAX_LABEL_TEMPERATURE:
         raise refused(
             "temperature", f"is {request.temperature:g}, but it must lie in (0, {MAX_LABEL_TEMPERATURE:g}]"
@@ -265,16 +270,28 @@ async def _decide(exchange: Exchange, engine: Engine, asked: _Asked) -> _Answers
     """Ask all questions, each in the orders of its options that the request wants."""
     fields = asked.fields
     before, after = await _frame(engine, asked)
+    num_prompts = sum(_num_orders(asked, question) for question in asked.questions)
+    check_limit(
+        "questions" if num_prompts == len(asked.questions) else "permutations",
+        num_prompts,
+        "prompts, one for each question and order of its options",
+        engine.config.limits.max_prompts,
+        "max_prompts",
+    )
+    if (num_chars := num_prompts * (len(before) + len(after))) > _MAX_CHARS:
+        raise refused(
+            asked.param,
+            f"has {len(before):,} characters with its chat template, {num_chars:,} in {num_prompts:,} prompts, the "
+            f"limit is {_MAX_CHARS:,}; ask fewer questions at a time",
+            "input_too_large",
+        )
     tokens = LabelTokens(engine.tokenizer, after[-_ENDING_CHARS:])
-    cases = []
-    for number, (question, path) in enumerate(zip(asked.questions, asked.paths, strict=True)):
-        labels = tokens.labels(question, path)
-        orders = min(fields.permutations or 1, len(labels)) if question.kind is QuestionKind.CHOICE else 1
-        cases += [_Case(number, labels, order * len(labels) // orders) for order in range(orders)]
-    prompts: list[Prompt] = [
-        before + question_text(asked.questions[case.question], case.labels, case.rotation) + after
-        for case in cases
-    ]
+    # On a thread: hundreds of options have thousands of forms to tokenize.
+    cases = await asyncio.to_thread(_cases, asked, tokens)
+    texts = [question_text(asked.questions[case.question], case.labels, case.rotation) for case in cases]
+    if engine.placement is not None:
+        texts = engine.placement.without_markers(texts)
+    prompts = await engine.cut_prompts([f"{before}{text}{after}" for text in texts], "questions")
     request = pooled_request(
         fields,
         engine,
@@ -302,6 +319,20 @@ async def _decide(exchange: Exchange, engine: Engine, asked: _Asked) -> _Answers
         total_tokens=answer.usage.prompt_tokens,
     )
     return _Answers(answer.id, answer.model, list(map(mean_of, results)), details, usage)
+
+
+def _num_orders(asked: _Asked, question: Question) -> int:
+    """How often a question is asked."""
+    is_choice = question.kind is QuestionKind.CHOICE
+    return min(asked.fields.permutations or 1, len(question.options)) if is_choice else 1
+
+
+def _cases(asked: _Asked, tokens: LabelTokens) -> list[_Case]:
+    cases = []
+    for number, (question, path) in enumerate(zip(asked.questions, asked.paths, strict=True)):
+        labels, orders = tokens.labels(question, path), _num_orders(asked, question)
+        cases += [_Case(number, labels, order * len(labels) // orders) for order in range(orders)]
+    return cases
 
 
 async def _frame(engine: Engine, asked: _Asked) -> tuple[str, str]:
@@ -338,7 +369,7 @@ def _located(error: RequestError, cases: Sequence[_Case], paths: Sequence[str]) 
     match = _NUMBERED.fullmatch(error.param or "")
     if match is None:
         return error
-    path = paths[cases[int(match[1])].question]
+    path = paths[cases[int(match[1] or 0)].question]
     message = error.message.replace(match[0], path, 1)
     return RequestError(message, param=path, code=error.code, status=error.status)
 

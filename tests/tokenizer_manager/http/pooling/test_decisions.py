@@ -232,6 +232,29 @@ def test_a_question_beyond_the_context_is_named(served: Served):
     assert refused(served, "/v1/systemone", questions=questions)["param"] == "questions.b"
 
 
+def test_the_only_question_is_named(served: Served):
+    long = PREDICATE | {"instructions": "x" * 300}
+
+    assert refused(served, "/v1/decisions", questions=[long])["param"] == "questions[0]"
+
+
+def test_the_end_of_a_prompt_is_never_cut(served: Served):
+    for name, value in (("truncate_prompt_tokens", 5), ("truncate", True)):
+        assert refused(served, "/v1/decisions", **{name: value})["param"] == name
+
+
+def test_more_prompts_than_a_request_may_have_are_refused(serve: Serve, monkeypatch):
+    served = serve(say_vectors(vector_of), limits={"max_prompts": 4})
+    many = refused(served, "/v1/decisions", questions=[CHOICE, SCORE, PREDICATE], permutations=255)
+    assert many["param"] == "permutations" and "has 5 prompts" in many["message"]
+    assert refused(served, "/v1/decisions", questions=[PREDICATE] * 5)["param"] == "questions"
+
+    monkeypatch.setattr("engine.tokenizer_manager.http.pooling.decisions._MAX_CHARS", 300)
+    long = refused(served, "/v1/decisions", input="x" * 70, questions=[PREDICATE] * 4)
+    assert (long["param"], long["code"]) == ("input", "input_too_large")
+    assert served.engine.generate.empty()
+
+
 def test_an_embedder_cannot_decide(serve: Serve):
     from .test_rerank import HEAD, LENGTH
 
