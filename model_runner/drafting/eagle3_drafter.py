@@ -6,7 +6,8 @@ What the head computes for a token depends on the model's features of the token 
 
 So they depend on tokens up to j only, and a page of them is as shareable as the model's own. The features of the last
 token of a cached prefix come with its last page: the KV pool has a row of them per page, that of the page's last
-computed token. A draft is computed with the head's own output in the place of features, and again with these when the
+computed token. In a copy of another row's page, of which that row has computed more tokens, the features are of a later
+token; then the keys and values of the token after the prefix are in the copy already, and are kept. A draft is computed with the head's own output in the place of features, and again with these when the
 model has computed it.
 
 The keys and values of a token need no attention, so tokens without drafts cost two projections.
@@ -72,18 +73,23 @@ class Eagle3Drafter:
         self._put = parts.buffers.put
         self._page_size = kv_pool.page_size
         self._num_places, self._vocab_size = num_places, vocab_size
-        assert kv_pool.page_states is not None
-        self._page_states = kv_pool.page_states
+        assert kv_pool.page_states is not None and kv_pool.page_ends is not None
+        self._page_states, self._page_ends = kv_pool.page_states, kv_pool.page_ends
         size = self._page_states.shape[1]
-        rows = self._slot_table.req_to_token.shape[0] * num_places
+        num_rows = self._slot_table.req_to_token.shape[0]
         # The state before the token at position p of a row is in place p % num_places.
-        self._states = self._page_states.new_zeros((rows, size))
+        self._states = self._page_states.new_zeros((num_rows * num_places, size))
+        self._copied = np.full(num_rows, -1, dtype=np.int64)  # position of the token whose keys a copy has
         self._drafted = self._step_states = self._states[:0]
 
     def start(self, row: int, prefix_loc: Int64s) -> None:
         place = row * self._num_places + len(prefix_loc) % self._num_places
+        self._copied[row] = -1
         if len(prefix_loc):
-            self._states[place] = self._page_states[int(prefix_loc[-1]) // self._page_size]
+            page = int(prefix_loc[-1]) // self._page_size
+            self._states[place] = self._page_states[page]
+            if int(self._page_ends[page]) != len(prefix_loc) - 1:
+                self._copied[row] = len(prefix_loc)
         else:
             self._states[place] = 0.0
 
@@ -106,8 +112,9 @@ class Eagle3Drafter:
         in_answer = np.repeat(valid, lens) > np.arange(len(is_last)) - np.repeat(starts, lens)
         ends = in_answer & (is_last | (batch.positions % self._page_size == self._page_size - 1))
         ending = np.flatnonzero(ends)
-        pages = batch.out_cache_loc[ending] // self._page_size
-        self._page_states.index_copy_(0, self._put(pages), states.index_select(0, self._put(ending)))
+        pages = self._put(batch.out_cache_loc[ending] // self._page_size)
+        self._page_states.index_copy_(0, pages, states.index_select(0, self._put(ending)))
+        self._page_ends.index_copy_(0, pages, self._put(batch.positions[ending][:, None]))
 
     def compute(self, run: Run) -> None:
         batch = self._batch(run, _NO_ATTENTION, None)
@@ -152,11 +159,12 @@ class Eagle3Drafter:
         return self._head.forward(batch.input_ids, states, batch)
 
     def _batch(self, run: Run, attention: StepAttention, wanted: Int64s | None) -> ForwardBatch:
+        is_copied = run.positions == self._copied[run.token_rows]
         return ForwardBatch(
             input_ids=self._put(run.input_ids),
             positions=self._put(run.positions),
             kv_pool=self._kv_pool,
-            out_cache_loc=self._put(run.out_cache_loc),
+            out_cache_loc=self._put(np.where(is_copied, 0, run.out_cache_loc)),
             attention=attention,
             logits_indices=None if wanted is None else self._put(wanted),
         )

@@ -41,6 +41,7 @@ class KVPool:
             because torch cannot index some 8-bit dtypes on every device.
         scale_views: the same for the scales, [pages, page_size, H]; empty without scales.
         page_states: [pages, S] what a drafter knows of the last computed token of each page; None without one.
+        page_ends: [pages, 1] int64, the position of this token; None as above.
         views: all of these, and `further`.
         page_size: slots per page.
         page_bytes: bytes of one page, all layers.
@@ -95,11 +96,12 @@ class KVPool:
             pool.view(shown).view(-1, page_size, *pool.shape[1:]) for part in pools for pool in part
         ]
         self.scale_views = [each.view(-1, page_size, each.shape[1]) for part in scales for each in part]
-        self.page_states = (
-            None if page_states is None else make((num_pages + 1, page_states[0]), page_states[1])
-        )
         self.views = [*self.page_views, *self.scale_views, *further]
-        self.views += [] if self.page_states is None else [self.page_states]
+        self.page_states = self.page_ends = None
+        if page_states is not None:
+            self.page_states = make((num_pages + 1, page_states[0]), page_states[1])
+            self.page_ends = make((num_pages + 1, 1), torch.int64)
+            self.views += [self.page_states, self.page_ends]
         self.num_bytes = sum(view.nbytes for view in self.views)
         self.page_bytes = self.num_bytes // (num_pages + 1)
         self._num_pages = num_pages

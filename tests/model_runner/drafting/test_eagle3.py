@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from msgspec import structs
 from torch import Tensor
 
 from engine.model_runner.attention.backend import BatchLayout
@@ -16,11 +18,16 @@ from engine.model_runner.attention.torch_native import TorchNativeAttention
 from engine.model_runner.drafting.eagle3 import Eagle3Head, load_eagle3_head
 from engine.model_runner.forward_batch import ForwardBatch
 from engine.model_runner.kernels.avoided import NOTHING_AVOIDED
+from engine.model_runner.load import load_model_runner
 from engine.model_runner.memory.io_buffers import InputBuffers
 from engine.model_runner.memory.kv_pool import KVPool
 from engine.models.eagle3_head import Eagle3Spec, needed_tensors, read_eagle3_head
+from engine.models.source import ModelSource
+from engine.models.spec.model_spec import DrafterSpec, LayerHeads
+from engine.runtime.config.engine_config import ModelConfig, SchedulerConfig
 from engine.runtime.errors import ConfigError
-from tests.model_runner.conftest import Driver, TinyModel
+from engine.runtime.feasibility import Capacity
+from tests.model_runner.conftest import Driver, TinyModel, engine_config
 
 from .eagle3_files import DRAFTED, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, write_head
 
@@ -178,3 +185,35 @@ def test_a_table_beyond_the_vocabulary_is_refused(tmp_path: Path, target: tuple[
         ConfigError, match=f"d2t names the tokens {size - 5} to {size + 14}, but the target has 0 to"
     ):
         load(folder, driver, model)
+
+
+def test_a_copy_of_a_page_keeps_the_keys_that_came_with_it(
+    tmp_path: Path, target: tuple[Driver, TinyModel]
+) -> None:
+    """A sample starts before the last token of the prompt, in a copy of the page of another one that has gone on.
+
+    The page has the features of a later token, which are not those before the sample's first token.
+    """
+    _, model = target
+    folder = write_head(tmp_path / "head", model.spec.vocab_size)
+    heads = (LayerHeads(head_dim=HEAD_DIM, num_kv_heads=KV_HEADS),)
+    spec = structs.replace(model.spec, drafter=DrafterSpec(heads=heads, weights_bytes=0, state_size=HIDDEN))
+    config = dataclasses.replace(
+        engine_config(ModelConfig(dtype="float32", device="cpu", num_threads=1)),
+        scheduler=SchedulerConfig(speculative="eagle3", speculative_model=str(folder)),
+    )
+    capacity = Capacity(64, 64, 4, 4, spec.vocab_size)
+    runner = load_model_runner(config, ModelSource("hf", str(model.folder), "test"), spec, capacity)
+    driver, text = Driver(runner, capacity), [5, 17, 40, 23, 8, 61, 33]
+    first = driver.start(text)
+    for count in (7, 1, 1):
+        driver.step([(first, count)])
+    sample = driver.start(text)
+    sample.pages = [first.pages[0], driver.pages.pop()]
+    sample.computed = sample.prefix_len = 6
+    driver.step([(sample, 1)], page_copies=[(first.pages[1], sample.pages[1])])
+    driver.step([(sample, 1)])  # the page is full
+    pool = runner.kv_pool.beyond(4, (0,))
+    for kept in (pool.k[0], pool.v[0]):
+        ours, theirs = (kept[driver.slots(req.pages, 0, 8)] for req in (sample, first))
+        torch.testing.assert_close(ours, theirs)
