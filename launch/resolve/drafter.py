@@ -191,7 +191,15 @@ def _memory(config: EngineConfig, found: ModelSpec | Eagle3Spec) -> DrafterSpec:
         layer = found.layer
         numbers = sum(math.prod(shape) for _, (shape, _) in needed_tensors(found))
         heads = (LayerHeads(head_dim=layer.head_dim, num_kv_heads=layer.num_kv_heads),)
-        return DrafterSpec(heads=heads, weights_bytes=numbers * width, state_size=layer.hidden_size)
+        size = layer.hidden_size
+        # In float32, because the dtype may not be known yet; and the position of the token.
+        page_bytes = size * BYTES_OF_DTYPE["float32"] + 8
+        return DrafterSpec(
+            heads=heads,
+            weights_bytes=numbers * width,
+            state_size=size,
+            state_token_bytes=math.ceil(page_bytes / config.cache.page_size),
+        )
     on_cpu = config.model.device != "cuda"
     return DrafterSpec(
         heads=tuple(found.heads_of(layer_id) for layer_id in found.kv_layers),

@@ -7,8 +7,8 @@ What the head computes for a token depends on the model's features of the token 
 So they depend on tokens up to j only, and a page of them is as shareable as the model's own. The features of the last
 token of a cached prefix come with its last page: the KV pool has a row of them per page, that of the page's last
 computed token. In a copy of another row's page, of which that row has computed more tokens, the features are of a later
-token; then the keys and values of the token after the prefix are in the copy already, and are kept. A draft is computed with the head's own output in the place of features, and again with these when the
-model has computed it.
+token; then the keys and values of the token after the prefix are in the copy already, and are kept. A draft is computed
+with the head's own output in the place of features, and again with these when the model has computed it.
 
 The keys and values of a token need no attention, so tokens without drafts cost two projections.
 """

@@ -75,11 +75,13 @@ class DrafterSpec(msgspec.Struct, frozen=True, kw_only=True):
         heads: of its layers, whose keys and values are further tensors of the KV pool.
         weights_bytes: memory of its weights.
         state_size: numbers that it keeps of the last token of each page; 0: none.
+        state_token_bytes: their memory, by tokens.
     """
 
     heads: tuple[LayerHeads, ...]
     weights_bytes: int
     state_size: int = 0
+    state_token_bytes: int = 0
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -283,13 +285,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Memory of one token's keys and values over all layers: each element, and one scale per head.
 
         Windowed layers count like the others: they keep tokens that left their window, so that prefixes can be shared.
-        With latent attention the values are a part of the keys. With a layer that predicts further tokens: its keys and
-        values, and the features of pages.
+        With latent attention the values are a part of the keys. With a drafter: its keys and values, and the features
+        of pages.
         """
         parts = 2 if self.latent is None else 1
         heads = [self.heads_of(layer_id) for layer_id in self.kv_layers]
         heads += () if self.drafter is None else self.drafter.heads
         own = parts * sum(each.num_kv_heads * (each.head_dim * dtype_bytes + scale_bytes) for each in heads)
+        own += 0 if self.drafter is None else self.drafter.state_token_bytes
         further = self.mtp_layer
         if further is None or self.mtp is None:
             return own

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from msgspec import structs
 from torch import Tensor
 
+from engine.launch.resolve.drafter import _memory
 from engine.model_runner.attention.backend import BatchLayout
 from engine.model_runner.attention.torch_native import TorchNativeAttention
 from engine.model_runner.drafting.eagle3 import Eagle3Head, load_eagle3_head
@@ -23,7 +24,6 @@ from engine.model_runner.memory.io_buffers import InputBuffers
 from engine.model_runner.memory.kv_pool import KVPool
 from engine.models.eagle3_head import Eagle3Spec, needed_tensors, read_eagle3_head
 from engine.models.source import ModelSource
-from engine.models.spec.model_spec import DrafterSpec, LayerHeads
 from engine.runtime.config.engine_config import ModelConfig, SchedulerConfig
 from engine.runtime.errors import ConfigError
 from engine.runtime.feasibility import Capacity
@@ -196,12 +196,11 @@ def test_a_copy_of_a_page_keeps_the_keys_that_came_with_it(
     """
     _, model = target
     folder = write_head(tmp_path / "head", model.spec.vocab_size)
-    heads = (LayerHeads(head_dim=HEAD_DIM, num_kv_heads=KV_HEADS),)
-    spec = structs.replace(model.spec, drafter=DrafterSpec(heads=heads, weights_bytes=0, state_size=HIDDEN))
     config = dataclasses.replace(
         engine_config(ModelConfig(dtype="float32", device="cpu", num_threads=1)),
         scheduler=SchedulerConfig(speculative="eagle3", speculative_model=str(folder)),
     )
+    spec = structs.replace(model.spec, drafter=_memory(config, read_eagle3_head(folder, model.spec)))
     capacity = Capacity(64, 64, 4, 4, spec.vocab_size)
     runner = load_model_runner(config, ModelSource("hf", str(model.folder), "test"), spec, capacity)
     driver, text = Driver(runner, capacity), [5, 17, 40, 23, 8, 61, 33]
@@ -213,6 +212,7 @@ def test_a_copy_of_a_page_keeps_the_keys_that_came_with_it(
     sample.computed = sample.prefix_len = 6
     driver.step([(sample, 1)], page_copies=[(first.pages[1], sample.pages[1])])
     driver.step([(sample, 1)])  # the page is full
+    assert runner.kv_pool.page_bytes <= 4 * spec.kv_bytes_per_token(4) < 1.1 * runner.kv_pool.page_bytes
     pool = runner.kv_pool.beyond(4, (0,))
     for kept in (pool.k[0], pool.v[0]):
         ours, theirs = (kept[driver.slots(req.pages, 0, 8)] for req in (sample, first))
