@@ -37,6 +37,7 @@ _ROPE_KINDS: Final = ("default", "linear", "llama3", "yarn")
 _HEAD_DIM: Final = 128
 _FIRST_SPARSE: Final = 3
 _SIGMOID: Final = 2
+_MOST_LIMIT: Final = 1e6
 _FORM: Final = LayerForm(norm="offset_rms", float32_norms=True, qk_norm=True)
 
 
@@ -52,6 +53,10 @@ def _step3p5(fields: Fields) -> Facts:
     if any(windowed) and local.scaling != RopeScaling():
         rule = f"windowed layers must not be scaled; set yarn_only_types to {list(_KINDS[:1])}"
         raise fields.error("rope_scaling", fields.get("rope_scaling"), rule)
+    rotary_dims = _rotary_dims(head_dim, full, local)
+    if min(rotary_dims) == 0:
+        factors = full.partial_factor, local.partial_factor
+        raise fields.error("partial_rotary_factors", factors, "a part of each head must rotate")
     bias = fields.boolean("attention_bias", default=False)
     attention = AttentionForm(head_gates=fields.boolean("use_head_wise_attn_gate", default=True))
     if fields.get("query_pre_attn_scalar") is not None:
@@ -59,7 +64,7 @@ def _step3p5(fields: Fields) -> Facts:
         attention = structs.replace(attention, query_scale=scale)
     window = fields.integer("sliding_window", 1, MAX_POSITIONS) if any(windowed) else 0
     return {
-        **_layers(windowed, window, (full.theta, local.theta), _rotary_dims(head_dim, full, local)),
+        **_layers(windowed, window, (full.theta, local.theta), rotary_dims),
         "head_dim": head_dim,
         "rope_theta": full.theta,
         "rope_scaling": full.scaling,
@@ -175,6 +180,7 @@ def _heads(fields: Fields, head_dim: int, windowed: tuple[bool, ...]) -> tuple[L
 
 
 def _experts(fields: Fields) -> ExpertsSpec:
+    num_layers = _num_layers(fields)
     return ExpertsSpec(
         num_experts=fields.integer("n_routed_experts", 1, 1 << 16, default=288),
         intermediate_size=fields.integer("moe_intermediate_size", 1, 1 << 22, default=1280),
@@ -188,8 +194,8 @@ def _experts(fields: Fields) -> ExpertsSpec:
         ),
         dense_layers=tuple(_dense(fields)),
         shared_size=fields.integer("share_expert_dim", 1, 1 << 22, default=1280),
-        limits=_limits(fields, "swiglu_limits"),
-        mlp_limits=_limits(fields, "swiglu_limits_shared"),
+        limits=_limits(fields, "swiglu_limits", num_layers),
+        mlp_limits=_limits(fields, "swiglu_limits_shared", num_layers),
     )
 
 
@@ -209,11 +215,20 @@ def _dense(fields: Fields) -> list[int]:
     return sorted({*range(num_layers)} - {int(number) for number in numbers})
 
 
-def _limits(fields: Fields, name: str) -> tuple[float, ...]:
-    limits = [limit or 0.0 for limit in _of_layers(fields, name, None)]
-    if any(isinstance(limit, bool) or not isinstance(limit, int | float) or limit < 0 for limit in limits):
-        raise fields.error(name, fields.get(name), "expected a limit above 0 for each layer, or 0 or null")
-    return tuple(float(str(limit)) for limit in limits) if any(limits) else ()
+def _limits(fields: Fields, name: str, num_layers: int) -> tuple[float, ...]:
+    """Limits of layers; 0: none. Empty if no layer has one."""
+    values = as_list(fields.get(name))
+    if values is None or values == []:
+        return ()
+    if not isinstance(values, list) or len(values) < num_layers or not all(map(_is_limit, values)):
+        rule = f"expected a limit above 0 for each layer, or 0 or null, {num_layers} in all"
+        raise fields.error(name, values, rule)
+    limits = tuple(float(value or 0) for value in values[:num_layers])
+    return limits if any(limits) else ()
+
+
+def _is_limit(value: object) -> bool:
+    return value is None or (type(value) in (int, float) and 0 <= value < _MOST_LIMIT)  # type: ignore[operator]
 
 
 def _step35(fields: Fields, arch: str) -> Facts:
@@ -260,8 +275,8 @@ def _step35(fields: Fields, arch: str) -> Facts:
             experts,
             routing=routing,
             shared_size=fields.integer(f"{arch}.expert_shared_feed_forward_length", 1, 1 << 22),
-            limits=_clamps(fields, f"{arch}.swiglu_clamp_exp", num_layers),
-            mlp_limits=_clamps(fields, f"{arch}.swiglu_clamp_shexp", num_layers),
+            limits=_limits(fields, f"{arch}.swiglu_clamp_exp", num_layers),
+            mlp_limits=_limits(fields, f"{arch}.swiglu_clamp_shexp", num_layers),
         ),
     }
 
@@ -271,18 +286,9 @@ def _numbers(fields: Fields, key: str, num_layers: int) -> list[int]:
     values = as_list(fields.get(key))
     if not isinstance(values, list):
         return [fields.integer(key, 1, 1 << 12)] * num_layers
-    if len(values) < num_layers or any(not 1 <= value <= 1 << 12 for value in values):
+    if len(values) < num_layers or any(type(each) is not int or not 1 <= each <= 1 << 12 for each in values):
         raise fields.error(key, values, f"expected a number for each of {num_layers} layers")
     return values[:num_layers]
-
-
-def _clamps(fields: Fields, key: str, num_layers: int) -> tuple[float, ...]:
-    values = as_list(fields.get(key))
-    if values is None:
-        return ()
-    if not isinstance(values, list) or len(values) < num_layers or any(value < 0 for value in values):
-        raise fields.error(key, values, f"expected a limit or 0 for each of {num_layers} layers")
-    return tuple(map(float, values[:num_layers])) if any(values[:num_layers]) else ()
 
 
 def _of_step35_tensors(file: GGUFFile, facts: Facts) -> Facts:

@@ -264,6 +264,27 @@ def test_a_llama_4_without_chunks_is_refused(make_tiny_model, tmp_path):
         read_gguf_spec(file)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("attention.head_count", ["x"] * 4),
+        ("attention.head_count_kv", [1.5] * 4),
+        ("attention.head_count_kv", [2, 2]),
+        ("swiglu_clamp_exp", [[1.0]] * 4),
+        ("swiglu_clamp_exp", [0.0, float("nan"), 0.0, 0.0]),
+        ("swiglu_clamp_shexp", [0.0, -1.0, 0.0, 0.0]),
+    ],
+)
+def test_damaged_lists_of_step_are_refused_by_name(make_tiny_model, tmp_path, key, value):
+    path = tmp_path / "tiny.gguf"
+    write(path, make_tiny_model("step3p5", **FAMILIES["step3p5"].options), "step35")
+    file = GGUFFile(path)
+    read_gguf_spec(file)
+    file.metadata = {**file.metadata, f"step35.{key}": value}
+    with pytest.raises(ConfigError, match=rf"step35\.{key} is .*expected a "):
+        read_gguf_spec(file)
+
+
 def test_a_file_with_more_active_experts_than_there_are_is_refused(make_tiny_model, tmp_path):
     path = tmp_path / "tiny.gguf"
     write(path, make_tiny_model("mixtral", **FAMILIES["mixtral"].options), "llama")
