@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..sampling.sampling_batch import plan_sampling
 from .lag import Lag, Run
 
 if TYPE_CHECKING:
@@ -103,6 +102,7 @@ class LaggingDrafter:
         layout, input_ids = batch.layout, features.input_ids.cpu().numpy()
         lens = layout.extend_lens
         valid = lens if num_tokens is None else num_tokens.cpu().numpy()
+        drafted, self._drafted = self._drafted, (_NOTHING, _NOTHING)  # also if that step had no memory
         waits = (layout.decodes() == 1) & (lens <= self._lag.max_tokens)
         idx = np.flatnonzero(~waits)
         self.leave(layout.rows[idx])  # what waits comes first
@@ -116,10 +116,8 @@ class LaggingDrafter:
             return
         run = Run.of_step(batch, input_ids, idx)
         self._lag.add(run, valid[idx])
-        if len(self._drafted[0]):
-            if self.module.keeps_drafts:
-                self._lag.reached(*self._drafted)
-            self._drafted = (_NOTHING, _NOTHING)
+        if self.module.keeps_drafts:
+            self._lag.reached(*drafted)
         full = self._lag.full(run.rows)
         if len(full):
             self.module.compute(self._lag.take(full))
@@ -132,8 +130,7 @@ class LaggingDrafter:
 
     def _sampled(self, run: Run, positions: Int64s, *, first: bool) -> Int64s:
         """[n] tokens at `positions` [n], after the last ones of a run, in its order."""
-        builder = self._parts.builder
-        sampling = plan_sampling(run.rows, positions, builder.states, builder.counts, builder.eos_token_ids)
+        sampling = self._parts.builder.draft_sampling(run.rows, positions)
         logits = self.module.logits(run, first=first)
-        ids: Int64s = self._parts.sampler.sample(logits, sampling.tokens_only).token_ids.cpu().numpy()
+        ids: Int64s = self._parts.sampler.sample(logits, sampling).token_ids.cpu().numpy()
         return ids

@@ -135,11 +135,6 @@ class SamplingBatch:
         """Whether some tokens are sampled from changed logits."""
         return self.penalties is not None or self.edits is not None or self.grammar is not None
 
-    @property
-    def tokens_only(self) -> SamplingBatch:
-        """The same batch without log-probabilities."""
-        return self if self.logprobs is None else replace(self, logprobs=None)
-
     def rows(self, indices: Int64s) -> SamplingBatch:
         """The batch of some of its rows ([n], ascending), which have neither penalties nor logprobs nor masks."""
         assert self.grammar is None or not np.isin(self.grammar.indices, indices).any()
