@@ -174,13 +174,10 @@ class ModelRunner:
                 self.drafter.leave(np.frombuffer(plan.finished_rows, dtype=np.int32).astype(np.int64))
             swap_timer = self._move_pages(plan)
             self._update_rows(plan)
-            encode_timer = self._encode(plan)
             if plan.total_num_scheduled_tokens:
                 self.buffers.retried(self.slot_table.update, plan)
-                if self.drafter is not None:
-                    with draft_timer:
-                        plan = self._with_drafts(self.drafter, plan)
-                fetched = self._try_forward(plan if plan.num_rounds == 1 else plan.round(0), masks)
+            encode_timer = DeviceTimer(self.buffers.device) if plan.encodes else None
+            fetched = self._try_batch(plan, masks, draft_timer, encode_timer)
             if plan.num_rounds > 1 and isinstance(fetched, Fetched):
                 further = self._further_rounds(plan, fetched, go_on, masks)
         failures = self._failures(fetched)
@@ -239,15 +236,6 @@ class ModelRunner:
                 prompt_ids, output_ids = np.split(state.input_ids, [new.prompt_len])
                 self.buffers.retried(self.counts.add, new.row, prompt_ids, output_ids)
 
-    def _encode(self, plan: StepPlan) -> DeviceTimer | None:
-        """Encode tiles of images; returns the timer, None without any. Later pipeline stages have no rows."""
-        if not plan.encodes or self.encoder_rows is None:
-            return None
-        timer = DeviceTimer(self.buffers.device)
-        with timer:
-            self.encoder_rows.encode(plan.encodes)
-        return timer
-
     def _failures(self, fetched: Fetched | StepOutOfMemory | None) -> dict[int, str]:
         """Requests with tokens that take rows which could not be computed, by their index in the batch."""
         images = fetched.batch.images if isinstance(fetched, Fetched) else None
@@ -280,13 +268,24 @@ class ModelRunner:
     def _copy_pages(self, sources: npt.NDArray[np.int64], destinations: npt.NDArray[np.int64]) -> None:
         self.kv_pool.copy_pages(self.buffers.put(sources), self.buffers.put(destinations))
 
-    def _try_forward(self, plan: StepPlan, masks: GetMasks) -> Fetched | StepOutOfMemory:
-        """Compute the batch, or drop it if the device has no memory for it.
+    def _try_batch(
+        self, plan: StepPlan, masks: GetMasks, draft_timer: DeviceTimer, encode_timer: DeviceTimer | None
+    ) -> Fetched | StepOutOfMemory | None:
+        """Encode tiles, make drafts and compute the batch, or drop all of it if the device has no memory for it.
 
-        Tensor-parallel ranks drop no steps: the other ranks would wait within the step for this rank.
+        Later pipeline stages have no rows of tiles. Tensor-parallel ranks drop no steps: the other ranks would wait
+        within the step for this rank.
         """
         try:
-            batch = self.buffers.retried(self.builder.build, plan)
+            if encode_timer is not None and self.encoder_rows is not None:
+                with encode_timer:
+                    self.encoder_rows.encode(plan.encodes)
+            if not plan.total_num_scheduled_tokens:
+                return None
+            if self.drafter is not None:
+                with draft_timer:
+                    plan = self._with_drafts(self.drafter, plan)
+            batch = self.buffers.retried(self.builder.build, plan if plan.num_rounds == 1 else plan.round(0))
             return self._forward(batch, masks)
         except torch.OutOfMemoryError as error:
             if not self.drops_steps:

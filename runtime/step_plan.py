@@ -286,7 +286,8 @@ class StepResult(Record, frozen=True):
         draft_s: of `forward_s`, seconds in which the runner made drafts.
         encode_s: of `forward_s`, seconds that it encoded tiles of images; 0 without encodes.
         out_of_memory: why the step has computed nothing: the device ran out of memory. Every part of the plan before
-            the batch has been applied; the KV of the batch's new tokens is arbitrary. Empty if the step succeeded.
+            the encodes has been applied; the KV of the batch's new tokens and the rows of its tiles are arbitrary.
+            Empty if the step succeeded.
         num_next_tokens: [S] tokens of each request: 1 plus one per accepted draft, or one per completed round of a
             multi-step decode; empty for a step without drafts or further rounds.
         vectors: batch index -> result of the pooling request, float32, for each with `pools` = 1 and no error.

@@ -12,6 +12,7 @@ from msgspec import structs
 
 from engine.launch.resolve.drafter import _memory
 from engine.model_runner.batch_builder import BatchBuilder
+from engine.model_runner.drafting.lagging_drafter import LaggingDrafter
 from engine.model_runner.load import load_model_runner
 from engine.models.source import ModelSource
 from engine.runtime.config.engine_config import ModelConfig, SchedulerConfig
@@ -37,16 +38,17 @@ def driver(make_tiny_llama: Callable[..., TinyModel]) -> Driver:
     return Driver(load_model_runner(config, source, spec, capacity), capacity)
 
 
+@pytest.mark.parametrize(("part", "name"), [(BatchBuilder, "build"), (LaggingDrafter, "_sampled")])
 def test_a_step_without_memory_leaves_nothing_to_the_next_request_of_its_row(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, part: type, name: str
 ) -> None:
-    def no_memory(*_: Any) -> Any:
+    def no_memory(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("none is left")
 
     req = driver.start(TEXT)
     driver.step([(req, len(TEXT))])
     with monkeypatch.context() as patch:
-        patch.setattr(BatchBuilder, "build", no_memory)
+        patch.setattr(part, name, no_memory)
         plan = drafted(driver, [(req, [RUNNER_DRAFT] * 3)])
         assert driver.runner.launch(plan).wait().out_of_memory == "none is left"
     driver.finish(req)

@@ -404,6 +404,30 @@ def test_unfinished_work_does_not_go_on_in_the_rows_of_another_tile(
     assert torch.equal(expected, rows.rows[: seeing.per_tile]), "the work of a tile that has no rows any more"
 
 
+def test_a_tile_without_memory_drops_the_step(
+    make_seeing: MakeSeeing, make_driver: Any, pictures: Callable[[Seeing], Pictures], monkeypatch: Any
+) -> None:
+    def no_memory(tile: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("none is left")
+
+    seeing = make_seeing()
+    kept, driver, image = (
+        pictures(seeing),
+        make_driver(seeing.spec, seeing.folder, num_encoder_rows=64),
+        seeing.tiles(1),
+    )
+    tokens, encode = seeing.prompt([image]), kept.encode(image)
+    with monkeypatch.context() as patch:
+        patch.setattr(driver.runner.encoder_rows._tower, "encode", no_memory)
+        req = kept.start(driver, tokens, [encode])
+        plan = driver.plan([(req, len(tokens))], encodes=(encode,))
+        assert driver.runner.launch(plan).wait().out_of_memory == "none is left"
+    driver.finish(req)
+    again = kept.start(driver, tokens, [encode])
+    driver.step([(again, len(tokens))], encodes=(encode,))
+    assert again.output == [int(seeing.logprobs(tokens, [image])[-1].argmax())]
+
+
 def test_tiles_of_another_size_end_their_request_only(
     make_seeing: MakeSeeing, make_driver: Any, pictures: Callable[[Seeing], Pictures]
 ) -> None:
