@@ -220,6 +220,7 @@ PROVIDERS: Final[Mapping[str, Sequence[Provider]]] = {
         _native("gelu_and_mul"),
         _plain(plain.gelu_and_mul),
     ),
+    "clamped_swiglu": (_native("clamped_swiglu"), _plain(plain.clamped_swiglu)),
     "gelu_erf_and_mul": (_native("gelu_erf_and_mul"), _plain(plain.gelu_erf_and_mul)),
     "layer_norm": (_native("layer_norm"), _plain(plain.layer_norm)),
     "add_layer_norm": (_native("add_layer_norm"), _plain(plain.add_layer_norm)),
@@ -252,7 +253,6 @@ PROVIDERS: Final[Mapping[str, Sequence[Provider]]] = {
         _native_states("mamba2"),
         _plain(plain_states.mamba2),
     ),
-    "clamped_swiglu": (_native("clamped_swiglu"), _plain(plain.clamped_swiglu)),
     "mul_sigmoid": (_native("mul_sigmoid"), _plain(plain.mul_sigmoid)),
     "gelu_times": (_native_streams("gelu_times"), _plain(streams.gelu_times)),
     "sparse_gelu_and_mul": (
