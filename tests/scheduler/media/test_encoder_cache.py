@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from engine.runtime.messages import FinishKind, GenerateRequest, KVHandoff, MediaItem
 from engine.runtime.sampling_params import SamplingParams
@@ -163,6 +164,72 @@ def test_a_request_waits_until_rows_are_free_and_the_log_says_so():
     harness.submit("d", prompt=[9, 6, 7], images=[Image("dog", 2, 2)], max_new_tokens=1)
     harness.run_until_idle()
     assert "found its image encoded" in explain(harness.scheduler.decisions, "d").sentence
+
+
+def test_what_a_request_needs_and_has():
+    """Tiles that it needs and that are idle are not free for its others; a tile that its prefix cuts is needed."""
+    harness = make(num_tiles=5, chunked_prefill_size=8)
+    cache, by_id = harness.scheduler._parts.encoder_cache, harness.scheduler._requests.by_id
+    harness.submit(prompt=[1, 2], images=[Image("cat", 2, 0)])
+    harness.run_until_idle()
+    harness.submit("a", prompt=[4, 6, 7, 8], images=[Image("elk", 2, 4)])
+    harness.submit("b", prompt=[9], images=[Image("cat", 2, 0), Image("dog", 2, 16)])
+    harness.step()
+    verdict = cache.refusal(by_id["b"], 0)
+    assert verdict is not None and (verdict.need, verdict.have) == (2 * ROWS, ROWS)
+    verdict = cache.refusal(by_id["b"], 16 + 3)
+    assert verdict is None, "cat may go"
+    harness.submit("c", prompt=[9], images=[Image("cow", 5, 0)])
+    for ready_len, need in ((0, 5), (7, 5), (8, 4)):
+        verdict = cache.refusal(by_id["c"], ready_len)
+        assert verdict is not None and (verdict.need, verdict.have) == (need * ROWS, 3 * ROWS)
+    harness.run_until_idle()
+
+
+def test_a_chunk_that_ends_with_a_tile_gives_it_back():
+    harness = make(num_tiles=1, chunked_prefill_size=8)
+    harness.submit("a", prompt_len=20, images=[Image("cat", 1, 0)])
+    harness.submit("b", prompt_len=20, images=[Image("dog", 1, 0)])
+    harness.step()
+    cache, by_id = harness.scheduler._parts.encoder_cache, harness.scheduler._requests.by_id
+    assert "cat" in encodes(harness) and cache.refusal(by_id["b"], 0) is None
+    harness.run_until_idle()
+
+
+def test_tiles_of_two_images_are_encoded_apart():
+    """The first tile of one and the second one of another get consecutive rows."""
+    harness = make(num_tiles=4, chunked_prefill_size=32)
+    harness.submit("a", prompt_len=25, images=[Image("cat", 2, 24)])
+    assert tiles_of_step(harness) == 1
+    harness.abort("a")
+    harness.submit("b", prompt=[4, 5, 6], images=[Image("dog", 1, 2), Image("cat", 2, 10)])
+    batch = harness.step()
+    assert batch is not None
+    first, second = batch.plan.encodes
+    assert first.first_row + ROWS == second.first_row and second.first_tile == 1
+    harness.run_until_idle()
+
+
+def test_one_part_of_work_is_done_at_once_by_a_step_with_no_other():
+    """Its time is not known yet; the chunk that needs it need not wait for the next step."""
+    harness = make(target_step_ms=15.0)
+    harness.submit("text", prompt_len=6, max_new_tokens=9)
+    harness.step()
+    harness.submit("a", prompt_len=3, images=[Image("cat", 1, 0)], max_new_tokens=1)
+    batch = harness.step()
+    assert batch is not None and batch.plan.encodes and [req.rid for req in batch.reqs] == ["a", "text"]
+    harness.run_until_idle()
+
+
+def test_the_checksum_of_a_plan_covers_images():
+    harness = make(target_step_ms=15.0)
+    harness.submit("a", prompt_len=3, images=[Image("cat", 1, 0)])
+    batch = harness.step()
+    assert batch is not None and batch.plan.encodes
+    without_rows = tuple(replace(each, media=b"") for each in batch.plan.new_reqs)
+    plans = [batch.plan, replace(batch.plan, encodes=()), replace(batch.plan, new_reqs=without_rows)]
+    assert len({replace(batch, plan=plan).checksum() for plan in plans}) == 3
+    harness.run_until_idle()
 
 
 def test_half_a_tile_is_not_given_away():

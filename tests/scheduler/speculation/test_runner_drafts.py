@@ -116,3 +116,31 @@ def test_with_overlap_a_step_with_drafts_is_settled_before_the_next(make_harness
     assert sum(drafted(harness.run_until_idle())) > 30
     plain.run_until_idle()
     assert harness.answers["a"].tokens == plain.answers["a"].tokens
+
+
+def test_nothing_is_drafted_beyond_the_positions_that_the_drafter_knows(make_harness):
+    harness = make_harness(speculative_len=50)
+    harness.submit("a", prompt=RANDOM, max_new_tokens=60)
+    steps = [batch for batch in harness.run_until_idle() if batch.num_drafts]
+    ends = [batch.plan.num_computed_tokens for batch in steps]
+    lasts = [ints(begin)[0] + batch.num_drafts for begin, batch in zip(ends, steps, strict=True)]
+    assert max(lasts) == 50
+
+
+def test_a_wrong_draft_says_nothing_about_those_after_it_and_rates_end_with_their_request(make_harness):
+    harness = make_harness(right=0.0)
+    rates = harness.scheduler._parts.speculation._runner
+    harness.submit("a", prompt=RANDOM, max_new_tokens=40)
+    harness.run_until_idle()
+    shared = rates._shared
+    assert shared[0] < 0.6 and (shared[1:] == 0.6).all()
+    assert not rates._own
+
+
+def test_the_time_of_drafts_is_no_part_of_the_cost_of_a_step(make_harness):
+    harness = make_harness(draft_s=0.002)
+    harness.submit("a", prompt=RANDOM, max_new_tokens=60)
+    assert sum(drafted(harness.run_until_idle())) > 30
+    speculation = harness.scheduler._parts.speculation
+    assert speculation._costs.seconds(1, 5) == pytest.approx(0.01)
+    assert speculation._runner.draft_s == pytest.approx(0.002)

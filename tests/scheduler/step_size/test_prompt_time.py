@@ -1,5 +1,6 @@
 """The seconds that the prompts of one step may take."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,3 +45,13 @@ def test_without_a_limit_nothing_is_ever_spent():
 def test_costs_that_are_nothing_are_no_limit():
     time = PromptTime(0.01, token_s=0.0, pair_s=1e-9, page_size=16)
     assert time.most_tokens(0) == 4471  # m (m + 1) / 2 = 1e7
+
+
+def test_a_part_of_a_tile_that_takes_longer_than_there_is_does_not_count():
+    time = PromptTime(1.0, token_s=0.01, pair_s=0.0, page_size=1, part_s=0.4, tiles_s=0.9)
+    assert time.has_parts(2, 0, 10) and not time.has_parts(2, 0, 11), "the tokens that read the rows count"
+    assert time.most_parts() == 2
+    time.spend_parts(3)
+    assert (time.left_s, time.tiles_s) == (1.0, 0.9)
+    time.spend_parts(2)
+    assert (time.left_s, time.tiles_s) == (pytest.approx(0.2), pytest.approx(0.1))
