@@ -28,6 +28,7 @@ from engine.runtime.config.engine_config import ModelConfig, SchedulerConfig
 from engine.runtime.errors import ConfigError
 from engine.runtime.feasibility import Capacity
 from tests.model_runner.conftest import Driver, TinyModel, engine_config
+from tests.model_runner.drafted_steps import drafted
 
 from .eagle3_files import DRAFTED, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, write_head
 
@@ -187,13 +188,9 @@ def test_a_table_beyond_the_vocabulary_is_refused(tmp_path: Path, target: tuple[
         load(folder, driver, model)
 
 
-def test_a_copy_of_a_page_keeps_the_keys_that_came_with_it(
-    tmp_path: Path, target: tuple[Driver, TinyModel]
-) -> None:
-    """A sample starts before the last token of the prompt, in a copy of the page of another one that has gone on.
-
-    The page has the features of a later token, which are not those before the sample's first token.
-    """
+@pytest.fixture
+def drafting(tmp_path: Path, target: tuple[Driver, TinyModel]) -> Driver:
+    """The target with a head that drafts; pages of four tokens."""
     _, model = target
     folder = write_head(tmp_path / "head", model.spec.vocab_size)
     config = dataclasses.replace(
@@ -203,7 +200,16 @@ def test_a_copy_of_a_page_keeps_the_keys_that_came_with_it(
     spec = structs.replace(model.spec, drafter=_memory(config, read_eagle3_head(folder, model.spec)))
     capacity = Capacity(64, 64, 4, 4, spec.vocab_size)
     runner = load_model_runner(config, ModelSource("hf", str(model.folder), "test"), spec, capacity)
-    driver, text = Driver(runner, capacity), [5, 17, 40, 23, 8, 61, 33]
+    assert runner.kv_pool.page_bytes <= 4 * spec.kv_bytes_per_token(4) < 1.1 * runner.kv_pool.page_bytes
+    return Driver(runner, capacity)
+
+
+def test_a_copy_of_a_page_keeps_the_keys_that_came_with_it(drafting: Driver) -> None:
+    """A sample starts before the last token of the prompt, in a copy of the page of another one that has gone on.
+
+    The page has the features of a later token, which are not those before the sample's first token.
+    """
+    driver, text = drafting, [5, 17, 40, 23, 8, 61, 33]
     first = driver.start(text)
     for count in (7, 1, 1):
         driver.step([(first, count)])
@@ -212,8 +218,18 @@ def test_a_copy_of_a_page_keeps_the_keys_that_came_with_it(
     sample.computed = sample.prefix_len = 6
     driver.step([(sample, 1)], page_copies=[(first.pages[1], sample.pages[1])])
     driver.step([(sample, 1)])  # the page is full
-    assert runner.kv_pool.page_bytes <= 4 * spec.kv_bytes_per_token(4) < 1.1 * runner.kv_pool.page_bytes
-    pool = runner.kv_pool.beyond(4, (0,))
+    pool = driver.runner.kv_pool.beyond(4, (0,))
     for kept in (pool.k[0], pool.v[0]):
         ours, theirs = (kept[driver.slots(req.pages, 0, 8)] for req in (sample, first))
         torch.testing.assert_close(ours, theirs)
+
+
+def test_a_wrong_draft_at_the_end_of_a_page_leaves_no_features(drafting: Driver) -> None:
+    driver = drafting
+    req = driver.start([5, 17, 40, 23, 8, 61])
+    driver.step([(req, 6)])
+    wrong = (req.tokens[-1] + 1) % 90
+    result = driver.runner.launch(drafted(driver, [(req, [wrong, wrong])])).wait()
+    assert np.frombuffer(result.num_next_tokens, dtype=np.int32).tolist() == [1]
+    ends = driver.runner.kv_pool.page_ends
+    assert ends is not None and ends[req.pages[:2]].flatten().tolist() == [3, 6]

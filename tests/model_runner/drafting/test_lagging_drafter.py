@@ -24,18 +24,23 @@ from tests.model_runner.drafted_steps import drafted
 TEXT = [5, 17, 40, 23, 8, 61, 33]
 
 
-@pytest.fixture
-def driver(make_tiny_llama: Callable[..., TinyModel]) -> Driver:
+def make(model: TinyModel, draft_model: TinyModel) -> Driver:
     """With one row, and pages of four tokens."""
-    model = make_tiny_llama()
     config = dataclasses.replace(
         engine_config(ModelConfig(dtype="float32", device="cpu", num_threads=1)),
-        scheduler=SchedulerConfig(speculative="draft", speculative_model=str(model.folder)),
+        scheduler=SchedulerConfig(speculative="draft", speculative_model=str(draft_model.folder)),
     )
-    spec = structs.replace(model.spec, drafter=_memory(config, model.spec))
-    capacity = Capacity(64, 64, 4, 1, spec.vocab_size)
+    spec = structs.replace(model.spec, drafter=_memory(config, draft_model.spec))
+    capacity = Capacity(64, 64, 4, 1, spec.vocab_size, num_host_pages=8)
     source = ModelSource("hf", str(model.folder), "test")
     return Driver(load_model_runner(config, source, spec, capacity), capacity)
+
+
+@pytest.fixture
+def driver(make_tiny_llama: Callable[..., TinyModel]) -> Driver:
+    """The model drafts for itself."""
+    model = make_tiny_llama()
+    return make(model, model)
 
 
 @pytest.mark.parametrize(("part", "name"), [(BatchBuilder, "build"), (LaggingDrafter, "_sampled")])
@@ -59,3 +64,41 @@ def test_a_step_without_memory_leaves_nothing_to_the_next_request_of_its_row(
     slots, half = driver.slots(again.pages, 0, 8), len(kept) // 2
     for own, drafters in zip(kept[:half], kept[half:], strict=True):
         torch.testing.assert_close(own[slots], drafters[slots])
+
+
+def test_tokens_that_wait_are_computed_before_their_page_leaves(driver: Driver) -> None:
+    """A request that is swapped out takes the draft model's keys of its last tokens with it."""
+    req = driver.start(TEXT[:4])
+    for count in (4, 1, 1):
+        driver.step([(req, count)])
+    driver.finish(req, free=False)
+    driver.step([], swap_outs=[(req.pages[1], 3)])
+    (pages,) = driver.runner.host_kv_pool.pages
+    keys, _ = pages[3].chunk(2)  # of the layers of both models; then the values
+    own, drafters = keys[:, :2].chunk(2)
+    assert own.abs().min() > 0.0
+    torch.testing.assert_close(own, drafters)
+
+
+def test_a_draft_model_with_fewer_tokens_reads_others_as_its_last(
+    make_tiny_llama: Callable[..., TinyModel],
+) -> None:
+    """Files pad vocabularies differently; it never proposes what it does not know."""
+    driver = make(make_tiny_llama(), make_tiny_llama(vocab_size=90, seed=1))
+    assert isinstance(driver.runner.drafter, LaggingDrafter)
+    made, drafts, keys = driver.runner.drafter.draft, list[Any](), []
+
+    def noting(_: LaggingDrafter, asked: Any) -> Any:
+        drafts.append(made(asked))
+        return drafts[-1]
+
+    for last in (95, 89):
+        req = driver.start([*TEXT, last])
+        driver.step([(req, len(TEXT) + 1)])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(LaggingDrafter, "draft", noting)
+            result = driver.runner.launch(drafted(driver, [(req, [RUNNER_DRAFT] * 3)])).wait()
+        assert not result.errors and drafts[-1].max() < 90
+        driver.finish(req)
+        keys.append(driver.runner.kv_pool.k[-1][driver.slots(req.pages, 0, 8)].clone())
+    torch.testing.assert_close(*keys)

@@ -251,3 +251,33 @@ def test_two_ranks_make_the_drafts_of_one(make_tiny_model, form):
     expected = life()
     assert len(expected[0]) == 4
     assert on_ranks(2, life) == [expected, expected]
+
+
+def test_a_copy_of_a_page_keeps_the_pair_that_came_with_it(make):
+    """A sample starts before the last token of the prompt, in a copy of the page of another one that has gone on."""
+    _, driver = make("glm-4.5")
+    text = TEXT[:7]
+    first = driver.start(text)
+    for count in (7, 1, 1):
+        driver.step([(first, count)])
+    sample = driver.start(text)
+    sample.pages = [first.pages[0], driver.pages.pop()]
+    sample.computed = sample.prefix_len = 6
+    driver.step([(sample, 1)], page_copies=[(first.pages[1], sample.pages[1])])
+    driver.step([(sample, 1)])
+    for ours, theirs in zip(held(driver, sample, 2), held(driver, first, 2), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_page_keeps_the_feature_of_its_end_when_decodes_cross_it(make):
+    """One step of drafts begins before the end of a page and ends after it."""
+    model, driver = make("glm-4.5")
+    req = driver.start(TEXT[:6])
+    driver.step([(req, 6)])
+    answer = model_greedy(model, TEXT[:6], 4)
+    plan = drafted(driver, [(req, answer[1:4])])
+    driver.runner.launch(plan).wait()
+    torch.testing.assert_close(
+        held(driver, req, 2)[-2][1], model.features(TEXT[:6] + answer)[7], atol=1e-3, rtol=1e-3
+    )
+    assert held(driver, req, 2)[-1].flatten().tolist() == [3, 7]
