@@ -132,8 +132,6 @@ def _check_size(width: int, height: int, num_bytes: int, max_pixels: int) -> Non
             "image_too_large",
             f"has {width:,} x {height:,} pixels, {pixels:,} in all, the limit is {max_pixels:,}; scale it down",
         )
-    if pixels < 1:
-        raise BadImage("invalid_image", f"has {width} x {height} pixels; send an image with at least one")
     if pixels > max(_LARGE_PIXELS, _MAX_PIXELS_PER_BYTE * num_bytes):
         raise BadImage(
             "image_too_large",

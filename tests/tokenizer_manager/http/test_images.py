@@ -137,13 +137,27 @@ def test_the_same_image_is_one_file_and_another_one_a_second(seeing):
     assert [item.pixels for item in first.media] == [item.pixels for item in again.media]
 
 
-def test_n_answers_share_their_images(seeing):
-    served = seeing
-    assert served.client.post(PATH, json=chat([part(PICTURE)]) | {"n": 3}).status_code == 200
+def num_in_use(served: Served) -> int:
+    assert served.services.images is not None
+    return sum(image.num_users for image in served.services.images._images.values())
 
-    media = [served.engine.next_request().media for _ in range(3)]
 
-    assert media[0] == media[1] == media[2]
+def test_n_answers_share_their_images_until_the_last_one_ends(silent):
+    served = silent
+    pending = served.post_later(PATH, json=chat([part(PICTURE)]) | {"n": 3, "stream": True})
+    requests = [served.engine.next_request() for _ in range(3)]
+    assert requests[0].media == requests[1].media == requests[2].media
+
+    for request in requests[:2]:
+        served.engine.say(row(request, "x", finish=STOP))
+    last = served.post_later(PATH, json=chat([part(PICTURE)]) | {"max_tokens": 1})
+    other = served.engine.next_request()  # after the rows above
+
+    assert num_in_use(served) == 2
+    for request in (requests[2], other):
+        served.engine.say(row(request, "x", finish=STOP))
+    assert pending.result(WAIT_S).status_code == last.result(WAIT_S).status_code == 200
+    assert num_in_use(served) == 0
 
 
 def test_images_are_given_back_when_their_requests_end(silent):
@@ -215,6 +229,7 @@ def test_a_marker_in_two_parts_is_refused(seeing):
     reply = seeing.client.post(PATH, json=chat([*parts, {"type": "text", "text": "ge>"}]))
 
     assert reply.status_code == 400 and "has written 2 of 1 images" in reply.json()["error"]["message"]
+    assert num_in_use(seeing) == 0
 
 
 def test_tokenize_shows_the_placeholders(seeing):

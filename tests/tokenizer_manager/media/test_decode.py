@@ -97,6 +97,29 @@ def test_a_file_that_is_cut_off_is_refused(kind):
     )
 
 
+def test_only_the_plugin_of_the_first_bytes_reads_an_image(monkeypatch):
+    used: list[str] = []
+    open_image = PIL.Image.open
+
+    def open_noted(file, formats):
+        used.extend(formats)
+        return open_image(file, formats=formats)
+
+    monkeypatch.setattr(PIL.Image, "open", open_noted)
+    for kind in ("PNG", "WEBP", "GIF"):
+        decode_image(file_of(picture(8, 8), kind), MAX_PIXELS)
+
+    assert used == ["PNG", "WEBP", "GIF"]
+
+
+@pytest.mark.parametrize("content", [png_of(0, 5), b"GIF89a\0\0\0\0\0\0\0,\0\0\0\0\0\0\0\0\0\x02\0;"])
+def test_an_image_without_pixels_is_refused(content):
+    with pytest.raises(BadImage) as error:
+        decode_image(content, MAX_PIXELS)
+
+    assert error.value.code == "invalid_image"
+
+
 def test_many_pixels_in_a_few_bytes_are_refused():
     with pytest.raises(BadImage, match="pixels a byte"):
         decode_image(png_of(6000, 6000), 50_000_000)

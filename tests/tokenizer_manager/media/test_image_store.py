@@ -143,6 +143,38 @@ def test_unused_images_make_room_and_used_ones_do_not(make_store, tmp_path):
     assert store.num_bytes == 26 * TILE_BYTES
 
 
+def test_the_least_recently_used_image_makes_room(make_store):
+    store = make_store(max_bytes=2 * TILE_BYTES)
+    contents = [file_of(picture(8, 8, seed=seed)) for seed in range(3)]
+    for number in (0, 1, 0, 2):
+        store.release(image.digest for image in take(store, contents[number], detail="low"))
+
+    assert list(store._digests) == [source(contents[number], "low").key for number in (0, 2)]
+
+
+def test_an_image_that_is_removed_while_it_is_written_again_is_to_be_sent_again(make_store, tmp_path):
+    store = make_store()
+    image = picture(8, 8)
+    store.release(each.digest for each in take(store, file_of(image)))
+    jobs = store.jobs
+
+    class RemovesUnused:
+        async def ask(self, job: bytes, limit_s: float) -> bytes:
+            reply: bytes = await jobs.ask(job, limit_s)
+            store._max_bytes = 0
+            store.release(())
+            store._max_bytes = 1 << 20
+            return reply
+
+    store.jobs = RemovesUnused()
+    with pytest.raises(QueueFullError, match="was removed to make room"):
+        take(store, file_of(image, "BMP"))
+    store.jobs = jobs
+
+    assert (store.num_bytes, os.listdir(tmp_path)) == (0, [])
+    assert take(store, file_of(image, "BMP"))
+
+
 def test_an_error_releases_the_images_before_it(make_store, tmp_path):
     store = make_store(max_bytes=13 * TILE_BYTES)
     with pytest.raises(RequestError):

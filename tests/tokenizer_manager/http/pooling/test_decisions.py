@@ -12,7 +12,7 @@ from engine.runtime.messages import GenerateRequest
 from engine.runtime.pooling import PoolingKind
 
 from ...conftest import Serve, Served
-from ...fake_engine import TOKENIZER, ids_of, say_vectors
+from ...fake_engine import TOKENIZER, ids_of, make_tokenizer, say_vectors
 
 PREDICATE = {"type": "predicate", "instructions": "It is late."}
 CHOICE = {
@@ -255,8 +255,61 @@ def test_more_prompts_than_a_request_may_have_are_refused(serve: Serve, monkeypa
     assert served.engine.generate.empty()
 
 
+TONED = (
+    "{% for message in messages %}{{ message.content }}{% endfor %}[{{ tone }}]"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>{% endif %}"
+)
+
+
+def test_thinking_is_off_and_variables_reach_the_template(serve: Serve):
+    served = serve(say_vectors(vector_of), chat_template=TONED)
+    body = {"input": "x", "questions": [PREDICATE], "chat_template_kwargs": {"tone": "low"}}
+
+    served.client.post("/v1/decisions", json=body).raise_for_status()
+
+    assert text_of(served.engine.next_request()).endswith(" only.[low]<think>\n\n</think>")
+
+
+def test_a_template_that_changes_the_question_is_refused(serve: Serve):
+    loud = "{% for message in messages %}{{ message.content | upper }}{% endfor %}"
+    twice = "{% for message in messages %}{{ message.content }}{{ message.content }}{% endfor %}"
+    for template in (loud, twice):
+        error = refused(serve(say_vectors(vector_of), chat_template=template), "/v1/decisions")
+        assert (error["param"], error["code"]) == ("input", "unsupported_template")
+
+
+def test_only_a_prompt_without_a_template_gets_a_bos(serve: Serve):
+    for template, start in ((TONED, "x"), (None, "<|im_start|>x")):
+        served = serve(
+            say_vectors(vector_of), chat_template=template, tokenizer=make_tokenizer(adds_bos=True)
+        )
+        served.client.post("/v1/decisions", json={"input": "x", "questions": [PREDICATE]}).raise_for_status()
+        assert text_of(served.engine.next_request()).startswith(f"{start}\n\n")
+
+
+def test_fewer_orders_than_options_are_apart(served: Served):
+    choices = [{"value": value} for value in ("north", "east", "south", "west")]
+    body = {"input": "x", "questions": [CHOICE | {"choices": choices}], "permutations": 2}
+
+    served.client.post("/v1/decisions", json=body).raise_for_status()
+
+    prompts = [text_of(served.engine.next_request()) for _ in range(2)]
+    assert [prompt.split("A. ")[1].split("\n")[0] for prompt in prompts] == ["north", "south"]
+
+
+def test_a_temperature_flattens_probabilities(served: Served):
+    body = {"input": "x", "questions": [PREDICATE], "temperature": 2.0}
+
+    [answer] = served.client.post("/v1/decisions", json=body).json()["answers"]
+
+    yes, no = math.sqrt(0.6), math.sqrt(0.2)
+    assert answer["probability"] == pytest.approx(yes / (yes + no))
+    assert answer["label_mass"] == pytest.approx(0.8)
+
+
 def test_an_embedder_cannot_decide(serve: Serve):
     from .test_rerank import HEAD, LENGTH
 
-    error = refused(serve(LENGTH, pooling=HEAD), "/v1/decisions")
-    assert error["code"] == "unsupported_task"
+    for template in (TONED, None):
+        error = refused(serve(LENGTH, pooling=HEAD, chat_template=template), "/v1/decisions")
+        assert error["code"] == "unsupported_task"
