@@ -450,7 +450,7 @@ LIVES = st.fixed_dictionaries(
         "max_num_partial_prefills": st.sampled_from([1, 2]),
         "radix_cache": st.booleans(),
         "chaos": st.sampled_from([None, "retract=0.3:15"]),
-        "speculative": st.sampled_from(["off", "ngram", "suffix"]),
+        "speculative": st.sampled_from(["off", "ngram", "suffix", "mtp"]),
         "memory": st.sampled_from([None, 2]),
     }
 )

@@ -20,6 +20,8 @@ from engine.runtime.step_plan import Encode, Pending
 from engine.scheduler.batch import ScheduleBatch
 from engine.scheduler.scheduler import Scheduler
 from tests.model_runner.conftest import Driver, int32
+from tests.model_runner.drafting.drafters import drafting
+from tests.scheduler.speculation.proposers import free_drafts
 
 from .test_images import IMAGE_ID, MakeSeeing, Seeing, Tiles, make_seeing  # noqa: F401
 
@@ -112,6 +114,7 @@ CASES: dict[str, dict[str, Any]] = {
     "ahead of results": {"chunked_prefill_size": 24, "overlap": True},
     "retracted again and again": {"chunked_prefill_size": 24, "chaos": "retract=0.3:30"},
     "too few pages": {"chunked_prefill_size": 24, "num_pages": 32},
+    "drafts": {"chunked_prefill_size": 24, "num_pages": 40, "chaos": "retract=0.2:10", "speculative": "mtp"},
 }
 
 
@@ -127,8 +130,25 @@ def test_answers_are_those_of_transformers(
     settings = {"num_tiles": 6, "num_pages": 120} | case
     seeing = make_seeing()
     num_pages, num_rows = settings["num_pages"], settings["num_tiles"] * seeing.per_tile
-    driver = make_driver(seeing.spec, seeing.folder, num_pages=num_pages, num_encoder_rows=num_rows)
-    served = Served(seeing, driver, tmp_path, **settings)
+    speculative = case.get("speculative", "off")
+    with (
+        drafting(lambda known: known[-2], right=True),
+        free_drafts(),
+    ):  # it checks that it gets each token once
+        driver = make_driver(
+            seeing.spec,
+            seeing.folder,
+            num_pages=num_pages,
+            num_encoder_rows=num_rows,
+            speculative=speculative,
+        )
+        served = Served(seeing, driver, tmp_path, **settings)
+        _check_answers(seeing, served, settings, case)
+    drafts = served.scheduler.report(0.0).totals.draft_tokens
+    assert (drafts > 0) == (speculative != "off")
+
+
+def _check_answers(seeing: Seeing, served: Served, settings: dict[str, Any], case: dict[str, Any]) -> None:
     pictures = [seeing.tiles(seed, 1 + seed % 2) for seed in range(3)]
     rng = random.Random(4)
     asked = []

@@ -142,7 +142,7 @@ CONFIGS = st.fixed_dictionaries(
         "num_pages": st.sampled_from([12, 20, 40]),
         "num_host_pages": st.sampled_from([0, 16]),
         "overlap": st.sampled_from([0, 1]),
-        "speculative": st.sampled_from(["off", "ngram", "suffix"]),
+        "speculative": st.sampled_from(["off", "ngram", "suffix", "mtp"]),
         "memory": st.sampled_from([None, 1]),  # outputs that can be guessed
         "schedule_policy": st.sampled_from(get_args(SchedulePolicyName)),
         "phases": st.sampled_from(get_args(StepPhases)),
@@ -194,7 +194,7 @@ def test_every_decision_is_made_again(tmp_path, config, seed):
     assert not result.raised
 
 
-@pytest.mark.parametrize("speculative", ["off", "ngram", "suffix"])
+@pytest.mark.parametrize("speculative", ["off", "ngram", "suffix", "mtp"])
 @pytest.mark.parametrize("multi_step_ms", [0.0, 40.0])
 def test_drafts_and_ends_of_grammars_are_those_of_the_run(path, speculative, multi_step_ms):
     """A replay has no grammars: which tokens they force, which drafts they refuse and where they end is in the log."""

@@ -6,6 +6,7 @@ of pages and rows after each step, and each answer.
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 from hypothesis import HealthCheck, settings
@@ -42,7 +43,7 @@ class ImagesMachine(RuleBasedStateMachine):
         tile_parts=st.sampled_from([1, 2, 5]),
         schedule_conservativeness=st.sampled_from([0.01, 1.0]),
         host=st.sampled_from([{}, {"num_host_pages": 40, "preemption_mode": "swap"}]),
-        speculative=st.sampled_from(["off", "ngram"]),
+        speculative=st.sampled_from(["off", "ngram", "mtp"]),
         chaos=st.sampled_from([None, None, "retract=0.2:20"]),
     )
     def make(
@@ -69,6 +70,8 @@ class ImagesMachine(RuleBasedStateMachine):
             **config,
         )
         self.harness.runner.tile_s = tile_s
+        drafts = random.Random(1)
+        self.harness.runner.drafts_right = lambda: drafts.random() < 0.6
 
     @rule(
         names=st.lists(st.sampled_from([*TILES]), max_size=3),
