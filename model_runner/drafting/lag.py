@@ -131,12 +131,12 @@ class Lag:
         self._end[run.rows] = run.prefix_lens + valid
 
     def full(self, rows: Int64s) -> Int64s:
-        """Those of the rows with waiting tokens of a full page."""
+        """The rows, of `rows`, with waiting tokens of a full page."""
         done, end = self._done[rows], self._end[rows]
         return rows[end // self._page_size > done // self._page_size]
 
     def waiting(self, rows: Int64s) -> Int64s:
-        """Those of the rows with waiting tokens."""
+        """The rows, of `rows`, with waiting tokens."""
         return rows[self._end[rows] > self._done[rows]]
 
     def take(self, rows: Int64s) -> Run:

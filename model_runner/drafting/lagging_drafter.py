@@ -31,7 +31,7 @@ _NOTHING: Final[Int64s] = np.empty(0, dtype=np.int64)
 
 
 class DraftModule(Protocol):
-    """What computes the tokens. A run's tokens follow those that were computed before.
+    """The network of a `LaggingDrafter`, with its keys and values. The tokens of a run follow those of earlier runs.
 
     Attributes:
         keeps_drafts: keys and values of drafts that were right need not be computed again.

@@ -1,9 +1,9 @@
 """`RunnerDrafts`: how many of the drafts that the runner's drafter makes are right, and what they cost.
 
 The drafter is a second model (a draft model, an EAGLE-3 head, layers that predict further tokens). The plan says only
-how many drafts a request gets, because the drafter needs states that only the runner has. So the scheduler knows them
-by their rates: the share of right ones at each position after right ones, of the request and of all requests, and the
-seconds per draft that results report. Rates change only when drafts are tried. While there are none they return slowly
+how many drafts a request gets, because the drafter needs states that only the runner has. So the scheduler has rates
+of them: the share of right ones at each position after right ones, of the request and of all requests, and the
+seconds per draft that results report. Rates are learned when drafts are tried. While there are none they return slowly
 to the first guess, so that a drafter that failed on one part of a text is tried on another one.
 """
 
@@ -25,7 +25,7 @@ _FIRST_RATE: Final = 0.6
 _OWN_WEIGHT: Final = 1 / 12
 _SHARED_WEIGHT: Final = 1 / 128
 _RETURN_WEIGHT: Final = 1 / 512
-"""Of the first guess in a step without drafts: half the way back takes some 350 steps."""
+"""Weight of the first guess in a step without drafts: half the way back takes some 350 steps."""
 _COST_WEIGHT: Final = 0.25
 
 

@@ -1,4 +1,4 @@
-"""`Speculation`: which running requests get draft tokens in a step, and how many. No draft model is needed.
+"""`Speculation`: which running requests get draft tokens in a step, and how many.
 
 A decode reads all weights to make one token. With k drafts after the last token the same forward pass also samples the
 token after each draft; a draft is accepted if it equals the token that the model samples at its position:
