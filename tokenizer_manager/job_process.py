@@ -60,20 +60,31 @@ class JobProcess:
         """The id of the process; None before the first job, and after its end."""
         return None if self._process is None else self._process.pid
 
-    async def ask(self, job: bytes, limit_s: float) -> bytes:
+    async def ask(self, job: bytes, limit_s: float, is_wanted: Callable[[], bool] = lambda: True) -> bytes:
         """The answer to a job that takes at most `limit_s` of CPU time.
 
+        Args:
+            job: its bytes.
+            limit_s: its CPU time.
+            is_wanted: asked on a thread before the job begins.
+
         Raises:
-            JobLostError: the process has ended.
+            JobLostError: the process has ended, or the job is not wanted any more.
             QueueFullError: too many jobs wait.
         """
         if self._num_waiting >= self._max_waiting:
             raise QueueFullError(f"{self._num_waiting} other {self._name} wait; retry later", 1)
         self._num_waiting += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, self.ask_now, job, limit_s)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._thread, self._ask_if, is_wanted, job, limit_s)
         finally:
             self._num_waiting -= 1
+
+    def _ask_if(self, is_wanted: Callable[[], bool], job: bytes, limit_s: float) -> bytes:
+        if not is_wanted():
+            raise JobLostError
+        return self.ask_now(job, limit_s)
 
     def ask_now(self, job: bytes, limit_s: float) -> bytes:
         """As `ask`, on the calling thread; no other job may run."""

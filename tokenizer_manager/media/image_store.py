@@ -104,12 +104,14 @@ class ImageStore:
     async def _take(self, source: ImageSource) -> PreparedImage:
         image = self._images.get(self._digests.get(source.key, b""))
         if image is None:
-            task = asyncio.create_task(self._prepare(source))
+            left = asyncio.Event()
+            task = asyncio.create_task(self._prepare(source, left))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
             try:
                 return await asyncio.shield(task)
-            except asyncio.CancelledError:  # the client has left; the file that is written must be known
+            except asyncio.CancelledError:  # the client has left; a file that is being written must be known
+                left.set()
                 task.add_done_callback(self._release_result)
                 raise
         image.num_users += 1
@@ -120,8 +122,8 @@ class ImageStore:
         if not task.cancelled() and task.exception() is None:
             self.release([task.result().digest])
 
-    async def _prepare(self, source: ImageSource) -> PreparedImage:
-        """A new image, taken."""
+    async def _prepare(self, source: ImageSource, left: asyncio.Event) -> PreparedImage:
+        """A new image, taken; `left`: the client has left, so the job need not begin."""
         job = PrepareImage(
             source.content,
             self.vision.processing,
@@ -130,7 +132,9 @@ class ImageStore:
             self._folder,
         )
         try:
-            answer = await self.jobs.ask(msgspec.msgpack.encode(job), self._limit_s)
+            answer = await self.jobs.ask(
+                msgspec.msgpack.encode(job), self._limit_s, lambda: not left.is_set()
+            )
         except JobLostError:
             raise RequestError(
                 f"{source.param} takes more than {self._limit_s:g} s of CPU time to decode, or crashes the decoder; "

@@ -19,6 +19,7 @@ from ...runtime.errors import ConfigError, RequestError
 from ...runtime.media import runs_of
 from ...runtime.messages import MediaItem
 from .processors.idefics3 import prompt_text, special_texts
+from .sources import ImageSource
 from .worker import PreparedImage
 
 _CUT: Final = f"zq{secrets.token_hex(12)}qz"
@@ -69,7 +70,7 @@ class ImagePlacement:
             if isinstance(value, list):
                 return [walk(each) for each in value]
             if isinstance(value, dict):
-                if value.get("type") == "image" and "source" in value:
+                if isinstance(value.get("source"), ImageSource):
                     return {"type": "image"}
                 return {walk(key): walk(each) for key, each in value.items()}
             return value

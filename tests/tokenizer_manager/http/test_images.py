@@ -216,6 +216,12 @@ def test_more_special_tokens_than_a_prompt_may_have_are_refused(seeing):
     assert error["param"] == "messages" and "more than 10,000 special tokens of images" in error["message"]
 
 
+def test_objects_of_a_client_that_look_like_images_stay():
+    schema = {"enum": [{"type": "image", "source": "a camera"}]}
+
+    assert ImagePlacement(MODEL_VISION, TOKENIZER).without_markers(schema) == schema
+
+
 def test_a_text_that_becomes_a_placeholder_is_refused():
     placement = ImagePlacement(MODEL_VISION, TOKENIZER)
 

@@ -8,6 +8,7 @@ import stat
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -159,8 +160,8 @@ def test_an_image_that_is_removed_while_it_is_written_again_is_to_be_sent_again(
     jobs = store.jobs
 
     class RemovesUnused:
-        async def ask(self, job: bytes, limit_s: float) -> bytes:
-            reply: bytes = await jobs.ask(job, limit_s)
+        async def ask(self, *job) -> bytes:
+            reply: bytes = await jobs.ask(*job)
             store._max_bytes = 0
             store.release(())
             store._max_bytes = 1 << 20
@@ -193,6 +194,24 @@ def test_a_client_that_leaves_leaves_no_used_image(make_store):
         await store.take([source(file_of(picture(61, 43, seed=1)))])  # after it, in the same process
 
     asyncio.run(leave(make_store(max_bytes=13 * TILE_BYTES)))
+
+
+def test_the_image_of_a_client_that_has_left_is_not_decoded(make_store, tmp_path):
+    async def leave(store: ImageStore) -> None:
+        others_done = threading.Event()
+        store.jobs._thread.submit(others_done.wait)
+        task = asyncio.create_task(store.take([source(file_of(picture(61, 43)))]))
+        for _ in range(3):  # it waits for the process
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        others_done.set()
+        await store.take([source(file_of(picture(61, 43, seed=1)))])
+
+    asyncio.run(leave(make_store()))
+
+    assert len(os.listdir(tmp_path)) == 1
 
 
 def test_files_of_a_lost_process_are_removed(make_store, tmp_path):
