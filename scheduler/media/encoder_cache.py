@@ -183,8 +183,12 @@ class EncoderCache:
         }
         encodes: list[Encode] = []
         num_tiles: dict[str, int] = {}
+        ahead = ""  # rid of the first request for which the step works ahead
         for key, (wants, rid, num_parts) in self.planned.items():
-            tile = self._tiles.get(key) or self._begin_ahead(key)
+            tile = self._tiles.get(key)
+            if tile is None or not tile.users:
+                ahead = ahead or rid
+                tile = tile or self._begin_ahead(key, may_evict=rid == ahead)
             if tile is None:
                 continue
             num_parts = min(num_parts, self._tile_parts - tile.num_parts)
@@ -200,11 +204,20 @@ class EncoderCache:
             self._give_back(chunk.req, chunk.start + chunk.length)
         return EncodeWork(tuple(encodes), placements, num_tiles)
 
-    def _begin_ahead(self, key: TileKey) -> _Tile | None:
-        """Rows for a tile of a request that waits for it; None: there are none."""
-        if not (self._free or self._idle):
-            return None
-        tile = self._tiles[key] = _Tile(key, self._take_slot())
+    def _begin_ahead(self, key: TileKey, *, may_evict: bool) -> _Tile | None:
+        """Rows for a tile of a request that waits for it; None: there are none.
+
+        Only the first such request of a step evicts, and no tile that it may need. Else two requests could evict each
+        other's tiles forever, and none of them would start.
+        """
+        if not self._free:
+            idle = (each for each in self._idle if each not in self.planned and each[0] != key[0])
+            spare = next(idle, None) if may_evict else None
+            if spare is None:
+                return None
+            del self._idle[spare]
+            self._drop(self._tiles[spare])
+        tile = self._tiles[key] = _Tile(key, self._free.pop())
         self._idle[key] = None
         return tile
 

@@ -361,6 +361,30 @@ def test_work_on_the_tile_of_a_waiting_request_is_not_lost():
     harness.run_until_idle()
 
 
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_work_ahead_does_not_evict_that_of_a_request_before(page_size):
+    """There are rows for one image, in one or two tiles. When the first one is encoded, there is time to begin another.
+
+    The tokens of a tile take longer than a step may, so no request starts in the step that ends its first tiles.
+    """
+    num_tiles = 1 if page_size == 4 else 2
+    harness = make(num_tiles=num_tiles, page_size=page_size, target_step_ms=15.0, encoder_tile_parts=5)
+    harness.runner.tile_s = 0.0125
+    harness.runner.step_s = lambda plan: 0.005 + 0.002 * plan.total_num_scheduled_tokens
+    harness.submit("text", prompt_len=6, max_new_tokens=120)
+    harness.submit("warm", prompt_len=6, images=[Image("dog", 1, 2)], max_new_tokens=1)
+    for _ in range(8):
+        harness.step()
+    for rid in ("cat", "cow"):
+        harness.submit(rid, prompt_len=3, images=[Image(rid, num_tiles, 0)], max_new_tokens=1)
+    for _ in range(40):
+        harness.step()
+    assert harness.answers["text"].finish is None
+    assert harness.answers["cat"].finish is not None and harness.answers["cow"].finish is not None
+    assert encodes(harness)["cat"] == num_tiles
+    harness.run_until_idle()
+
+
 def test_work_on_tiles_is_no_part_of_the_cost_of_decodes():
     """Steps of decodes take 10 ms; some of them also do 50 ms of work on the tile of a waiting request."""
     harness = make(target_step_ms=15.0, encoder_tile_parts=6, speculative="ngram")
