@@ -375,6 +375,7 @@ def test_work_ahead_does_not_evict_that_of_a_request_before(page_size):
     harness.submit("warm", prompt_len=6, images=[Image("dog", 1, 2)], max_new_tokens=1)
     for _ in range(8):
         harness.step()
+    harness.flush()  # rows are free at first, so that both requests get some
     for rid in ("cat", "cow"):
         harness.submit(rid, prompt_len=3, images=[Image(rid, num_tiles, 0)], max_new_tokens=1)
     for _ in range(40):
