@@ -233,3 +233,22 @@ def test_a_wrong_draft_at_the_end_of_a_page_leaves_no_features(drafting: Driver)
     assert np.frombuffer(result.num_next_tokens, dtype=np.int32).tolist() == [1]
     ends = driver.runner.kv_pool.page_ends
     assert ends is not None and ends[req.pages[:2]].flatten().tolist() == [3, 6]
+
+
+def test_features_are_the_residual_streams_after_the_layers_that_the_head_names(
+    drafting: Driver, target: tuple[Driver, TinyModel], tmp_path: Path
+) -> None:
+    """SpecForge's list [0, 1, 2] names the outputs of these layers; a page has those of its last token."""
+    from safetensors.torch import load_file
+
+    driver, text = drafting, [5, 17, 40, 23, 8, 61, 33]
+    req = driver.start(text)
+    for count in (5, 2):
+        driver.step([(req, count)])
+    with torch.inference_mode():
+        streams = target[1].reference(torch.tensor([text]), output_hidden_states=True).hidden_states
+    weight = load_file(tmp_path / "head" / "model.safetensors")["fc.weight"]
+    expected = torch.cat([each[0, [3, 6]] for each in streams[1:4]], dim=1) @ weight.T
+    states = driver.runner.kv_pool.page_states
+    assert states is not None
+    torch.testing.assert_close(states[req.pages[:2]], expected, atol=1e-3, rtol=1e-3)

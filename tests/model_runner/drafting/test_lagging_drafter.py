@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from engine.model_runner.load import load_model_runner
 from engine.models.source import ModelSource
 from engine.runtime.config.engine_config import ModelConfig, SchedulerConfig
 from engine.runtime.feasibility import Capacity
+from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import RUNNER_DRAFT
 from tests.model_runner.conftest import Driver, TinyModel, engine_config
 from tests.model_runner.drafted_steps import drafted
@@ -83,7 +85,7 @@ def test_tokens_that_wait_are_computed_before_their_page_leaves(driver: Driver) 
 def test_a_draft_model_with_fewer_tokens_reads_others_as_its_last(
     make_tiny_llama: Callable[..., TinyModel],
 ) -> None:
-    """Files pad vocabularies differently; it never proposes what it does not know."""
+    """Files pad vocabularies differently; it never proposes what it does not know, also if a request wants it."""
     driver = make(make_tiny_llama(), make_tiny_llama(vocab_size=90, seed=1))
     assert isinstance(driver.runner.drafter, LaggingDrafter)
     made, drafts, keys = driver.runner.drafter.draft, list[Any](), []
@@ -92,8 +94,18 @@ def test_a_draft_model_with_fewer_tokens_reads_others_as_its_last(
         drafts.append(made(asked))
         return drafts[-1]
 
+    wants = SamplingParams(temperature=0.0, seed=0, max_new_tokens=64, logit_bias={95: 9.0})
+    sampled, widths = driver.runner.sampler.sample, []
+
+    def sample(logits: torch.Tensor, *args: Any) -> Any:
+        widths.append(logits.shape[1])
+        return sampled(logits, *args)
+
+    driver.runner.drafter._parts = driver.runner.drafter._parts._replace(
+        sampler=SimpleNamespace(sample=sample)
+    )
     for last in (95, 89):
-        req = driver.start([*TEXT, last])
+        req = driver.start([*TEXT, last], wants)
         driver.step([(req, len(TEXT) + 1)])
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(LaggingDrafter, "draft", noting)
@@ -102,3 +114,4 @@ def test_a_draft_model_with_fewer_tokens_reads_others_as_its_last(
         driver.finish(req)
         keys.append(driver.runner.kv_pool.k[-1][driver.slots(req.pages, 0, 8)].clone())
     torch.testing.assert_close(*keys)
+    assert set(widths) == {96}
