@@ -109,6 +109,16 @@ def test_the_bias_of_the_router_chooses_experts_and_is_no_part_of_their_shares(m
     assert found == [tiny.greedy(tokens_of(60), 6)]
 
 
+def test_shares_are_normalized_unless_the_file_says_no(make_tiny_model):
+    normalize = []
+    for given in (True, False, None):
+        experts = read_hf_spec(published(make_tiny_model, norm_expert_weight=given).folder).experts
+        assert experts is not None
+        normalize.append(experts.routing.normalize)
+
+    assert normalize == [True, False, True]
+
+
 def test_a_folder_of_step_3_7_is_read_for_its_text(make_tiny_model, make_driver):
     tiny = published(make_tiny_model)
     path, weights = tiny.folder / "config.json", tiny.folder / "model.safetensors"
