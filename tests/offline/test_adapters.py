@@ -17,6 +17,7 @@ from engine.models.spec.model_spec import ModelSpec
 from engine.runtime.config.config_sources import from_arguments, merge
 from tests.adapter_files import write_adapter
 from tests.embedders import make_decoder_embedder
+from tests.scheduler.speculation.proposers import free_drafts
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_new_tokens=400, ignore_eos=True)
@@ -81,6 +82,25 @@ def test_labels_take_the_adapter(tiny_model: Path, root: Path):
     labels = ["a", "b", "c"]
     with open_llm(tiny_model, lora=[f"sql={root / 'a0'}"]) as llm:
         assert llm.label_probabilities(PROMPT, labels, lora="sql") != llm.label_probabilities(PROMPT, labels)
+
+
+def test_drafts_of_a_model_without_the_adapter_change_nothing(tiny_model: Path, root: Path, llm: LLM):
+    """Steps with a drafter keep all tokens to the end of the layers, also those without logits."""
+    scored = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True, prompt_logprobs=1, logprobs=1)
+    prompts, drafter = (
+        [PROMPT, PROMPT[:20], PROMPT[5:]],
+        {"speculative": "draft", "speculative_model": tiny_model},
+    )
+    with free_drafts(), open_llm(tiny_model, lora=[f"sql={root / 'a0'}"], **drafter) as drafting:
+        found = drafting.generate(prompts, [scored, GREEDY, scored], lora="sql")
+    expected = llm.generate(prompts, [scored, GREEDY, scored], lora="sql")
+    assert [each.token_ids for each in found] == [each.token_ids for each in expected]
+    assert sum(each.usage.draft_tokens for each in found) > 10
+    for ours, theirs in zip(found, expected, strict=True):
+        logprobs = [
+            [each.logprob for each in one.prompt_logprobs or () if each is not None] for one in (ours, theirs)
+        ]
+        assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-4)
 
 
 def test_a_prompt_in_chunks_takes_the_adapter(tiny_model: Path, root: Path, llm: LLM):
