@@ -7,10 +7,11 @@ the input once. `Question` and its probabilities are in `tokenizer_manager/pooli
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -127,23 +128,37 @@ async def decisions(exchange: Exchange, engine: Engine) -> None:
 
 async def system_one(exchange: Exchange, engine: Engine) -> None:
     """Answers by the questions' ids, as System One."""
-    asked, items = await engine.read(exchange, lambda body: _read_system_one(body, engine))
-    async with exchange.abort_on_disconnect():
-        made = await _decide(exchange, engine, asked)
-        least = asked.fields.min_label_mass or 0
-        answers = {
-            name: _system_answer(item, decided, details, decided.label_mass < least)
-            for (name, item), decided, details in zip(items.items(), made.decided, made.details, strict=True)
-        }
-        await exchange.send_json(
-            SystemOneBody(
-                id=made.id,
-                model=made.model,
-                answers=answers,
-                usage=made.usage,
-                warnings=asked.warnings or UNSET,
+    with _unnamed():
+        asked, items = await engine.read(exchange, lambda body: _read_system_one(body, engine))
+        async with exchange.abort_on_disconnect():
+            made = await _decide(exchange, engine, asked)
+            least = asked.fields.min_label_mass or 0
+            answers = {
+                name: _system_answer(item, decided, details, decided.label_mass < least)
+                for (name, item), decided, details in zip(
+                    items.items(), made.decided, made.details, strict=True
+                )
+            }
+            await exchange.send_json(
+                SystemOneBody(
+                    id=made.id,
+                    model=made.model,
+                    answers=answers,
+                    usage=made.usage,
+                    warnings=asked.warnings or UNSET,
+                )
             )
-        )
+
+
+@contextlib.contextmanager
+def _unnamed() -> Iterator[None]:
+    """Keep the ids of questions, which are the client's text, out of the field of errors, which the log has."""
+    try:
+        yield
+    except RequestError as error:
+        if error.param is not None and error.param.startswith("questions."):
+            error.param = "questions"
+        raise
 
 
 # ---------------------------------------------------------------- reading
