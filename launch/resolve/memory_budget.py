@@ -163,7 +163,8 @@ def capacity_of(config: EngineConfig, spec: ModelSpec) -> Capacity:
     assert isinstance(max_running_requests, int), "the configuration is not resolved"
     assert config.cache.swap_space != "auto", "the configuration is not resolved"
     assert config.model.dtype != "auto", "the configuration is not resolved"
-    assert config.cache.mm_encoder_cache_tokens != "auto", "the configuration is not resolved"
+    num_encoder_rows = 0 if spec.vision is None else config.cache.mm_encoder_cache_tokens
+    assert num_encoder_rows != "auto", "the configuration is not resolved"
     dtype, page_size = config.model.dtype, config.cache.page_size
     host_gib = config.cache.swap_space + config.cache.kv_host_size
     token_bytes = kv_token_bytes(spec, kv_dtype_of(config.cache.kv_cache_dtype, config.model.dtype))
@@ -183,7 +184,7 @@ def capacity_of(config: EngineConfig, spec: ModelSpec) -> Capacity:
         ),
         checkpoint_pages=checkpoint_pages(spec, dtype, token_bytes, page_size),
         num_stages=config.parallel.pp,
-        num_encoder_rows=config.cache.mm_encoder_cache_tokens,
+        num_encoder_rows=num_encoder_rows,
         encoder_tile_rows=0 if spec.vision is None else spec.vision.rows_per_tile,
         encoder_tile_parts=1 if spec.vision is None else spec.vision.num_parts,
     )

@@ -96,7 +96,6 @@ def test_capacity_has_the_pages_that_the_resolved_sizes_pay_for(dtype, width, ho
         "max_running_requests": 5,
         "dtype": dtype,
         "swap_space": host_pages * 4 * token_bytes / (1 << 30),
-        "mm_encoder_cache_tokens": 0,
     }
     it = capacity_of(merge(from_arguments(settings)).config, SPEC)
     assert it == Capacity(64, 25, 4, 5, 100, num_host_pages=int(host_pages), kv_token_bytes=token_bytes)
