@@ -19,7 +19,7 @@ def runs_of(item: MediaItem) -> Iterator[tuple[int, int]]:
 def with_image_ids(input_ids: bytes, media: Sequence[MediaItem], image_ids: Sequence[int]) -> bytes:
     """The prompt with an id of each image where the model's placeholder is, [prompt_len] int32.
 
-    Two such prompts are equal only if their images are, as far as ids of different images differ.
+    Two such prompts are equal only if their images are, provided that different images have different ids.
     """
     token_ids = array("i", input_ids)
     for item, image_id in zip(media, image_ids, strict=True):

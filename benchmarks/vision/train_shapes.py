@@ -192,7 +192,7 @@ class Model:
 
     @property
     def seeing(self) -> list[torch.nn.Parameter]:
-        """What is trained."""
+        """The parameters that are trained."""
         parts = (self.vlm.model.vision_model, self.vlm.model.connector)
         return [parameter for part in parts for parameter in part.parameters()]
 

@@ -61,7 +61,7 @@ class MTPHead:
         return self._weights.model.final_states(states)
 
     def store(self, features: Tensor, token_ids: Tensor, positions: Tensor, out_cache_loc: Tensor) -> None:
-        """The layer's keys and values need none of the pairs before, hence no attention."""
+        """The layer's keys and values need none of the pairs before, so no attention."""
         batch = self._batch(token_ids, positions, out_cache_loc, _NO_ATTENTION)
         x = self._attention_norm(self._joined(features, token_ids))
         self._attention.store(x, *self._weights.rotary.at(positions), batch)

@@ -77,4 +77,4 @@ QWEN_MTP: Final = MTPSpec(
     head_norm="mtp.norm",
     feeds_normed=True,
 )
-"""Of Qwen3-Next and Qwen3.5."""
+"""Names of Qwen3-Next and Qwen3.5."""

@@ -56,7 +56,7 @@ def chain(previous: int, token: int) -> int:
 
 
 def row_value(pixels: str, row: int) -> int:
-    """What a row of an image contains."""
+    """Contents of an image's row."""
     return 1000 + zlib.crc32(f"{pixels} {row}".encode())
 
 

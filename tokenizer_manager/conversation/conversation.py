@@ -118,7 +118,7 @@ TEXT_SEPARATOR: Final = "\n"
 _MESSAGE_SEPARATOR: Final = "\n\n"
 
 Content = str | list[dict[str, Any]]
-"""Of a message: a text, or parts, of which at least one is an image."""
+"""Content of a message: a text, or parts, of which at least one is an image."""
 
 
 def joined_contents(first: Content, second: Content, separator: str) -> Content:

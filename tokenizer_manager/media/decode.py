@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 FORMATS: Final = "PNG, JPEG, WebP, GIF, BMP and TIFF"
 _LARGE_PIXELS: Final = 4_000_000
 _MAX_PIXELS_PER_BYTE: Final = 10_000
-"""Of images of more than `_LARGE_PIXELS`; above what deflate makes of a single color."""
+"""Most pixels a byte of images above `_LARGE_PIXELS`; more than what deflate makes of a single color."""
 
 _IMAGES: Final = (
     (b"\x89PNG\r\n\x1a\n", "PNG"),

@@ -25,7 +25,7 @@ PLAIN_END: Final = "\n\nAnswer:"
 
 
 class QuestionKind(enum.StrEnum):
-    """What is asked. PREDICATE: whether a statement is true. CHOICE: one of some options. SCORE: a level of a scale."""
+    """Kind of a question. PREDICATE: is a statement true? CHOICE: one of some options. SCORE: a level of a scale."""
 
     PREDICATE = "predicate"
     CHOICE = "choice"
@@ -157,7 +157,7 @@ class LabelTokens:
         return found
 
     def params(self, labels: Sequence[str]) -> PoolingParams:
-        """What is computed of a prompt with these labels."""
+        """The pooling of a prompt with these labels."""
         return PoolingParams(
             PoolingKind.LABELS, label_ids=tuple(each for label in labels for each in self.group(label))
         )

@@ -99,7 +99,7 @@ def model_greedy(model: MTPModel, tokens: Sequence[int], num: int) -> list[int]:
 
 
 def held(driver: Driver, req: Request, num_pages: int) -> list[torch.Tensor]:
-    """Of the first pages: keys, values and scales of the drafter, without the first token's; features, positions."""
+    """Keys, values and scales of the drafter in the first pages, without the first token's; features, positions."""
     drafter = driver.runner.drafter
     assert isinstance(drafter, FeatureDrafter)
     memory = drafter._memory

@@ -26,7 +26,7 @@ from .test_gguf_architectures import PROMPT, _arch_id, _checkpoint, _neighbors
 NEIGHBORS = ("llama", "granitemoe", "deepseek")
 STACKED = ("gpt-oss", "llama4", "granitemoe", "deepseek", "step35")
 ROWS_FIRST = ("deepseek", "step35")
-"""Those whose stacks have outputs before inputs."""
+"""Families with stacks that have outputs before inputs."""
 
 
 def single_experts(
@@ -221,7 +221,7 @@ def _write_step(writer: gguf.GGUFWriter, config: Any) -> None:
 
 
 def divisors(rope: dict[str, Any], head_dim: int) -> np.ndarray[Any, Any]:
-    """Of frequencies, as the converter computes them; without a blend where both factors are equal."""
+    """Factors of frequencies, as the converter computes them; without a blend where both factors are equal."""
     wavelengths = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
     turns, low = rope["original_max_position_embeddings"] / wavelengths, rope["low_freq_factor"]
     kept = np.clip((turns - low) / max(rope["high_freq_factor"] - low, 1e-9), 0.0, 1.0)

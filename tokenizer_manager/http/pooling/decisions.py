@@ -73,7 +73,7 @@ _NUMBERED: Final = re.compile(r"questions(?:\[(\d+)\])?")
 _ENDING_CHARS: Final = 256
 """The end of a prompt on which the tokens of labels may depend."""
 _MAX_CHARS: Final = 64 << 20
-"""Of the prompts of a request without its questions: each question has a prompt with the whole input."""
+"""Most characters of a request's prompts without its questions: each question has the whole input."""
 
 
 class _Asked(NamedTuple):
@@ -93,7 +93,7 @@ class _Asked(NamedTuple):
 
 
 class _Answers(NamedTuple):
-    """The answers of a request; `None` is a refusal."""
+    """The answers of a request, before small label masses become refusals."""
 
     id: str
     model: str

@@ -173,7 +173,7 @@ SYSTEM_POLICY: Final = FieldPolicy(SystemOneRequest, {}, no_effect=_NO_EFFECT)
 
 
 class AnswerDetails(msgspec.Struct, kw_only=True):
-    """What every answer has.
+    """Fields of every answer.
 
     Attributes:
         label_mass: the probability that the model's next token is a label at all.
