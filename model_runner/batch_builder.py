@@ -125,6 +125,7 @@ class BatchBuilder:
             drafts=None,
             adapter_slots=self._adapter_slots(rows),
             state_plan=self._state_plan(plan, rows, positions, ones),
+            rope_positions=self._rope_positions(rows, positions),
         )
 
     def _build_any(self, plan: StepPlan, step: _Step) -> InputBatch:
@@ -167,7 +168,33 @@ class BatchBuilder:
             token_types=self._token_types(token_rows, positions) if self.has_token_types else None,
             state_plan=self._state_plan(plan, rows, computed, scheduled, num_drafts),
             images=self._images(rows, computed, scheduled, starts),
+            rope_positions=self._rope_of_chunks(step, token_rows, positions),
         )
+
+    def _rope_positions(self, token_rows: Int64s, positions: Int64s) -> Int64s | None:
+        """Those of tokens after all images of their requests."""
+        deltas = self.states.rope_delta[token_rows]
+        return positions + deltas if deltas.any() else None
+
+    def _rope_of_chunks(self, step: _Step, token_rows: Int64s, positions: Int64s) -> Int64s | None:
+        """Those of any tokens; with axes only if these differ."""
+        found = self._rope_positions(token_rows, positions)
+        axes: Int64s | None = None
+        for idx in np.flatnonzero(step.computed < self.states.media_end[step.rows]).tolist():
+            first, start, rope = (
+                int(step.computed[idx]),
+                int(step.starts[idx]),
+                self.states[int(step.rows[idx])].rope,
+            )
+            if rope is None:
+                continue
+            if axes is None:
+                axes = np.stack([positions if found is None else found] * 3)
+            known = rope[:, first : first + int(step.scheduled[idx])]
+            axes[:, start : start + known.shape[1]] = known
+        if axes is None:
+            return found
+        return axes[0] if (axes == axes[0]).all() else axes
 
     def _images(
         self, rows: Int64s, computed: Int64s, scheduled: Int64s, starts: Int64s

@@ -68,6 +68,8 @@ class ForwardBatch:
         states: the states of the requests; None: the model has no state layers.
         incoming: from the pipeline stage before; None: this is the first one. May be overwritten.
         images: what takes the place of embeddings of tokens; None: nothing does.
+        rope_positions: [T] int64, the positions by which heads turn, or [3, T] with axes, see `VisionSpec`; None: those
+            in `positions`.
     """
 
     input_ids: Tensor
@@ -81,3 +83,4 @@ class ForwardBatch:
     states: StateBatch | None = None
     incoming: StageStates | None = None
     images: ImageRows | None = None
+    rope_positions: Tensor | None = None

@@ -73,6 +73,7 @@ class InputBatch:
         adapter_slots: [T] the adapter slot of each token; None: all use the base model.
         state_plan: [1 + 4 * n] the plan of the state layers, see `state_runs`; None: the model has none.
         images: the tokens that take rows of the encoder, and the rows; None: there are none.
+        rope_positions: [T], or [3, T] in steps with `images`: positions by which heads turn; None: `positions`.
     """
 
     layout: BatchLayout
@@ -93,6 +94,7 @@ class InputBatch:
     adapter_slots: Int64s | None = None
     state_plan: Int64s | None = None
     images: ImageTokens | None = None
+    rope_positions: Int64s | None = None
 
     @property
     def num_tokens(self) -> int:

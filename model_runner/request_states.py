@@ -46,6 +46,7 @@ class RowState:
         sampling: its sampling parameters.
         pooling: what is computed instead of a next token; None: the request generates text.
         media: [n, 3] int64, see `NewReq`.
+        rope: [3, prompt_len], see `NewReq`.
     """
 
     rid: str
@@ -54,6 +55,7 @@ class RowState:
     sampling: SamplingParams
     pooling: PoolingParams | None = None
     media: npt.NDArray[np.int64] | None = None
+    rope: Int32s | None = None
 
 
 class RequestStates:
@@ -70,6 +72,7 @@ class RequestStates:
         is_pooling: [rows] bool, whether the request has `RowState.pooling`.
         second_start: [rows] int64, see `PoolingParams`; 0 for other requests.
         media_end: [rows] int64, the position after the last one that takes a row of the encoder; 0 without images.
+        rope_delta: [rows] int64, added to positions after the last image to turn heads; 0 without `NewReq.rope`.
     """
 
     def __init__(self, num_rows: int, vocab_size: int) -> None:
@@ -87,6 +90,7 @@ class RequestStates:
         self.second_start = np.zeros(num_rows, dtype=np.int64)
         self.adapter_slot = np.zeros(num_rows, dtype=np.int64)
         self.media_end = np.zeros(num_rows, dtype=np.int64)
+        self.rope_delta = np.zeros(num_rows, dtype=np.int64)
 
     def __getitem__(self, row: int) -> RowState:
         state = self._states[row]
@@ -103,7 +107,8 @@ class RequestStates:
         media = (
             np.frombuffer(new.media, dtype=np.int32).reshape(-1, 3).astype(np.int64) if new.media else None
         )
-        state = RowState(new.rid, input_ids, new.prompt_len, sampling, new.pooling, media)
+        rope = np.frombuffer(new.rope, dtype=np.int32).reshape(3, -1) if new.rope else None
+        state = RowState(new.rid, input_ids, new.prompt_len, sampling, new.pooling, media, rope)
         row = new.row
         self._states[row] = state
         self.known_len[row] = len(state.input_ids)
@@ -118,6 +123,7 @@ class RequestStates:
         self.second_start[row] = 0 if new.pooling is None else new.pooling.second_start
         self.adapter_slot[row] = new.adapter_slot
         self.media_end[row] = 0 if media is None else int((media[:, 0] + media[:, 1]).max())
+        self.rope_delta[row] = 0 if rope is None else int(rope.max()) + 1 - rope.shape[1]
         return state
 
     def remove(self, row: int) -> None:

@@ -131,6 +131,9 @@ class NewReq(Record, frozen=True):
         checkpoint: in a model with state layers the state after the prefix, read in this step; 0: there is no prefix.
         media: [n, 3] (position, length, first row): tokens of the prompt that take rows of the encoder, consecutive
             from `first row`, instead of the embeddings of their ids.
+        rope: [3, n] of a prompt with images, for a model whose tokens have positions on three axes: those of its first
+            n tokens, which end after the last image or later. Heads turn by them; a token after the first n has the
+            next larger number on all axes. Empty: all axes have the position.
     """
 
     rid: str
@@ -143,6 +146,7 @@ class NewReq(Record, frozen=True):
     adapter_slot: int = 0
     checkpoint: int = 0
     media: bytes = b""
+    rope: bytes = b""
 
 
 class Encode(Record, frozen=True):

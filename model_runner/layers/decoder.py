@@ -82,7 +82,7 @@ class Decoder:
         Features of all tokens after the last layer are its result if all tokens need logits.
         """
         x, residual = self._begin(batch)
-        angles = self.rotary.at(batch.positions)
+        angles = self.rotary.at(batch.positions if batch.rope_positions is None else batch.rope_positions)
         selects = select_last(len(self.layers), batch, self.take_rows)
         row_selections = selects if self.head is not None else repeat(all_rows, len(self.layers))
         features = []
@@ -148,9 +148,12 @@ class LayerRotary:
         self._no_angles = torch.empty((0,), dtype=context.dtype, device=context.device)
 
     def at(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """cos and sin for each layer at [T] int64 positions: [T, R] each, [T, 0] if it does not rotate."""
+        """cos and sin for each layer at [T] int64 positions: [T, R] each, [T, 0] if it does not rotate.
+
+        `positions`: or [A, T], with axes.
+        """
         angles = [table.at(positions) for table in self._tables]
-        none = self._no_angles.expand(positions.shape[0], 0)
+        none = self._no_angles.expand(positions.shape[-1], 0)
         return [
             angles[table] if rotates else (none, none)
             for table, rotates in zip(self._table_of_layer, self._rotates, strict=True)

@@ -1,6 +1,6 @@
 """Rotary position embedding: the table of angles, with the scaling variants of long-context models."""
 
-# Shapes: T tokens, R rotated dimensions of a head.
+# Shapes: T tokens, R rotated dimensions of a head, A axes of positions (M-RoPE).
 
 from __future__ import annotations
 
@@ -45,6 +45,11 @@ class RotaryEmbedding:
             self._both = torch.cat((self._cos, self._sin), dim=-1)
             self._cos, self._sin = self._both.chunk(2, dim=-1)
         self._take_rows = context.ops.take_rows
+        vision = context.spec.vision
+        self._axes: Tensor | None = None
+        if vision is not None and vision.rope_sections:
+            axes = axis_of_pairs(vision.rope_sections, len(frequencies), alternates=vision.rope_alternates)
+            self._axes = torch.cat((axes, axes)).to(context.device)
 
     @classmethod
     def of(cls, context: ModelContext, head_dim: int | None = None) -> RotaryEmbedding:
@@ -76,11 +81,26 @@ class RotaryEmbedding:
         return cls(frequencies, 1.0, context)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin at [T] int64 positions: [T, R] each."""
+        """cos and sin at [T] int64 positions: [T, R] each; at [A, T] each pair turns by its axis' position."""
+        if positions.dim() == 2:
+            assert self._axes is not None, "positions with axes, and a model without them"
+            index = self._axes.expand(1, positions.shape[1], -1)
+            cos, sin = (each.view(*positions.shape, -1) for each in self.at(positions.flatten()))
+            return cos.gather(0, index)[0], sin.gather(0, index)[0]
         if self._both is not None:
             cos, sin = self._take_rows(self._both, positions).chunk(2, dim=-1)
             return cos, sin
         return self._take_rows(self._cos, positions), self._take_rows(self._sin, positions)
+
+
+def axis_of_pairs(sections: tuple[int, ...], num_pairs: int, *, alternates: bool) -> Tensor:
+    """[R / 2] int64, the axis by whose positions each pair of dimensions turns; see `VisionSpec`."""
+    if not alternates:
+        return torch.repeat_interleave(torch.arange(len(sections)), torch.tensor(sections))
+    axes = torch.zeros(num_pairs, dtype=torch.int64)
+    for axis in range(1, len(sections)):
+        axes[axis : sections[axis] * len(sections) : len(sections)] = axis
+    return axes
 
 
 def rotary_frequencies(theta: float, rotary_dim: int, scaling: RopeScaling, max_model_len: int) -> Tensor:

@@ -105,6 +105,7 @@ class EagerExecutor:
             relayed_rows,
             token_types,
             state_plan,
+            rope_positions,
             *read,
         ) = self._buffers.put_all(
             [
@@ -117,6 +118,7 @@ class EagerExecutor:
                 batch.token_rows[relayed],
                 nothing if batch.token_types is None else batch.token_types,
                 nothing if batch.state_plan is None else batch.state_plan,
+                nothing if batch.rope_positions is None else batch.rope_positions.reshape(-1),
                 *ReadRows.arrays(batch),
             ]
         )
@@ -136,6 +138,9 @@ class EagerExecutor:
             states=self._states(batch, state_plan),
             incoming=self.link.incoming(batch.num_tokens),
             images=self._images(batch),
+            rope_positions=None
+            if batch.rope_positions is None
+            else rope_positions.view(batch.rope_positions.shape),
         )
         return inputs, rows
 

@@ -46,6 +46,11 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
         image_token, around_token, global_token: texts of special tokens: the placeholder, the one before each tile and
             after the last, and the one before the copy of the whole image.
         processing: how an image becomes tiles.
+        rope_sections: of a language model in which a token has a position on each of three axes (M-RoPE, Qwen2-VL,
+            2024): time, row and column of images, all equal for text. Pairs of rotated dimensions that turn by each
+            axis; empty: a token has one position.
+        rope_alternates: the pairs of the axes alternate, and what is left turns by the first axis (Qwen3-VL); else they
+            are three runs.
     """
 
     hidden_size: int
@@ -62,6 +67,8 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
     around_token: str
     global_token: str
     processing: ImageProcessing
+    rope_sections: tuple[int, ...] = ()
+    rope_alternates: bool = False
 
     @property
     def grid(self) -> int:

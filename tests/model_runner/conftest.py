@@ -88,6 +88,7 @@ class Request:
     pooling: PoolingParams | None = None
     adapter_slot: int = 0
     media: bytes = b""
+    rope: bytes = b""
 
     @property
     def output(self) -> list[int]:
@@ -181,6 +182,7 @@ class Driver:
                         req.pooling,
                         adapter_slot=req.adapter_slot,
                         media=req.media,
+                        rope=req.rope,
                     )
                 )
                 req.announced = True

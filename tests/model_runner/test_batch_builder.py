@@ -105,3 +105,29 @@ def test_a_round_of_a_burst_is_the_batch_of_its_plan(builder):
     for number in (1, 2):
         batch = builder.next_round(batch, burst, number)
         assert lists(batch) == lists(builder.build(burst.round(number)))
+
+
+def test_positions_of_images_have_axes_and_later_ones_a_constant_less(builder):
+    """A prompt a b [2 x 3 image] c: the image counts as 3 positions instead of 6, see M-RoPE."""
+    axes = [[0, 1, *[2] * 6, 5], [0, 1, 2, 2, 2, 3, 3, 3, 5], [0, 1, 2, 3, 4, 2, 3, 4, 5]]
+    media, rope = int32([2, 6, 40]), int32(np.concatenate(axes))
+    prompt = [30, 31, *[9] * 6, 32]
+    builder.states.add(
+        NewReq("seeing", 2, int32([*prompt, 33]), len(prompt), b"", GREEDY, media=media, rope=rope)
+    )
+
+    batch = builder.build(plan([(2, 1, 4, False), (4, 4, 1, True)]))
+    assert batch.positions.tolist() == [1, 2, 3, 4, 4]
+    assert batch.rope_positions.tolist() == [[1, 2, 2, 2, 4], [1, 2, 2, 2, 4], [1, 2, 3, 4, 4]]
+    alike = builder.build(plan([(2, 0, 3, False)]))
+    assert alike.rope_positions.tolist() == [0, 1, 2] and alike.images is not None
+    after = builder.build(plan([(2, 8, 2, True), (1, 3, 1, True)]))
+    assert after.rope_positions.tolist() == [5, 6, 3], "the second one is an output of before a retraction"
+    decodes = builder.build(plan([(2, 12, 1, True), (1, 3, 1, True)], num_rounds=2))
+    assert decodes.rope_positions.tolist() == [9, 3] and decodes.samples_all
+    assert builder.build(plan([(4, 0, 5, True), (1, 3, 1, True)])).rope_positions is None
+    second = plan([(2, 12, 1, True), (1, 3, 1, True)], num_rounds=2, out_cache_loc=int32([5, 6, 7, 8]))
+    assert builder.next_round(decodes, second, 1).rope_positions.tolist() == [10, 4]
+    builder.states.remove(2)
+    builder.states.add(NewReq("text", 2, int32(prompt), len(prompt), b"", GREEDY))
+    assert builder.build(plan([(2, 12, 1, True)])).rope_positions is None

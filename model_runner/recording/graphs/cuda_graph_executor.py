@@ -127,6 +127,7 @@ class CudaGraphExecutor:
             batch.input_ids,
             slots,
             batch.state_plan,
+            batch.rope_positions,
         )
         graph, link = self._graphs[size, slots is not None], self.eager.link
         link.receive(num)

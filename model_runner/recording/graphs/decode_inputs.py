@@ -64,7 +64,7 @@ class DecodeInputs(NamedTuple, Generic[_Column]):
 
     Attributes:
         rows: int64, pool rows; the dummy row for padding.
-        positions: int64, position of the new token.
+        positions: int64, position of the new token, by which heads turn.
         out_cache_loc: int64, slot of the new token; a slot of the dummy page for padding.
         known_ids: int64, the input token, or `RELAYED` (`input_batch`).
         table_indices: int64, index of the new token in the flat slot table.
@@ -158,19 +158,21 @@ class DecodeInputMemory:
         known_ids: Int64s,
         adapter_slots: Int64s | None = None,
         state_plan: Int64s | None = None,
+        rope_positions: Int64s | None = None,
     ) -> DecodeInputs[Tensor]:
         """Queue the upload of a step's inputs, [B] each; returns the device tensors, padded to `size`.
 
         Args:
             adapter_slots: see `InputBatch`; padding uses the base model.
             state_plan: see `InputBatch`; None: there is only padding, or the model has no state layers.
+            rope_positions: see `InputBatch`.
         """
         staging = next(self._staging)
         staging.wait_until_read()
         host, num = staging.inputs[size], len(rows)
         for column, values, padding in (
             (host.rows, rows, self._dummy_row),
-            (host.positions, positions, 0),
+            (host.positions, positions if rope_positions is None else rope_positions, 0),
             (host.out_cache_loc, out_cache_loc, 0),
             (host.known_ids, known_ids, 0),
             (host.table_indices, rows * self._table_width + positions, self._dummy_row * self._table_width),

@@ -120,7 +120,13 @@ class PromptGraphExecutor:
         """The rows that are read of the step's result, and their adapters."""
         slots = batch.adapter_slots
         self._inputs.upload(
-            size, batch.token_rows, batch.positions, batch.out_cache_loc, batch.input_ids, slots
+            size,
+            batch.token_rows,
+            batch.positions,
+            batch.out_cache_loc,
+            batch.input_ids,
+            slots,
+            rope_positions=batch.rope_positions,
         )
         rows = ReadRows.of(batch, self._buffers.put_all(ReadRows.arrays(batch)))
         if slots is None:

@@ -140,7 +140,8 @@ class ForwardProgram:
     def run(self, batch: ForwardBatch, size: StepSize, plan_addresses: list[int]) -> Tensor | StageStates:
         """Compute a step; the result is valid until the next run. `plan_addresses`: see `PlannedAttention`."""
         *numbers, logits_indices, token_types = self._numbers
-        columns = batch.input_ids, batch.positions, batch.out_cache_loc
+        positions = batch.positions if batch.rope_positions is None else batch.rope_positions
+        columns = batch.input_ids, positions, batch.out_cache_loc
         for row, column in zip(numbers, columns, strict=True):
             row[: size.tokens] = column.numpy()
         # None: all rows are copied in order; this is rare and costs two copies.

@@ -121,9 +121,10 @@ class NativeExecutor:
         """The output of a step in which every request samples."""
         rows = numbers.rows_of(batch)
         if isinstance(result, FeaturedStates):
-            features = StepFeatures(
-                numbers.input_ids, numbers.positions, numbers.out_cache_loc, result.features
+            positions = (
+                numbers.positions if batch.rope_positions is None else torch.from_numpy(batch.positions)
             )
+            features = StepFeatures(numbers.input_ids, positions, numbers.out_cache_loc, result.features)
             return StepOutput(result.hidden, rows, features=features)
         if isinstance(result, Tensor):
             return StepOutput(result, rows)
@@ -184,7 +185,7 @@ class _Numbers:
 
     Attributes:
         rows, prefix_lens, extend_lens: [T] int64, see `BatchLayout`; 0 after the entries of the batch's requests.
-        positions, out_cache_loc, input_ids: [T] int64.
+        positions, out_cache_loc, input_ids: [T] int64; the positions are those by which heads turn.
         adapters: None without adapters.
         states: None without state layers.
     """
@@ -212,7 +213,8 @@ class _Numbers:
             layout.extend_lens,
         )
         columns[:3, num:] = 0
-        columns[3], columns[4], columns[5] = batch.positions, batch.out_cache_loc, input_ids
+        positions = batch.positions if batch.rope_positions is None else batch.rope_positions
+        columns[3], columns[4], columns[5] = positions, batch.out_cache_loc, input_ids
         if self.adapters is not None:
             assert batch.adapter_slots is not None
             write_plan(self.adapters.tokens.plan.numpy(), batch.adapter_slots)
