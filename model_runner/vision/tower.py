@@ -1,4 +1,4 @@
-"""`Tower`: tiles of images to rows for a prompt: SigLIP (Zhai et al. 2023) with the connector of Idefics3.
+"""`Tower`: tiles of images to rows for a prompt: SigLIP (Zhai et al. 2023) with the connector of a family.
 
 A tile is computed alone, always in the same shapes, so its rows have the same bits in every batch. With several ranks
 each one has the whole tower and computes all tiles. Names of tensors: `vision_tensors`.
@@ -18,13 +18,13 @@ from ...models.weight_files.vision_tensors import (
     FINAL_NORM,
     PATCHES,
     POSITIONS,
-    PROJECTION,
     QKV,
     tower_layer,
 )
 from ..layers.linear import Linear
 from ..layers.norm import LayerNorm
 from ..weights.linear_format import PlainFormat
+from .connectors import CONNECTORS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,11 +53,12 @@ class Tower:
         self._patches = ops.pack_linear(kernel.flatten(1))
         self._patches_bias = weights.tensor(f"{PATCHES}.bias", (size,))
         table = weights.tensor(f"{POSITIONS}.weight", (spec.grid**2, size))
-        self._positions = table[_table_rows(spec.grid).to(table.device)]
+        self._positions = (
+            table[_table_rows(spec.grid).to(table.device)] if spec.family == "idefics3" else table
+        )
         self._layers = [_TowerLayer(context, spec, layer_id) for layer_id in range(spec.num_layers)]
         self._final_norm = LayerNorm(context, FINAL_NORM, size, spec.norm_eps, bias=True)
-        row_size = context.spec.hidden_size
-        self._projection = Linear(context, [PROJECTION], spec.joined_size, [row_size], bias=False)
+        self._connector = CONNECTORS[spec.family](context, spec)
         self._mean, self._std = (
             torch.tensor(values, dtype=torch.float32, device=context.device)
             for values in (spec.processing.mean, spec.processing.std)
@@ -81,7 +82,7 @@ class Tower:
             x, residual = next_norm.add(layer.mlp(x), residual)
             if next_norm is not self._final_norm:
                 yield None
-        yield self._projection(joined(x, self.spec.grid, self.spec.scale_factor))
+        yield self._connector(x)
 
     def _patches_of(self, tile: Tensor) -> Tensor:
         """[P, 3 * S * S] normalized values, by color, then by row; rounded as transformers' processors do."""
@@ -115,12 +116,6 @@ class _TowerLayer:
     def mlp(self, x: Tensor) -> Tensor:
         """[P, K] -> [P, K]."""
         return self._down(self._activate(self._up(x), self._kind))
-
-
-def joined(x: Tensor, grid: int, factor: int) -> Tensor:
-    """The pixel shuffle of Idefics3: each `factor` x `factor` patches become one row; [P, K] -> [P / f^2, f^2 * K]."""
-    rows = grid // factor
-    return x.view(rows, factor, rows, factor, -1).transpose(1, 2).reshape(rows * rows, -1)
 
 
 def _table_rows(grid: int) -> Tensor:

@@ -13,7 +13,8 @@ from typing import Final, NamedTuple
 _BODY: Final = ("language_model.model.", "model.language_model.", "language_model.")
 """Names for `model.`: of transformers before 4.52, since then, and in files without an output head."""
 _HEAD: Final = "language_model.lm_head."
-_VISION: Final = ("vision_tower.", "multi_modal_projector.")
+_TOWER, _TOWER_BODY, _TOWER_HEAD = "vision_tower.", "vision_model.", "vision_model.head."
+_VISION: Final = (_TOWER, "multi_modal_projector.")
 _AUDIO: Final = ("audio_tower.", "multi_modal_projector.")
 _CONNECTED: Final = ("vision_model.", "connector.")
 _TEXT_MODEL: Final = ("model.text_model.", "text_model.")
@@ -61,7 +62,7 @@ class Multimodal(NamedTuple):
             name = name.removeprefix(f"{self.part}.")
         own = name.removeprefix("model.")
         if own.startswith(self.towers):
-            return own if sees else None
+            return _usual_tower_name(own) if sees else None
         if name.startswith(self.head):
             return "lm_head." + name.removeprefix(self.head)
         prefix = next((prefix for prefix in self.body if name.startswith(prefix)), "model.")
@@ -82,6 +83,17 @@ class TextType(NamedTuple):
     defaults: Mapping[str, object]
     always: Mapping[str, object] = {}  # what its code does, whatever the file says
     divides_hidden: bool = False  # so is the head size: the hidden size divided by the heads
+
+
+def _usual_tower_name(name: str) -> str | None:
+    """The name of a tensor of a tower of SigLIP or CLIP; None: it belongs to the head, which pools whole images.
+
+    Files have `vision_tower.vision_model.` before it, without the second part since transformers 5.
+    """
+    usual = name
+    if name.startswith(_TOWER):
+        usual = _TOWER_BODY + name.removeprefix(_TOWER).removeprefix(_TOWER_BODY)
+    return None if usual.startswith(_TOWER_HEAD) else usual
 
 
 MULTIMODAL: Final[dict[str, Multimodal]] = {

@@ -12,6 +12,8 @@ import msgspec
 
 VisionActivation = Literal["gelu", "gelu_tanh"]
 """`gelu` is the exact one, by the error function."""
+VisionFamily = Literal["idefics3", "gemma3"]
+"""Names the text around images (`tokenizer_manager/media/processors`) and the connector (`model_runner/vision`)."""
 
 
 class ImageProcessing(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,16 +37,19 @@ class ImageProcessing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Architecture of a SigLIP tower with the connector of Idefics3, which SmolVLM has, too.
+    """Architecture of a SigLIP tower and its connector.
 
     Attributes:
+        family: of Idefics3 is SmolVLM, too.
         hidden_size, intermediate_size, num_layers, num_heads, norm_eps, activation: of the tower.
         image_size: side of a tile in pixels.
         patch_size: side of a patch in pixels.
-        scale_factor: the connector joins so many patches in each direction into one row.
+        scale_factor: the connector makes one row of so many patches in each direction.
+        sees_whole: the tokens of an image attend to all of it, also to those after them.
         image_token_id: the id at positions of a prompt that take rows.
-        image_token, around_token, global_token: texts of special tokens: the placeholder, the one before each tile and
-            after the last, and the one before the copy of the whole image.
+        image_token, begin_token, end_token, global_token: texts of special tokens: the placeholder, the one before
+            each tile, the one after the last, and the one before the copy of the whole image.
+        marker: what the chat template writes for an image.
         processing: how an image becomes tiles.
         rope_sections: of a language model in which a token has a position on each of three axes (M-RoPE, Qwen2-VL,
             2024): time, row and column of images, all equal for text. Pairs of rotated dimensions that turn by each
@@ -53,6 +58,7 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
             are three runs.
     """
 
+    family: VisionFamily
     hidden_size: int
     intermediate_size: int
     num_layers: int
@@ -62,10 +68,13 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
     image_size: int
     patch_size: int
     scale_factor: int
+    sees_whole: bool = False
     image_token_id: int
     image_token: str
-    around_token: str
-    global_token: str
+    begin_token: str
+    end_token: str
+    global_token: str = ""
+    marker: str
     processing: ImageProcessing
     rope_sections: tuple[int, ...] = ()
     rope_alternates: bool = False
@@ -101,8 +110,8 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def joined_size(self) -> int:
-        """Width of the connector's input."""
-        return self.hidden_size * self.scale_factor**2
+        """Width of the connector's input: Idefics3 puts patches side by side, Gemma 3 takes their mean."""
+        return self.hidden_size * (self.scale_factor**2 if self.family == "idefics3" else 1)
 
     @property
     def workspace_bytes(self) -> int:

@@ -1,6 +1,6 @@
-"""The names of a tower's modules in files, by which it is checked, counted and built: SigLIP with Idefics3's connector.
+"""The names of a tower's modules in files, by which it is checked, counted and built: SigLIP and a connector.
 
-A folder has `model.` before them, which `usual_names` removes.
+A folder may have `model.` and `vision_tower.` before them, which `usual_names` removes.
 """
 
 from __future__ import annotations
@@ -13,13 +13,20 @@ from .needed_tensors import Module
 if TYPE_CHECKING:
     from ..spec.model_spec import ModelSpec
 
-TOWER: Final = ("vision_model.", "connector.")
-"""The first part of all names."""
+TOWER: Final = ("vision_model.", "connector.", "multi_modal_projector.")
+"""The first parts of all names."""
 PATCHES: Final = "vision_model.embeddings.patch_embedding"
 """[hidden, 3, side, side]: a product with each patch, which files have as a convolution."""
 POSITIONS: Final = "vision_model.embeddings.position_embedding"
 FINAL_NORM: Final = "vision_model.post_layernorm"
 PROJECTION: Final = "connector.modality_projection.proj"
+"""Of Idefics3."""
+POOLED, POOLED_NORM, POOLED_PROJECTION = (
+    "multi_modal_projector",
+    "multi_modal_projector.mm_soft_emb_norm",
+    "mm_input_projection_weight",
+)
+"""Of Gemma 3, whose projection is [hidden of the tower, hidden of the language model]."""
 QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
@@ -45,4 +52,8 @@ def vision_modules(spec: ModelSpec) -> Iterator[Module]:
         yield Module(f"{name}mlp.fc1", (inner, size), has_bias=True)
         yield Module(f"{name}mlp.fc2", (size, inner), has_bias=True)
     yield Module(FINAL_NORM, (size,), has_bias=True)
-    yield Module(PROJECTION, (spec.hidden_size, vision.joined_size))
+    if vision.family == "gemma3":
+        yield Module(POOLED, (size, spec.hidden_size), part=POOLED_PROJECTION)
+        yield Module(POOLED_NORM, (size,))
+    else:
+        yield Module(PROJECTION, (spec.hidden_size, vision.joined_size))

@@ -126,6 +126,7 @@ class ImageStore:
         """A new image, taken; `left`: the client has left, so the job need not begin."""
         job = PrepareImage(
             source.content,
+            self.vision.family,
             self.vision.processing,
             self.vision.processing.splits and source.detail != "low",
             self._max_pixels,

@@ -18,7 +18,7 @@ from ...models.tokenizer.tokenizer import Tokenizer
 from ...runtime.errors import ConfigError, RequestError
 from ...runtime.media import runs_of
 from ...runtime.messages import MediaItem
-from .processors.idefics3 import prompt_text, special_texts
+from .processors.families import PROCESSORS
 from .sources import ImageSource
 from .worker import PreparedImage
 
@@ -43,7 +43,8 @@ class ImagePlacement:
                 f"{vision.image_token!r}; download both again, or serve its text with --language-model-only"
             )
         self._vision = vision
-        self._special = re.compile(special_texts(vision))
+        self._processor = PROCESSORS[vision.family]
+        self._special = re.compile(self._processor.special_texts(vision))
 
     def without_markers(self, value: Any) -> Any:
         """The input of a template: its texts with special tokens of images cut, and images as parts of their kind.
@@ -83,7 +84,7 @@ class ImagePlacement:
         Raises:
             RequestError: the template has not written a marker for each image.
         """
-        begin, *others = prompt.split(self._vision.image_token)
+        begin, *others = prompt.split(self._vision.marker)
         if len(others) != len(images):
             raise RequestError(
                 f"the chat template of this model has written {len(others)} of {len(images)} images; send them in "
@@ -93,7 +94,7 @@ class ImagePlacement:
             )
         texts = [begin]
         for image, text in zip(images, others, strict=True):
-            texts += [prompt_text(self._vision, image.rows, image.columns), text]
+            texts += [self._processor.prompt_text(self._vision, image.rows, image.columns), text]
         return "".join(texts).split(_CUT)
 
     def items_of(self, ids: array[int], images: Sequence[PreparedImage]) -> tuple[MediaItem, ...]:

@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from ...launch.child.socket_dir import image_name
-from ...models.spec.vision_spec import ImageProcessing
+from ...models.spec.vision_spec import ImageProcessing, VisionFamily
 from ...runtime.transport.message_base import Message
 from ..job_process import serve_jobs
 
@@ -28,13 +28,14 @@ class PrepareImage(Message, frozen=True):
 
     Attributes:
         content: the bytes of the image file.
-        processing: of the model.
+        family, processing: of the model.
         splits: into several tiles, if the image is larger than one.
         max_pixels: most pixels of the image.
         folder: of the file.
     """
 
     content: bytes
+    family: VisionFamily
     processing: ImageProcessing
     splits: bool
     max_pixels: int
@@ -100,15 +101,16 @@ def prepare(job: PrepareImage) -> ImageReply:
     import PIL.Image  # noqa: F401  (before the image is blamed)
 
     from .decode import BadImage, decode_image
-    from .processors.idefics3 import VERSION, tiles_of
+    from .processors.families import PROCESSORS
 
     try:
         image = decode_image(job.content, job.max_pixels)
     except BadImage as error:
         return ImageRefused(error.code, str(error))
-    tiles, rows, columns = tiles_of(image, job.processing, splits=job.splits)
+    processor = PROCESSORS[job.family]
+    tiles, rows, columns = processor.tiles_of(image, job.processing, splits=job.splits)
     num, height, width, colors = tiles.shape
-    digest = hashlib.sha256(VERSION + repr(tiles.shape).encode())
+    digest = hashlib.sha256(processor.VERSION + repr(tiles.shape).encode())
     digest.update(tiles.data)
     path = Path(job.folder, image_name(digest.digest()))
     new = path.with_name(_BEING_WRITTEN)

@@ -17,6 +17,7 @@ PROCESSING = ImageProcessing(
     longest_edge=2048, tile_size=512, splits=True, resample=1, rescale_factor=1 / 255, mean=HALF, std=HALF
 )
 VISION = VisionSpec(
+    family="idefics3",
     hidden_size=768,
     intermediate_size=3072,
     num_layers=12,
@@ -28,8 +29,9 @@ VISION = VisionSpec(
     scale_factor=4,
     image_token_id=7,
     image_token="<image>",
-    around_token="<fake>",
-    global_token="<global>",
+    begin_token="<fake>",
+    end_token="<fake>",
+    marker="<image>",
     processing=PROCESSING,
 )
 SEEING = msgspec.structs.replace(SPEC, vision=VISION)

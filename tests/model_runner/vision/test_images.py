@@ -16,8 +16,8 @@ import torch
 from msgspec.structs import replace
 
 from engine.model_runner.model_runner import NOT_FINITE
+from engine.model_runner.vision.connectors import joined
 from engine.model_runner.vision.encoder_rows import ImageTokens
-from engine.model_runner.vision.tower import joined
 from engine.models.hf.hf_config import read_hf_spec
 from engine.models.spec.model_spec import ModelSpec
 from engine.models.weight_files.check_weights import check_folder_weights

@@ -70,7 +70,7 @@ def test_the_tower_of_smolvlm_256m(tmp_path: Path) -> None:
     assert vision is not None
     assert vision.rows_per_tile == 64 and vision.grid == 32 and vision.joined_size == 12_288
     assert (vision.intermediate_size, vision.norm_eps, vision.activation) == (3072, 1e-6, "gelu_tanh")
-    assert vision.image_token_id == 49_190 and vision.around_token == "<fake_token_around_image>"
+    assert vision.image_token_id == 49_190 and vision.begin_token == "<fake_token_around_image>"
     assert vision.processing == ImageProcessing(
         longest_edge=2048,
         tile_size=512,

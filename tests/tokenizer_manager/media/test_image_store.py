@@ -25,6 +25,7 @@ from engine.tokenizer_manager.media.worker import NO_PILLOW
 from .image_files import MODES, file_of, picture, png_of
 
 VISION = VisionSpec(
+    family="idefics3",
     hidden_size=8,
     intermediate_size=16,
     num_layers=1,
@@ -36,8 +37,10 @@ VISION = VisionSpec(
     scale_factor=2,
     image_token_id=5,
     image_token="<image>",
-    around_token="<fake_token_around_image>",
+    begin_token="<fake_token_around_image>",
+    end_token="<fake_token_around_image>",
     global_token="<global-img>",
+    marker="<image>",
     processing=ImageProcessing(
         longest_edge=64,
         tile_size=16,

@@ -63,7 +63,7 @@ def prompt_text(vision: VisionSpec, rows: int, columns: int) -> str:
     Args:
         rows, columns: of `tiles_of`.
     """
-    around, image = vision.around_token, vision.image_token * vision.rows_per_tile
+    around, image = vision.begin_token, vision.image_token * vision.rows_per_tile
     text = ""
     for row in range(1, rows + 1):
         text += "".join(f"{around}<row_{row}_col_{column}>{image}" for column in range(1, columns + 1)) + "\n"
@@ -74,7 +74,7 @@ def prompt_text(vision: VisionSpec, rows: int, columns: int) -> str:
 
 def special_texts(vision: VisionSpec) -> str:
     """A regular expression of the special tokens of images, which a user's text must not become."""
-    fixed = (vision.image_token, vision.around_token, vision.global_token)
+    fixed = (vision.image_token, vision.begin_token, vision.global_token)
     return "|".join([*map(re.escape, fixed), r"<row_\d+_col_\d+>"])
 
 

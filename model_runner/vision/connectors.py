@@ -1,0 +1,72 @@
+"""`CONNECTORS`: from the patches of a tower to rows for the language model, by family. Names: `vision_tensors`."""
+
+# Shapes: P patches of a tile, K width of the tower, f patches of a row in each direction, H hidden size of the language
+# model.
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Protocol
+
+from ...models.weight_files.vision_tensors import POOLED, POOLED_NORM, POOLED_PROJECTION, PROJECTION
+from ..layers.linear import Linear
+from ..layers.norm import UnitOffsetRMSNorm
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ...models.spec.vision_spec import VisionFamily, VisionSpec
+    from ..model_context import ModelContext
+
+
+class Connector(Protocol):
+    """Makes the rows of a tile."""
+
+    def __init__(self, context: ModelContext, spec: VisionSpec) -> None:
+        """Take the weights from a checkpoint; `context` makes plain linear layers."""
+        ...
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[P, K] -> [P / f^2, H]."""
+        ...
+
+
+class JoinedConnector:
+    """Puts patches side by side and projects them (Idefics3)."""
+
+    def __init__(self, context: ModelContext, spec: VisionSpec) -> None:
+        self._grid, self._factor = spec.grid, spec.scale_factor
+        self._projection = Linear(
+            context, [PROJECTION], spec.joined_size, [context.spec.hidden_size], bias=False
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._projection(joined(x, self._grid, self._factor))
+
+
+class PooledConnector:
+    """Takes the mean of patches, norms and projects it (Gemma 3)."""
+
+    def __init__(self, context: ModelContext, spec: VisionSpec) -> None:
+        self._rows, self._factor = spec.grid // spec.scale_factor, spec.scale_factor
+        size = spec.hidden_size
+        self._norm = UnitOffsetRMSNorm(context, POOLED_NORM, size, spec.norm_eps)
+        name = f"{POOLED}.{POOLED_PROJECTION}"
+        weight = context.weights.tensor(name, (size, context.spec.hidden_size))
+        self._project = context.ops.pack_linear(weight.t().contiguous())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows, factor = self._rows, self._factor
+        pooled = x.view(rows, factor, rows, factor, -1).mean(dim=(1, 3)).view(rows * rows, -1)
+        return self._project(self._norm(pooled), None)
+
+
+def joined(x: Tensor, grid: int, factor: int) -> Tensor:
+    """The pixel shuffle of Idefics3: each f x f patches become one row; [P, K] -> [P / f^2, f^2 * K]."""
+    rows = grid // factor
+    return x.view(rows, factor, rows, factor, -1).transpose(1, 2).reshape(rows * rows, -1)
+
+
+CONNECTORS: Final[dict[VisionFamily, type[Connector]]] = {
+    "idefics3": JoinedConnector,
+    "gemma3": PooledConnector,
+}
