@@ -49,6 +49,7 @@ GROUP_TITLES: Final = {
     "answers": "Structured output, tools, reasoning",
     "adapters": "LoRA adapters",
     "limits": "Limits of a request",
+    "media": "Images",
     "log": "Logging",
 }
 _SURROGATE: Final = re.compile(r"\\u[dD][89a-fA-F]")

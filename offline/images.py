@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from ..models.spec.vision_spec import VisionSpec
 from ..models.tokenizer.tokenizer import Tokenizer
+from ..runtime.config.media_config import MediaConfig
 from ..runtime.errors import RequestError
 from ..runtime.messages import MediaItem
 from ..tokenizer_manager.conversation.conversation import image_sources
@@ -38,7 +39,7 @@ class LocalImages:
         placement: for the planner of chats.
     """
 
-    def __init__(self, vision: VisionSpec, tokenizer: Tokenizer, max_bytes: int) -> None:
+    def __init__(self, vision: VisionSpec, tokenizer: Tokenizer, settings: MediaConfig) -> None:
         """Make the folder; start nothing yet.
 
         Raises:
@@ -47,7 +48,7 @@ class LocalImages:
         self.placement = ImagePlacement(vision, tokenizer)
         self._tokenizer = tokenizer
         self._folder = tempfile.TemporaryDirectory(prefix="engine-images-", ignore_cleanup_errors=True)
-        self._store = ImageStore(vision, self._folder.name, max_bytes=max_bytes)
+        self._store = ImageStore(vision, self._folder.name, settings)
         # The store belongs to one thread; the caller's may have an event loop of its own.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="images")
 

@@ -190,8 +190,7 @@ class ChatPlanner:
             ConfigError: the template cannot be read.
         """
         config, vision = prepared.config, prepared.spec.vision
-        max_bytes = int(config.cache.mm_cache_gb * 2**30)
-        self._images = None if vision is None else LocalImages(vision, tokenizer, max_bytes)
+        self._images = None if vision is None else LocalImages(vision, tokenizer, config.media)
         self._model_name = prepared.model_name
         self._tokenizer = tokenizer
         self._template = load_chat_template(config.model.chat_template, tokenizer, prepared.source.path)

@@ -134,8 +134,7 @@ async def _serve(
     placement, images = None, None
     if (vision := settings.spec.vision) is not None and chat_template is not None:
         placement = ImagePlacement(vision, tokenizer)
-        max_bytes = int(settings.config.cache.mm_cache_gb * 2**30)
-        images = ImageStore(vision, settings.endpoints.images, max_bytes=max_bytes)
+        images = ImageStore(vision, settings.endpoints.images, settings.config.media)
     setup = SandboxSetup(settings.source, capacity.vocab_size, tuple(settings.spec.eos_token_ids), limit_s)
     compile_queue = CompileQueue(lambda: CompileWorker.start(setup), limit_s)
     manager = TokenizerManager(

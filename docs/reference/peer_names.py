@@ -78,7 +78,6 @@ SETTINGS: Final[Mapping[str, PeerNames]] = {
     "max_total_tokens": _sglang(
         "max_total_tokens", note="vLLM has `num_gpu_blocks_override`, which counts blocks, not tokens."
     ),
-    "mm_cache_gb": _vllm("mm_processor_cache_gb"),
     "mem_fraction": PeerNames(
         note="SGLang `mem_fraction_static` and vLLM `gpu_memory_utilization` are shares of the whole device memory, "
         "weights included."
@@ -250,6 +249,10 @@ SETTINGS: Final[Mapping[str, PeerNames]] = {
     # limits
     "max_images": _vllm("limit_mm_per_prompt", note='An object there: `{"image": 4}`.'),
     "max_logprobs": _vllm("max_logprobs"),
+    # media
+    "allowed_media_domains": _vllm("allowed_media_domains", note="vLLM fetches from any host without it."),
+    "allowed_local_media_path": _vllm("allowed_local_media_path"),
+    "mm_cache_gb": _vllm("mm_processor_cache_gb"),
     # log
     "log_level": _sglang("log_level", note="vLLM has the environment variable `VLLM_LOGGING_LEVEL`."),
     "log_requests": PeerNames(

@@ -19,6 +19,7 @@ from .answer_config import AnswerConfig, RequestLimits
 from .chaos_spec import parse_chaos
 from .device_config import KernelConfig, ParallelConfig
 from .kv_store_address import parse_kv_store
+from .media_config import MediaConfig
 from .model_choice import PoolingType, Quantization, TaskChoice, TaskName
 from .peer_drafts import spec_type, speculative_algorithm, speculative_config
 from .peer_tiers import (
@@ -178,11 +179,6 @@ class CacheConfig:
     mem_fraction: Annotated[
         float | Auto, "Share of the memory that remains after the weights to use for the KV pool."
     ] = "auto"
-    mm_cache_gb: Annotated[
-        float,
-        "GiB of files with the pixels of images, those of running requests and of the last ones.",
-        Alias("mm_processor_cache_gb"),
-    ] = 1.0
     pool_is_estimate: bool = field(default=False, metadata=DERIVED)
     """Whether `max_total_tokens` was computed for "auto", so that a measured device may choose another value."""
     kv_cache_dtype: Annotated[KVCacheDType, "Data type of the KV pool; auto: that of the model."] = "auto"
@@ -286,7 +282,6 @@ class CacheConfig:
             )
         if self.mem_fraction != "auto" and not 0.0 < self.mem_fraction <= 1.0:
             raise ConfigError(f"mem_fraction is {self.mem_fraction}, but it must lie in (0, 1]")
-        check_finite("mm_cache_gb", self.mm_cache_gb, 0.0, open_end=True)
         if not 0.0 <= self.pin_fraction <= 1.0:
             raise ConfigError(f"pin_fraction is {self.pin_fraction}, but it must lie in [0, 1]")
         if not (math.isfinite(self.kv_disk_size) and self.kv_disk_size > 0):
@@ -576,6 +571,7 @@ class EngineConfig:
     answers: AnswerConfig = field(default_factory=AnswerConfig)
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
     limits: RequestLimits = field(default_factory=RequestLimits)
+    media: MediaConfig = field(default_factory=MediaConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:

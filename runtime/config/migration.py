@@ -25,7 +25,6 @@ _ONE_GPU: Final = "use --tp for several GPUs, and CUDA_VISIBLE_DEVICES to choose
 _HOST_TIER: Final = (
     "use --kv-host-size, GiB of host memory for what the KV pool of a GPU evicts; on a CPU --kv-disk DIR"
 )
-_DATA_URLS: Final = f"{_ALWAYS}: images come as data: URLs, and nothing is fetched or read from a path"
 
 ANSWERS: Final[Mapping[str, str]] = {
     # memory and batches
@@ -101,8 +100,6 @@ ANSWERS: Final[Mapping[str, str]] = {
     "override_generation_config": f"{_IN_REQUESTS}, or change generation_config.json in the model's folder",
     "preferred_sampling_params": f"{_IN_REQUESTS}, or change generation_config.json in the model's folder",
     "mm_processor_kwargs": f"{_ALWAYS}: send detail low or high with an image",
-    "allowed_local_media_path": _DATA_URLS,
-    "allowed_media_domains": _DATA_URLS,
     "mmproj": f"{_ALWAYS}: images need a folder of SmolVLM or Idefics3; of a GGUF file the text is served",
     "speculative_num_steps": "use --speculative-num-draft-tokens",
     "speculative_eagle_topk": f"{_ALWAYS}: drafts are one row of tokens, not a tree",

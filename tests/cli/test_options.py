@@ -16,6 +16,8 @@ SERVE_FLAGS = """
 --alias
 --allow-runtime-lora
 --allowed-host
+--allowed-local-media-path
+--allowed-media-domains
 --api-key
 --api-key-file
 --async-scheduling

@@ -37,6 +37,7 @@ from engine.runtime.config.adapter_config import AdapterConfig
 from engine.runtime.config.answer_config import AnswerConfig, RequestLimits
 from engine.runtime.config.device_config import DispatchPolicyName, ParallelConfig
 from engine.runtime.config.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from engine.runtime.config.media_config import MediaConfig
 from engine.runtime.config.server_config import LogConfig, ServerConfig
 from engine.runtime.feasibility import Capacity
 from engine.runtime.messages import (
@@ -393,6 +394,7 @@ def make_services(
     pair: Pair | None = None,
     vision: VisionSpec | None = None,
     limits: dict[str, Any] | None = None,
+    media: dict[str, Any] | None = None,
     **server: Any,
 ) -> Services:
     """A manager on a fake engine, and what the HTTP side needs besides; the scheduler has reported once."""
@@ -406,11 +408,14 @@ def make_services(
         server=ServerConfig(**server),
         answers=AnswerConfig(**(answers or {})),
         limits=RequestLimits(**(limits or {})),
+        media=MediaConfig(**(media or {})),
         adapters=AdapterConfig(**({"max_lora_rank": 16} | (lora or {}))),
         parallel=ParallelConfig(dp=1 + len(others), dispatch_policy=dispatch_policy),
         log=LogConfig(crash_dir=str(engine.crash_dir), log_requests=log_requests),
     )
-    images = None if vision is None else ImageStore(vision, tempfile.mkdtemp(), max_pixels=1_000_000)
+    images = (
+        None if vision is None else ImageStore(vision, tempfile.mkdtemp(), config.media, max_pixels=1_000_000)
+    )
     placement = None if vision is None else ImagePlacement(vision, tokenizer)
     manager = TokenizerManager(
         encoder=encoder,

@@ -19,15 +19,16 @@ import msgspec
 
 from ...launch.child.socket_dir import is_image_name
 from ...models.spec.vision_spec import VisionSpec
+from ...runtime.config.media_config import MediaConfig
 from ...runtime.errors import QueueFullError, RequestError
 from ..job_process import JobLostError, JobProcess
 from . import worker
+from .fetch import MediaFetcher
 from .sources import ImageSource
 from .worker import ImageRefused, ImageReply, PreparedImage, PrepareImage
 
 _MAX_WAITING: Final = 64
 _CPU_LIMIT_S: Final = 10.0
-_GB: Final = 1 << 30
 _MAX_PIXELS: Final = 50_000_000
 
 
@@ -43,9 +44,9 @@ class ImageStore:
         self,
         vision: VisionSpec,
         folder: str,
+        settings: MediaConfig = MediaConfig(),  # noqa: B008  (immutable)
         *,
         max_pixels: int = _MAX_PIXELS,
-        max_bytes: int = _GB,
         limit_s: float = _CPU_LIMIT_S,
     ) -> None:
         """Remove the files of an earlier process; start none yet.
@@ -53,14 +54,15 @@ class ImageStore:
         Args:
             vision: of the model.
             folder: for the files.
+            settings: from where images may come, and how much of them is kept.
             max_pixels: of an image.
-            max_bytes: of all files.
             limit_s: CPU time for one image.
         """
         self.vision = vision
         self._folder = folder
         self._max_pixels = max_pixels
-        self._max_bytes = max_bytes
+        self._max_bytes = int(settings.mm_cache_gb * 2**30)
+        self._fetcher = MediaFetcher(settings)
         self._limit_s = limit_s
         self.jobs = JobProcess(worker.__name__, name="images", max_waiting=_MAX_WAITING)
         self._images: OrderedDict[bytes, _Image] = OrderedDict()  # by digest, the last used one at the end
@@ -77,13 +79,14 @@ class ImageStore:
         """The tiles of images, in order; `release` them.
 
         Raises:
-            RequestError: an image cannot be used; names its part.
+            RequestError: an image cannot be used or fetched; names its part.
             QueueFullError: too many images wait, or those of live requests have no room.
         """
         taken: list[PreparedImage] = []
         try:
             for source in sources:
-                taken.append(await self._take(source))  # noqa: PERF401  (what is there is released on errors)
+                fetched = await self._fetcher.fetched(source)
+                taken.append(await self._take(fetched))  # what is there is released on errors
         except BaseException:
             self.release(image.digest for image in taken)
             raise

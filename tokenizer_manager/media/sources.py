@@ -13,8 +13,9 @@ from ...runtime.errors import RequestError
 
 Detail = Literal["auto", "low", "high"]
 
-_MAX_BYTES: Final = 20 << 20
-_ONLY_DATA: Final = "images come as data: URLs, such as data:image/png;base64,iVBORw0..."
+MAX_BYTES: Final = 20 << 20
+"""Most bytes of an image file."""
+DATA_FORM: Final = "send the image as a data: URL, such as data:image/png;base64,iVBORw0..."
 _MAX_SHOWN: Final = 40
 _MAX_HEAD: Final = 1024
 _ESCAPES: Final = {"%2B": "+", "%2F": "/", "%3D": "=", "%0A": "", "%0D": "", "%20": ""}
@@ -22,19 +23,21 @@ _KINDS: Final = ("video/", "audio/", "text/", "application/pdf", "image/svg")
 
 
 class ImageSource(msgspec.Struct, frozen=True):
-    """The bytes of an image file.
+    """The bytes of an image file, or its URL.
 
     Attributes:
-        content: not yet looked at.
+        content: not yet looked at; empty if there is a URL.
         param: the path of its part in the request, for errors.
         detail: "low": one tile; else as the model's processor does it.
         key: 32 bytes; equal for equal contents and details.
+        url: of `http(s):` or `file:`, not yet looked at; see `MediaFetcher`.
     """
 
     content: bytes
     param: str
     detail: Detail
     key: bytes
+    url: str = ""
 
 
 def image_of_bytes(content: bytes, param: str, detail: Detail = "auto") -> ImageSource:
@@ -43,38 +46,30 @@ def image_of_bytes(content: bytes, param: str, detail: Detail = "auto") -> Image
     Raises:
         RequestError: it has too many bytes.
     """
-    if len(content) > _MAX_BYTES:
-        raise RequestError(
-            f"{param} has {len(content):,} bytes, the limit of an image is {_MAX_BYTES:,}; scale it down",
-            param=param,
-            code="image_too_large",
-            status=413,
-        )
+    if len(content) > MAX_BYTES:
+        raise too_large(param, len(content))
     return ImageSource(content, param, detail, hashlib.sha256(detail.encode() + content).digest())
 
 
 def image_of_url(url: str, param: str, detail: Detail = "auto") -> ImageSource:
-    """The image in a `data:` URL.
+    """The image of a URL; that of a `data:` URL has its content.
 
     Raises:
         RequestError: it is another URL, or not base64.
     """
     scheme, separator, rest = url.partition(":")
     scheme = scheme.lower()
+    if separator and scheme in ("http", "https", "file"):
+        return ImageSource(b"", param, detail, b"", url)
     if not separator or scheme != "data":
-        shown = _shown(url)
-        if scheme in ("http", "https"):
-            raise _refused(
-                param, f"is {shown}, but this server fetches no URLs; {_ONLY_DATA}", "unsupported_value"
-            )
-        raise _refused(param, f"is {shown}, but {_ONLY_DATA}", "invalid_value")
+        raise refused(param, f"is {shown(url)}, which is no URL of an image; {DATA_FORM}", "invalid_value")
     head, comma, data = rest.partition(",")
     kind, *parameters = (each.strip().lower() for each in head[:_MAX_HEAD].split(";"))
     if kind.startswith(_KINDS):
-        raise _refused(param, f"is a data: URL of {kind}, but only images are supported", "unsupported_media")
+        raise refused(param, f"is a data: URL of {kind}, but only images are supported", "unsupported_media")
     if not comma or "base64" not in parameters:
-        raise _refused(
-            param, f"is {_shown(url)}, but a data: URL has ;base64, before the data", "invalid_value"
+        raise refused(
+            param, f"is {shown(url)}, but a data: URL has ;base64, before the data", "invalid_value"
         )
     return image_of_bytes(bytes_of_base64(data, param), param, detail)
 
@@ -95,14 +90,26 @@ def bytes_of_base64(text: str, param: str) -> bytes:
     try:
         return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
     except (binascii.Error, ValueError):
-        raise _refused(
-            param, f"is {_shown(text)}, which is not base64; send the file in base64", "invalid_value"
+        raise refused(
+            param, f"is {shown(text)}, which is not base64; send the file in base64", "invalid_value"
         ) from None
 
 
-def _shown(text: str) -> str:
+def too_large(param: str, num_bytes: int) -> RequestError:
+    """The error for a file of so many bytes."""
+    return RequestError(
+        f"{param} has {num_bytes:,} bytes, the limit of an image is {MAX_BYTES:,}; scale it down",
+        param=param,
+        code="image_too_large",
+        status=413,
+    )
+
+
+def shown(text: str) -> str:
+    """The beginning of a client's text, in quotes."""
     return repr(text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}...")
 
 
-def _refused(param: str, text: str, code: str) -> RequestError:
+def refused(param: str, text: str, code: str) -> RequestError:
+    """The error for the part at `param`; `text` begins with a verb."""
     return RequestError(f"{param} {text}", param=param, code=code)

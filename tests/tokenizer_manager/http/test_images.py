@@ -295,6 +295,20 @@ def test_other_parts_are_refused_by_their_path(seeing, bad, param, cause):
     assert error["param"].startswith(param) and cause in error["message"]
 
 
+def test_a_file_that_the_server_allows_is_read(serve, tmp_path):
+    served = serve(say_all("x"), media={"allowed_local_media_path": str(tmp_path)}, **_settings())
+    (tmp_path / "a.png").write_bytes(PICTURE)
+
+    body = chat([part(PICTURE), {"type": "image_url", "image_url": f"file://{tmp_path}/a.png"}])
+    assert served.client.post(PATH, json=body).status_code == 200
+
+    first, second = served.engine.next_request().media
+    assert first.shape == (1, 16, 16, 3) and second.shape[0] > 1, "detail low, and none"
+    body = chat([{"type": "image_url", "image_url": "file:///etc/passwd"}])
+    error = served.client.post(PATH, json=body).json()["error"]
+    assert error["param"] == "messages[0].content[0].image_url" and "is not below" in error["message"]
+
+
 def test_too_many_images_are_refused(seeing):
     served = seeing
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from engine.models.spec.vision_spec import ImageProcessing, VisionSpec
+from engine.runtime.config.media_config import MediaConfig
 from engine.runtime.errors import QueueFullError, RequestError
 from engine.tokenizer_manager.job_process import JobLostError, JobProcess
 from engine.tokenizer_manager.media.image_store import ImageStore
@@ -70,8 +71,9 @@ def make_store(tmp_path: Path, store: ImageStore) -> Iterator[MakeStore]:
     """Makes stores that use the process of `store`, or their own ones."""
     stores: list[ImageStore] = []
 
-    def make(*, own_process: bool = False, **settings) -> ImageStore:
-        made = ImageStore(VISION, str(tmp_path), **{"max_pixels": 1_000_000, **settings})
+    def make(*, own_process: bool = False, max_bytes: int = 1 << 30, **settings) -> ImageStore:
+        media = MediaConfig(mm_cache_gb=max_bytes / 2**30)
+        made = ImageStore(VISION, str(tmp_path), media, **{"max_pixels": 1_000_000, **settings})
         if own_process:
             stores.append(made)
         else:

@@ -1,0 +1,71 @@
+"""`MediaConfig`: a group of `EngineConfig` about images: from where they come, and how much of them is kept."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+from dataclasses import dataclass
+from typing import Annotated, Final
+from urllib.parse import urlsplit
+
+from ..errors import ConfigError
+from .setting_declaration import Alias, check_finite
+
+_NAME: Final = re.compile(r"[a-z0-9_]([a-z0-9_.-]{0,252})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaConfig:
+    """Images of requests: from where they may come, and how much of them is kept."""
+
+    allowed_media_domains: Annotated[
+        tuple[str, ...],
+        "Host from which images are fetched over http(s), HOST or HOST:PORT, several with commas; may be repeated. "
+        "Without it nothing is fetched.",
+    ] = ()
+    allowed_local_media_path: Annotated[
+        str | None,
+        "Folder of images that requests may name by file: URLs; any client may then read any image below it.",
+    ] = None
+    mm_cache_gb: Annotated[
+        float,
+        "GiB of files with the pixels of images, those of running requests and of the last ones.",
+        Alias("mm_processor_cache_gb"),
+    ] = 1.0
+
+    def __post_init__(self) -> None:
+        check_finite("mm_cache_gb", self.mm_cache_gb, 0.0, open_end=True)
+        folder = self.allowed_local_media_path
+        if folder is not None and not os.path.isabs(folder):
+            raise ConfigError(
+                f"allowed_local_media_path is {folder!r}, but it must be an absolute path, as file: URLs have"
+            )
+        self.media_hosts()
+
+    def media_hosts(self) -> frozenset[tuple[str, int | None]]:
+        """Host and port of `allowed_media_domains`; None: the ports of http and https.
+
+        Raises:
+            ConfigError: one is no host.
+        """
+        entries = [entry for given in self.allowed_media_domains for entry in given.split(",")]
+        return frozenset(_host_and_port(entry.strip()) for entry in entries)
+
+
+def _host_and_port(entry: str) -> tuple[str, int | None]:
+    host, port = "", None
+    try:
+        parts = urlsplit(f"//{entry}")
+        host, port = parts.hostname or "", parts.port
+        is_host = parts.netloc == entry and parts.username is None and port != 0
+        if is_host and not _NAME.fullmatch(host):
+            ipaddress.IPv6Address(host)
+    except ValueError:
+        is_host = False
+    if not is_host:
+        raise ConfigError(
+            f"allowed_media_domains has {entry!r}, but it must be the exact name of a host, such as "
+            "images.example.org, or images.example.org:8443 for another port than 80 and 443"
+        )
+    return host, port
