@@ -23,7 +23,7 @@ def start_serve(model: Path) -> Iterator[StartServe]:
     """Starts servers of a test's own, and kills what is left of them."""
     started: list[EngineServe] = []
 
-    def start(*arguments: str) -> EngineServe:
+    def start(*arguments: str, model: Path = model) -> EngineServe:
         started.append(EngineServe(str(model), "--dtype", "float32", *arguments))
         return started[-1].wait_until_ready()
 

@@ -5,14 +5,20 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.e2e.serving import DEADLINE_S, SLOW, EngineServe
+from tests.offline.test_draft_model import deep_model, head
+from tests.offline.test_mtp import glm, qwen
 
 from .load import KINDS, Load, answers_of
+
+__all__ = ["deep_model", "glm", "head", "qwen"]  # fixtures
 
 pytestmark = pytest.mark.real_process
 
@@ -159,5 +165,41 @@ def test_a_lost_rank_costs_a_pause(start_serve, role, signum):
         answer.assert_equals(expected)
     kept = {name for name, pid in engine.pids.items() if pid == before[name]}
     assert kept == {"tokenizer_manager"}
+    assert engine.stop() == 0
+    assert engine.leftovers() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["draft", "eagle3", "mtp", "mtp with states"])
+def test_answers_with_drafts_of_the_runner_are_those_without(
+    start_serve: Callable[..., EngineServe],
+    tiny_model: Path,
+    deep_model: Path,
+    head: Path,
+    glm: Path,
+    qwen: Path,
+    drafter: str,
+):
+    """The new process drafts again; what the lost one's drafter knew is computed anew, with the prompt."""
+    settings = ("--page-size", "4", "--max-total-tokens", "4096", *SLOW)
+    folder = {"mtp": glm, "mtp with states": qwen}.get(drafter, deep_model)
+    models = {"draft": tiny_model, "eagle3": head}
+    drafts: tuple[str, ...] = ("--speculative", drafter.split(maxsplit=1)[0])
+    if drafter in models:
+        drafts += ("--speculative-model", str(models[drafter]))
+    bodies = list(KINDS.values())
+    undisturbed = answers_of(start_serve(*settings, model=folder), bodies)
+    engine = start_serve(*settings, *drafts, model=folder)
+    before = engine.pids["scheduler"]
+    with Load(engine, bodies) as load:
+        load.wait_until_they_run()
+        os.kill(before, signal.SIGKILL)
+        answers = load.answers()
+
+    for answer, expected in zip(answers, undisturbed, strict=True):
+        answer.assert_equals(expected)
+    assert engine.pids["scheduler"] != before
+    assert engine.idle_metrics()["resumed_reqs_total"] >= len(bodies)
+    assert any(answer.usage["completion_tokens_details"]["rejected_prediction_tokens"] for answer in answers)
     assert engine.stop() == 0
     assert engine.leftovers() == []
