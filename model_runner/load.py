@@ -471,7 +471,7 @@ def _open_store(config: ModelConfig, source: ModelSource, spec: ModelSpec) -> Te
             raise ConfigError(
                 f"{path}: load_format is gguf, but this is a folder; give the path of the .gguf file as the model"
             )
-        return GGUFStore(path, spec)
+        return GGUFStore(path, spec, source.tower)
     if source.kind != "hf":
         raise ConfigError(
             f"{path}: load_format is safetensors, but this is a GGUF file; use --load-format gguf or auto"

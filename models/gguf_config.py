@@ -16,13 +16,12 @@ from .families.family import GGUF
 from .families.gguf_rope import read_gguf_rope_scaling
 from .families.registry import GGUF_FAMILIES
 from .fields import Fields
-from .gguf.gguf_file import GGUFFile
+from .gguf.gguf_file import TOWER_ARCHITECTURE, GGUFFile
 from .gguf_names import FUSED, stacked_names, stored_names
 from .spec.layer_form import FUSED_QKV, PRE_NORMS, Biases
 from .spec.model_spec import DTypeName, ModelSpec
 from .spec.quantization import GGUF_FORMS, QuantizationSpec
 
-_TOWER: Final = "clip"  # llama.cpp's name for all of them
 _EOS_KEYS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")  # end of text, of turn, of message
 _NATIVE_DTYPES: Final[dict[str, DTypeName]] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -35,10 +34,10 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
     """
     fields = Fields(file.path, file.metadata)
     arch = fields.text("general.architecture")
-    if arch == _TOWER or fields.get("general.type") == "mmproj":
+    if arch == TOWER_ARCHITECTURE or fields.get("general.type") == "mmproj":
         raise ConfigError(
-            f"{file.path}: general.architecture is {arch!r}: the vision or audio tower of a model (mmproj), and the "
-            "engine serves only text; give the GGUF file of the language model, which is beside it"
+            f"{file.path}: general.architecture is {arch!r}: the vision or audio tower of a model (mmproj); give the "
+            "GGUF file of the language model, which is beside it, as the model, and this file with --mmproj"
         )
     if arch not in GGUF_FAMILIES:
         rule = (
@@ -183,7 +182,11 @@ def read_gguf_sampling(file: GGUFFile) -> SamplingDefaults:
     found = {
         key.removeprefix(_PREFIX): value for key, value in file.metadata.items() if key.startswith(_PREFIX)
     }
-    values: dict[str, object] = {_KEYS[key]: _number(value) for key, value in found.items() if key in _KEYS}
+    values: dict[str, object] = {
+        _KEYS[key]: float32_text(value) if isinstance(value, float) else value
+        for key, value in found.items()
+        if key in _KEYS
+    }
     top_k, temperature = values.get("top_k"), values.get("temperature")
     if isinstance(top_k, int) and top_k <= 0:
         values["top_k"] = -1  # all
@@ -197,6 +200,6 @@ def read_gguf_sampling(file: GGUFFile) -> SamplingDefaults:
     return checked_defaults(values, file.path, f"{_PREFIX}* of the GGUF file", not_taken)
 
 
-def _number(value: object) -> object:
+def float32_text(number: float) -> float:
     """A float32 without the digits that its conversion to float64 adds: 0.6 and not 0.6000000238."""
-    return float(f"{value:.{_FLOAT32_DIGITS}g}") if isinstance(value, float) else value
+    return float(f"{number:.{_FLOAT32_DIGITS}g}")

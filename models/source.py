@@ -6,6 +6,7 @@ that the files exist and are of a supported kind; `model_spec`, `tokenizer` and 
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from pathlib import Path
@@ -25,6 +26,8 @@ from .hub.pull import DownloadState, Progress
 from .hub.wanted_files import PICKLE_REASON, gguf_models
 from .model_files import damage, read_json
 
+logger = logging.getLogger(__name__)
+
 _HUB_CACHE_FOLDER: Final = re.compile(r"models--(.+)--(.+)")
 
 
@@ -34,6 +37,7 @@ class ModelSource(msgspec.Struct, frozen=True):
     kind: Literal["hf", "gguf"]  # a folder in Hugging Face layout, or a GGUF file, of a split model the first
     path: str  # absolute
     name: str  # the model's name in the API, unless --served-model-name gives another
+    tower: str = ""  # a GGUF file with the tower of a GGUF model; "": it has none
 
 
 def resolve_source(
@@ -96,6 +100,43 @@ def _find_source(
         raise ConfigError(f"{name}: is not on this machine; `engine pull {name}` downloads it")
     source = _file_source(place) if place.is_file() else _folder_source(place, need_weights)
     return msgspec.structs.replace(source, name=str(name._replace(revision=DEFAULT_REVISION)))
+
+
+def asked_tower(source: ModelSource, mmproj: str, task: str) -> Path:
+    """The file of `--mmproj`.
+
+    Raises:
+        ConfigError: there is none, it is no GGUF file, or this model takes none.
+    """
+    from .gguf.gguf_file import is_gguf
+
+    path = Path(os.path.expanduser(mmproj)).absolute()
+    if source.kind != "gguf":
+        raise ConfigError(
+            f"mmproj is {mmproj}, but {source.path} is a folder, which has its tower in its own files; drop --mmproj"
+        )
+    if task == "embed":
+        raise ConfigError(f"mmproj is {mmproj}, but the task is embed, of texts only; drop --mmproj")
+    if not path.exists():
+        raise ConfigError(
+            f"mmproj is {mmproj}: there is no such file; give the GGUF file of the model's tower"
+        )
+    if not is_gguf(path):
+        raise ConfigError(
+            damage(path, "not a GGUF file; give the GGUF file of the model's tower with --mmproj")
+        )
+    check_os_text(str(path), "the path of the tower")
+    return path
+
+
+def found_tower(source: ModelSource) -> str:
+    """The tower beside a GGUF model: the only such file in its folder; "": there is none, or several."""
+    folder = Path(source.path).parent
+    found = [path for path in folder.glob("*.gguf") if "mmproj" in path.name.lower()]
+    if len(found) > 1:
+        names = ", ".join(sorted(path.name for path in found))
+        logger.warning("%s: has several towers: %s; images need one of them as --mmproj", folder, names)
+    return str(found[0]) if len(found) == 1 and str(found[0]) != source.path else ""
 
 
 def not_fetched(model: str | None, *, need_weights: bool = True) -> str:

@@ -171,7 +171,8 @@ def _make_transfer(child: Child, pool: KVPool) -> KVThread | None:
     from ..model_runner.memory.page_memory import PageMemory
 
     memory = PageMemory(pool.views)
-    weights = weights_fingerprint(Path(settings.source.path), config.model.load_format)
+    source = settings.source
+    weights = weights_fingerprint(Path(source.path), config.model.load_format, source.tower)
     model = blake2b(msgspec.json.encode(settings.spec), digest_size=16).hexdigest()
     layout = KVLayout(__version__, weights, pool.page_size, memory.tensors, config.parallel.tp, model)
     vocab_size = settings.spec.vocab_size

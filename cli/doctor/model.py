@@ -91,10 +91,15 @@ def check_task(facts: ModelFacts) -> Check:
     pooling = facts.spec.pooling
     vision = facts.spec.vision
     if pooling is None and vision is None:
+        if facts.no_tower:
+            text, _, fix = facts.no_tower.rpartition("; ")
+            return warn("task", f"generate text, not of images: {text}", fix)
         return ok("task", "generate text")
     if pooling is None:
         assert vision is not None
         text = f"generate text, of images too: {vision.rows_per_tile} tokens a tile, 1 to {vision.most_tiles} tiles"
+        if facts.source is not None and facts.source.tower:
+            text += f"; the tower is {os.path.basename(facts.source.tower)}"
         if importlib.util.find_spec("PIL") is None:
             return warn("task", f"{text}; but Pillow, the extra vision, is missing", "pip install pillow")
         return ok("task", text)

@@ -56,6 +56,7 @@ class ModelFacts:
         not_fetched: the model that a start fetches first; "" if nothing.
         source, source_error: the files.
         spec, spec_error: the architecture.
+        no_tower: why the tower beside a GGUF model is not used.
         in_transformers: transformers' code computes it.
         weights, weights_error: the weight files against the architecture, by their headers.
         values_error: a weight with values that loading refuses.
@@ -71,6 +72,7 @@ class ModelFacts:
     source_error: str = ""
     spec: ModelSpec | None = None
     spec_error: str = ""
+    no_tower: str = ""
     in_transformers: bool = False
     weights: WeightsSummary | None = None
     weights_error: str = ""
@@ -118,6 +120,7 @@ def gather_model(
             lambda: read_model(dataclasses.replace(config, load_format="dummy"), source)
         )
     if resolved is not None:
+        found["source"], found["no_tower"] = resolved.source, resolved.no_tower
         found["spec"], found["weights"] = resolved.spec, resolved.weights
         found["in_transformers"] = runs_in_transformers(config, resolved.spec)
         if with_torch and found["in_transformers"]:
@@ -157,7 +160,8 @@ def _attempt(read: Callable[[], Any]) -> tuple[Any, str]:
 def _checksums(source: ModelSource) -> Iterator[Checksum]:
     """Checksums of files with a known SHA-256: built-in models, and files of the hub's cache, named by it."""
     path = Path(source.path)
-    for file in parts_of(path) if source.kind == "gguf" else sorted(path.glob("*.safetensors")):
+    files = parts_of(path) if source.kind == "gguf" else sorted(path.glob("*.safetensors"))
+    for file in [*files, Path(source.tower)] if source.tower else files:
         published = published_sha256(file)
         if not published and file.is_symlink() and _SHA256.fullmatch(file.resolve().name):
             published = file.resolve().name

@@ -16,7 +16,7 @@ from msgspec import structs
 from ...models.families.registry import FAMILIES
 from ...models.hub.pull import Progress
 from ...models.load_spec import load_spec
-from ...models.source import ModelSource, resolve_source
+from ...models.source import ModelSource, asked_tower, found_tower, resolve_source
 from ...models.spec.model_spec import ModelSpec, with_quantization
 from ...models.weight_files.check_weights import WeightsSummary, check_folder_weights, check_gguf_weights
 from ...runtime.config.engine_config import ModelConfig
@@ -38,11 +38,13 @@ class ResolvedModel:
         source: the files.
         spec: the architecture, with the quantization that the settings select.
         weights: of the files; None: random weights are asked for.
+        no_tower: why the tower beside a GGUF model is not used; "": it has none, or it is used.
     """
 
     source: ModelSource
     spec: ModelSpec
     weights: WeightsSummary | None
+    no_tower: str = ""
 
 
 def find_model(config: ModelConfig, *, fetch: bool = True, progress: Progress | None = None) -> ModelSource:
@@ -57,7 +59,12 @@ def find_model(config: ModelConfig, *, fetch: bool = True, progress: Progress | 
         ConfigError: no files, or none that the engine reads.
     """
     need_weights = config.load_format != "dummy"
-    return resolve_source(config.model, need_weights=need_weights, progress=progress, fetch=fetch)
+    source = resolve_source(config.model, need_weights=need_weights, progress=progress, fetch=fetch)
+    if config.mmproj is not None:
+        return structs.replace(source, tower=str(asked_tower(source, config.mmproj, config.task)))
+    if source.kind != "gguf" or config.language_model_only or config.task == "embed":
+        return source
+    return structs.replace(source, tower=found_tower(source))
 
 
 def read_model(config: ModelConfig, source: ModelSource) -> ResolvedModel:
@@ -68,12 +75,21 @@ def read_model(config: ModelConfig, source: ModelSource) -> ResolvedModel:
         ConfigError: the configuration is damaged, or of a model that cannot run here.
     """
     summary: WeightsSummary | None
+    no_tower = ""
     if source.kind == "gguf":  # imported here: GGUF needs numpy, a folder does not
         from ...models.gguf.gguf_file import GGUFFile
+        from ...models.gguf_vision import with_tower
 
         file = GGUFFile(source.path)
         spec = load_spec(source, file, config.task_choice)
         check_implementation(config, source, spec)
+        if source.tower:
+            try:
+                spec = with_tower(file, spec, Path(source.tower))
+            except ConfigError as error:
+                if config.mmproj is not None:
+                    raise
+                source, no_tower = structs.replace(source, tower=""), str(error)
         spec, summary = _checked(config, spec, lambda: (spec, check_gguf_weights(file, spec)))
     else:
         spec = load_spec(source, choice=config.task_choice)
@@ -81,7 +97,7 @@ def read_model(config: ModelConfig, source: ModelSource) -> ResolvedModel:
         if spec.vision is not None and runs_in_transformers(config, spec):
             spec = structs.replace(spec, vision=None)  # its code is called for text only
         spec, summary = _checked(config, spec, lambda: check_folder_weights(Path(source.path), spec))
-    return ResolvedModel(source, with_quantization(spec, config.quantization), summary)
+    return ResolvedModel(source, with_quantization(spec, config.quantization), summary, no_tower)
 
 
 def runs_in_transformers(config: ModelConfig, spec: ModelSpec) -> bool:

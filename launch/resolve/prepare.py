@@ -83,7 +83,9 @@ def prepare(
     step("model files")
     source = find_model(config.model, progress=on_download)
     found = read_model(config.model, source)
-    spec = found.spec
+    source, spec = found.source, found.spec
+    if found.no_tower:
+        logger.warning("serves only text: %s", found.no_tower)
     if what := text_only(spec, found.weights):
         logger.info("serves %s", what)
     adapters = resolve_adapters(config, spec, config.model.name_in_api(source.name))

@@ -88,7 +88,8 @@ def join_group(child: Child) -> Place:
     child.beat_while(lambda: group.waiting)
     logger.info("joined rank=%d of=%d device=%s", settings.rank, parallel.num_ranks, device)
     if parallel.nnodes > 1:
-        check_weights(group, Path(settings.source.path), config.model.load_format)
+        source = settings.source
+        check_weights(group, Path(source.path), config.model.load_format, source.tower)
     max_bytes = parallel.one_shot_all_reduce_kib << 10
     if parallel.pp == 1:
         return Place(with_one_shot_sums(group, group.torch_group, max_bytes, device), device)
@@ -98,7 +99,7 @@ def join_group(child: Child) -> Place:
     return Place(with_one_shot_sums(own, own.torch_group, max_bytes, device), device, TorchWire(group, stage))
 
 
-def check_weights(group: TorchGroup, path: Path, load_format: str) -> None:
+def check_weights(group: TorchGroup, path: Path, load_format: str, tower: str = "") -> None:
     """Check before loading that all machines have the same weights.
 
     Raises:
@@ -106,7 +107,7 @@ def check_weights(group: TorchGroup, path: Path, load_format: str) -> None:
         RankLostError: a rank is gone.
     """
     try:
-        differing = group.differing("weight files", weights_fingerprint(path, load_format))
+        differing = group.differing("weight files", weights_fingerprint(path, load_format, tower))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     if differing:
@@ -128,7 +129,7 @@ _NUM_PIECES: Final = 8  # of each file: a model of 100 files costs 800 reads
 _PIECE_BYTES: Final = 4096
 
 
-def weights_fingerprint(path: Path, load_format: str) -> str:
+def weights_fingerprint(path: Path, load_format: str, tower: str = "") -> str:
     """Fingerprint of the files that are loaded: their sizes and a few pieces of each; for dummy weights, of the format.
 
     Two checkpoints of one architecture have equal configurations and shapes. Ranks that load parts of different
@@ -136,6 +137,7 @@ def weights_fingerprint(path: Path, load_format: str) -> str:
 
     Args:
         path: a folder with safetensors files, or a GGUF file, of a split model the first part.
+        tower: the GGUF file of its tower, if it has one.
 
     Raises:
         ConfigError: files are missing.
@@ -143,7 +145,8 @@ def weights_fingerprint(path: Path, load_format: str) -> str:
     """
     digest = blake2b(load_format.encode(), digest_size=16)
     if load_format != "dummy":
-        for file in parts_of(path) if path.is_file() else weight_files(path):
+        files = parts_of(path) if path.is_file() else weight_files(path)
+        for file in [*files, Path(tower)] if tower else files:
             _add_pieces(file, digest)
     return digest.hexdigest()
 

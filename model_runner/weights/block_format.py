@@ -160,7 +160,7 @@ def check_block_values(source: ModelSource, spec: ModelSpec) -> None:
     """
     assert spec.quantization is not None
     path = Path(source.path)
-    store = GGUFStore(path, spec) if source.kind == "gguf" else SafetensorsStore(path, spec)
+    store = GGUFStore(path, spec, source.tower) if source.kind == "gguf" else SafetensorsStore(path, spec)
     weights = WeightReader(store, torch.bfloat16, torch.device("cpu"))
     parts = BlockParts(spec.quantization)
     head = "model.embed_tokens" if spec.tie_word_embeddings else "lm_head"

@@ -25,6 +25,7 @@ from ...models.families.registry import gguf_of
 from ...models.gguf.gguf_file import GGUFFile, TensorInfo, dequantize
 from ...models.gguf_names import A_LOG, find_split_kv, full_shape, is_not_read, stored_names
 from ...models.spec.quantization import GGUF_FORMS
+from ...models.weight_files.vision_tensors import TOWER, gguf_tower_names
 from ...runtime.errors import ConfigError
 from ..kernels.blocks.stored_rows import StoredRows
 from ..kernels.blocks.tensor_rows import TensorRows
@@ -54,15 +55,17 @@ class _Stored(NamedTuple):
 
 
 class GGUFStore:
-    """The tensors of one GGUF file."""
+    """The tensors of one GGUF model."""
 
-    def __init__(self, path: Path, spec: ModelSpec) -> None:
-        """Open the file.
+    def __init__(self, path: Path, spec: ModelSpec, tower: str = "") -> None:
+        """Open the file, and that of a tower.
 
         Raises:
             ConfigError: the file is truncated or damaged, or its number of experts differs from the model's.
         """
         self._file = GGUFFile(path, with_lists=False)  # another process has the vocabulary
+        if tower:
+            self._file.add_tower(GGUFFile(tower, with_lists=False))
         family = gguf_of(spec.model_type)
         self._order = StoredOrder(spec)
         self._norms_are_offset = family is not None and family.offset_norms
@@ -71,6 +74,9 @@ class GGUFStore:
             for hf, gguf, expert in stored_names(spec)
             if gguf in self._file.tensors
         }
+        for hf, gguf in gguf_tower_names(spec):
+            if gguf in self._file.tensors:
+                self._stored[hf] = _Stored(self._file.tensors[gguf])
         self._split_kv = find_split_kv(self._file, spec)
         self._not_read = {name for name in self._file.tensors if is_not_read(spec, name)}
         self._check_stacks(spec)
@@ -121,7 +127,7 @@ class GGUFStore:
                 out = out.view(info.shape)
             if out.ndim == 1:  # a vector: its bytes are one row
                 values = torch.from_numpy(dequantize(info, raw)).flatten()
-                if self._norms_are_offset and name.endswith("norm.weight") and _STATE_LAYER not in name:
+                if self._norms_are_offset and name.endswith("norm.weight") and not self._is_plain(name):
                     values = values - 1.0
                 if name.endswith(f".{A_LOG}"):
                     values = torch.log(-values)
@@ -168,5 +174,9 @@ class GGUFStore:
         num_bytes = info.num_bytes // info.shape[0]
         return partial(self._file.release, info, expert * num_bytes, (expert + 1) * num_bytes)
 
+    @staticmethod
+    def _is_plain(name: str) -> bool:
+        return _STATE_LAYER in name or name.startswith(TOWER)
+
     def describe(self, name: str) -> str:
-        return str(self._file.path)
+        return str(self._file.paths[-1] if name.startswith(TOWER) else self._file.path)

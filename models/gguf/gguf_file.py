@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -37,6 +38,8 @@ Value = bool | int | float | str | list[str] | Array
 """A metadata value; arrays of numbers are numpy arrays, arrays of strings lists."""
 
 MAGIC: Final = b"GGUF"
+TOWER_ARCHITECTURE: Final = "clip"
+"""llama.cpp's name for all towers."""
 
 _MAX_METADATA: Final = 1 << 16
 _MAX_TENSORS: Final = 1 << 16
@@ -85,7 +88,7 @@ class GGUFFile:
 
     Attributes:
         path: the file, or the first part.
-        paths: all files.
+        paths: all files, with that of a tower.
         version: 2 or 3.
         metadata: by key, in the order of the file.
         tensors: by name, in the order of the file.
@@ -115,6 +118,16 @@ class GGUFFile:
         if len(self.paths) > 1:
             check_tensors(self.path, self.metadata, len(tensors))
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(dict(_with_halves(tensors)))
+
+    def add_tower(self, tower: GGUFFile) -> None:
+        """Add the tensors of the tower in another file, a `mmproj`, as those of a further part."""
+        part = len(self._maps)
+        self._maps += tower._maps
+        self.paths = (*self.paths, *tower.paths)
+        added = {
+            name: info._replace(part=part + info.part) for name, info in _with_ups(tower.tensors).items()
+        }
+        self.tensors = MappingProxyType({**self.tensors, **added})
 
     def _read_part(self, path: Path, tensors: dict[str, TensorInfo]) -> None:
         """Open a further part and add its tensors."""
@@ -192,6 +205,24 @@ def is_gguf(path: str | os.PathLike[str]) -> bool:
             return file.read(len(MAGIC)) == MAGIC
     except OSError:
         return False
+
+
+def _with_ups(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """The tensors of a tower; files from before May 2025 name the two layers of an MLP the other way round."""
+    first, size = tensors.get("v.blk.0.ffn_down.weight"), tensors.get("v.blk.0.ln1.weight")
+    if (
+        first is None
+        or size is None
+        or first.shape[-1] != size.shape[-1]
+        or first.shape[0] == first.shape[-1]
+    ):
+        return dict(tensors)
+    others = {"ffn_down": "ffn_up", "ffn_up": "ffn_down"}
+
+    def renamed(name: str) -> str:
+        return re.sub(r"(?<=\.)ffn_(?:down|up)(?=\.)", lambda found: others[found[0]], name)
+
+    return {renamed(name): info._replace(name=renamed(name)) for name, info in tensors.items()}
 
 
 _GATE_UP: Final = "ffn_gate_up_exps.weight"

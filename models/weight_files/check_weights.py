@@ -22,7 +22,7 @@ from .encoder_tensors import NAMES, encoder_modules, is_beside_encoder, prefix_o
 from .needed_tensors import Module, is_unused, needed_modules
 from .safetensors_header import SAFE_TO_IGNORE, SINGLE_FILE, SafetensorsFile, read_headers
 from .stored_forms import BLOCKS, SCALES, HeaderEntry
-from .vision_tensors import TOWER, vision_modules
+from .vision_tensors import TOWER, gguf_tower_names, vision_modules
 
 if TYPE_CHECKING:
     from ..gguf.gguf_file import GGUFFile
@@ -100,7 +100,7 @@ def check_folder_weights(folder: Path, spec: ModelSpec) -> tuple[ModelSpec, Weig
 
 
 def check_gguf_weights(file: GGUFFile, spec: ModelSpec) -> WeightsSummary:
-    """Check the tensors of a GGUF file, of which opening has checked the places.
+    """Check the tensors of a GGUF file, and of that of its tower; opening has checked the places.
 
     Raises:
         ConfigError: a tensor is missing, of another shape, or of a type that is not read.
@@ -109,17 +109,19 @@ def check_gguf_weights(file: GGUFFile, spec: ModelSpec) -> WeightsSummary:
     from ..gguf_names import find_split_kv, full_shape, is_not_read, stored_names
 
     stored = {hf: (gguf, expert) for hf, gguf, expert in stored_names(spec)}
+    stored |= {hf: (gguf, None) for hf, gguf in gguf_tower_names(spec)}
     left = {name for name in file.tensors if not is_not_read(spec, name)}
     split_kv = find_split_kv(file, spec)
     left -= {part.name for split in split_kv.values() for part in split}
-    for module in needed_modules(spec):
+    for module in chain(needed_modules(spec), vision_modules(spec)):
+        path = file.paths[-1] if module.name.startswith(TOWER) else file.path
         for name, shape in _tensors_of(module):
             if name in split_kv:
                 continue
             gguf, expert = stored[name]
             info = file.tensors.get(gguf)
             if info is None:
-                raise ConfigError(f"{file.path}: {_missing(name)}")
+                raise ConfigError(f"{path}: {_missing(name)}")
             if expert is not None and spec.experts is not None and info.shape[0] != spec.experts.num_experts:
                 raise ConfigError(
                     f"{file.path}: {gguf} holds {info.shape[0]} experts, the file's metadata says "
@@ -128,11 +130,11 @@ def check_gguf_weights(file: GGUFFile, spec: ModelSpec) -> WeightsSummary:
             left.discard(gguf)
             found = full_shape(info.shape if expert is None else info.shape[1:], shape)
             if found != shape:
-                raise ConfigError(f"{file.path}: {_other_shape(name, found, shape)}")
+                raise ConfigError(f"{path}: {_other_shape(name, found, shape)}")
             try:
                 check_convertible(info.ggml_type)
             except ConfigError as error:
-                raise ConfigError(f"{file.path}: tensor {gguf!r}: {error}") from None
+                raise ConfigError(f"{path}: tensor {gguf!r}: {error}") from None
     if left:
         raise ConfigError(f"{file.path}: {_unexpected(left)}")
     num_bytes = sum(info.num_bytes for info in file.tensors.values())

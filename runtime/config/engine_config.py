@@ -125,6 +125,11 @@ class ModelConfig:
         bool,
         "Serve only the text of a multimodal model, without images: the memory of its towers is saved.",
     ] = False
+    mmproj: Annotated[
+        str | None,
+        "GGUF file with the tower of a GGUF model, for images "
+        "(default: the *mmproj*.gguf in the model's folder, if there is one).",
+    ] = None
     device: Annotated[Device, "Device that the model runs on."] = "auto"
     num_threads: Annotated[
         int | Auto, "CPU threads of the model runner.", Alias("threads", in_help=False)
@@ -148,6 +153,11 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_at_least("max_model_len", self.max_model_len, 2)
+        if self.mmproj is not None and self.language_model_only:
+            raise ConfigError(
+                f"mmproj is {self.mmproj}, the tower of a model, but --language-model-only leaves towers out; drop one "
+                "of them"
+            )
         if not self.model.strip():
             raise ConfigError("model is empty; give a model, or leave it out for the default one")
         check_at_least("num_threads", self.num_threads, 1)

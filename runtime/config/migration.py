@@ -100,7 +100,6 @@ ANSWERS: Final[Mapping[str, str]] = {
     "override_generation_config": f"{_IN_REQUESTS}, or change generation_config.json in the model's folder",
     "preferred_sampling_params": f"{_IN_REQUESTS}, or change generation_config.json in the model's folder",
     "mm_processor_kwargs": f"{_ALWAYS}: send detail low or high with an image",
-    "mmproj": f"{_ALWAYS}: images need a folder of SmolVLM or Idefics3; of a GGUF file the text is served",
     "speculative_num_steps": "use --speculative-num-draft-tokens",
     "speculative_eagle_topk": f"{_ALWAYS}: drafts are one row of tokens, not a tree",
     "speculative_token_map": f"{_ALWAYS}: a head's own table says which tokens it drafts",

@@ -99,7 +99,7 @@ class _KnownFile(msgspec.Struct, frozen=True):
     sha256: str
 
 
-def weights_content(path: Path, load_format: str, seed: int, memo: Path) -> str:
+def weights_content(path: Path, load_format: str, seed: int, memo: Path, tower: str = "") -> str:
     """Digest of the contents of all weight files, in the order in which they are loaded.
 
     A first look reads all of them, 1.3 GiB/s; `memo` remembers the digest of each file, until it changes.
@@ -108,6 +108,7 @@ def weights_content(path: Path, load_format: str, seed: int, memo: Path) -> str:
         path: a folder with safetensors files, or a GGUF file, of a split model the first part.
         seed: of dummy weights.
         memo: a JSON file; one that cannot be read is ignored.
+        tower: the GGUF file of the model's tower, if it has one.
 
     Raises:
         ConfigError: files are missing.
@@ -115,7 +116,7 @@ def weights_content(path: Path, load_format: str, seed: int, memo: Path) -> str:
     """
     if load_format == "dummy":
         return f"dummy weights, seed {seed}"
-    files = parts_of(path) if path.is_file() else weight_files(path)
+    files = [*(parts_of(path) if path.is_file() else weight_files(path)), *([Path(tower)] if tower else [])]
     known = _read_memo(memo)
     digests = {str(file.resolve()): _content_of(file.resolve(), known) for file in files}
     # A file that was written just now may be written again without a change of its time.

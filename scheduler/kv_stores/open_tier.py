@@ -104,7 +104,7 @@ def open_tier(
         config.cache.kv_tier_place,
         tier.open,
         facts,
-        lambda: weights_content(path, load_format, seed, tier.memo),
+        lambda: weights_content(path, load_format, seed, tier.memo, source.tower),
         memory,
         page_size=capacity.page_size,
         open_outbox=open_outbox,

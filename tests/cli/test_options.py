@@ -148,6 +148,7 @@ SERVE_FLAGS = """
 --mm-cache-gb
 --mm-encoder-cache-tokens
 --mm-processor-cache-gb
+--mmproj
 --model
 --model-draft
 --model-impl

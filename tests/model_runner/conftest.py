@@ -405,6 +405,7 @@ def make_driver() -> Callable[..., Driver]:
         adapter_slots: SlotSizes | None = None,
         avoid_kernels: tuple[str, ...] = (),
         num_encoder_rows: int = 0,
+        tower: str = "",
     ) -> Driver:
         capacity = Capacity(
             max_model_len,
@@ -424,7 +425,7 @@ def make_driver() -> Callable[..., Driver]:
             quantization=quantization,
             seed=1,
         )
-        source = ModelSource(kind, str(path or "dummy"), "test")
+        source = ModelSource(kind, str(path or "dummy"), "test", tower)
         cache = CacheConfig(page_size=page_size, kv_cache_dtype=kv_cache_dtype)
         kernels = KernelConfig(
             deterministic=deterministic, max_recorded_bs=max_recorded_bs, avoid_kernels=avoid_kernels

@@ -10,6 +10,7 @@ import pytest
 
 from engine import LLM, SamplingParams
 from engine.runtime.errors import RequestError
+from tests.mmproj_files import write_pair
 from tests.tiny_smolvlm import IMAGE_ID, TinySmolVLM
 from tests.tokenizer_manager.media.image_files import file_of, picture
 
@@ -81,3 +82,16 @@ def test_too_many_images_are_refused(llm):
 
     with pytest.raises(RequestError, match="the limit is 2"):
         llm.chat([{"role": "user", "content": [part] * 3}], GREEDY)
+
+
+def test_a_gguf_pair_answers_as_the_folder(tiny, tmp_path):
+    """Also the tokens around an image are those of the GGUF file's vocabulary."""
+    image = picture(40, 30, seed=3)
+
+    with LLM(
+        str(write_pair(tiny.folder, tmp_path)), dtype="float32", page_size=4, max_total_tokens=2048
+    ) as llm:
+        output = llm.chat(chat({"type": "image", "image": image}), GREEDY)
+
+    assert output.token_ids == tiny.answer(THEIRS, [image], 10)
+    assert output.prompt_token_ids == tiny.prompt(THEIRS, [image])["input_ids"][0].tolist()

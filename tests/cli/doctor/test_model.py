@@ -391,7 +391,7 @@ def test_a_model_that_sees_images_needs_pillow(monkeypatch, has_pillow):
         "importlib.util.find_spec", lambda name: object() if has_pillow or name != "PIL" else None
     )
     spec: Any = SimpleNamespace(pooling=None, vision=SimpleNamespace(rows_per_tile=64, most_tiles=17))
-    facts: Any = SimpleNamespace(spec=spec)
+    facts: Any = SimpleNamespace(spec=spec, source=None)
 
     check = check_task(facts)
 

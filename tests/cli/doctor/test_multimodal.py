@@ -6,10 +6,14 @@ import json
 import shutil
 from pathlib import Path
 
-from engine.cli.doctor.model import check_images
+from msgspec import structs
+
+from engine.cli.doctor.model import check_images, check_task
+from engine.cli.doctor.model_facts import ModelFacts
+from engine.models.source import ModelSource
 from tests.launch.resolve.test_image_settings import SEEING
 
-from .test_model import FAIL, examine, not_well
+from .test_model import FAIL, WARN, examine, not_well
 
 
 def test_the_text_is_served_and_the_tower_is_not_read(tiny_model: Path, tmp_path: Path) -> None:
@@ -46,3 +50,18 @@ def test_the_seconds_of_an_image() -> None:
 
     assert check.text == "encoding a tile of 512 pixels takes about 0.6 s here, the largest image 10 s"
     assert check.details == {"tile_s": 0.6}
+
+
+def test_the_tower_of_a_gguf_model_is_named() -> None:
+    source = ModelSource("gguf", "/m/vlm.gguf", "vlm", "/m/mmproj-vlm.gguf")
+    text = structs.replace(SEEING, vision=None)
+    why = "/m/mmproj-vlm.gguf: clip.projector_type is 'x', which the engine does not compute; give the folder"
+
+    seeing = check_task(ModelFacts(source=source, spec=SEEING))
+    blind = check_task(ModelFacts(source=source, spec=text, no_tower=why))
+
+    assert "generate text, of images too" in seeing.text and "the tower is mmproj-vlm.gguf" in seeing.text
+    assert (blind.verdict, blind.fix) == (
+        WARN,
+        "give the folder",
+    ) and "not of images: /m/mmproj" in blind.text

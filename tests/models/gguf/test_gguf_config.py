@@ -131,7 +131,7 @@ def test_divisors_of_one_are_no_scaling(make_gguf: MakeGGUF) -> None:
         ),
         (
             {"general__type": "mmproj"},
-            r"\(mmproj\), and the engine serves only text; give the GGUF file of the lang",
+            r"\(mmproj\); give the GGUF file of the language model, .* and this file with --mmproj",
         ),
         (
             {"arch": "mamba"},

@@ -1,0 +1,152 @@
+"""A folder of SmolVLM as llama.cpp's converter stores it: a GGUF file of the language model, and a `mmproj` file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+def write_pair(folder: Path, to: Path, kind: str = "F32", *, swapped: bool = False, **keys: Any) -> Path:
+    """Write `model.gguf` and `mmproj-model.gguf` into `to`; returns the path of the first.
+
+    Args:
+        kind: of the tower's matrices.
+        swapped: the layers of an MLP have each other's names, as in files from before May 2025.
+        keys: of the tower's metadata, without `clip.`, dots as `__`; they replace the right ones.
+    """
+    from safetensors.torch import load_file
+
+    config = json.loads((folder / "config.json").read_text())
+    tensors = {n: t.float().numpy() for n, t in load_file(folder / "model.safetensors").items()}
+    of_tower = {n: a for n, a in tensors.items() if n.startswith(("model.vision_model.", "model.connector."))}
+    to.mkdir(exist_ok=True)
+    _write_text(folder, to / "model.gguf", config, {n: a for n, a in tensors.items() if n not in of_tower})
+    _write_tower(folder, to / "mmproj-model.gguf", config, of_tower, kind, swapped, keys)
+    return to / "model.gguf"
+
+
+def _write_text(folder: Path, path: Path, config: dict[str, Any], tensors: Arrays) -> None:
+    import gguf
+
+    text = config["text_config"]
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(text["max_position_embeddings"])
+    writer.add_embedding_length(text["hidden_size"])
+    writer.add_block_count(text["num_hidden_layers"])
+    writer.add_feed_forward_length(text["intermediate_size"])
+    writer.add_head_count(text["num_attention_heads"])
+    writer.add_head_count_kv(text["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(text["rms_norm_eps"])
+    writer.add_rope_freq_base(text["rope_parameters"]["rope_theta"])
+    _write_tokens(writer, folder, text["vocab_size"])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, text["num_hidden_layers"])
+    for name, array in tensors.items():
+        hf = name.replace("model.text_model.", "model.")
+        if "q_proj" in name or "k_proj" in name:  # pairs of rotary side by side
+            heads = text["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
+            array = array.reshape(heads, 2, -1, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
+        stored = names.get_name(hf, try_suffixes=(".weight", ".bias"))
+        assert stored is not None, name
+        writer.add_tensor(stored, np.ascontiguousarray(array))
+    _finish(writer)
+
+
+def _write_tokens(writer: Any, folder: Path, vocab_size: int) -> None:
+    import gguf
+
+    path = folder / "tokenizer.json"
+    tokens = [f"<unused{n}>" for n in range(vocab_size)]
+    special = {"<image>": 93, "<fake_token_around_image>": 94, "<global-img>": 95}
+    if path.exists():
+        core = json.loads(path.read_text())
+        special = {each["content"]: each["id"] for each in core["added_tokens"]}
+        for token, number in core["model"]["vocab"].items():
+            tokens[number] = token
+        # The writer refuses a list without merges; no text has these bytes.
+        tokens[core["model"]["vocab"]["ÿ"]] = "þý"
+        writer.add_token_merges(["þ ý"])
+        named = json.loads((folder / "tokenizer_config.json").read_text())
+        writer.add_chat_template(named["chat_template"])
+        writer.add_eos_token_id(special[named["eos_token"]])
+    for token, number in special.items():
+        tokens[number] = token
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types(
+        [gguf.TokenType.CONTROL if token in special else gguf.TokenType.NORMAL for token in tokens]
+    )
+
+
+def _write_tower(
+    folder: Path,
+    path: Path,
+    config: dict[str, Any],
+    tensors: Arrays,
+    kind: str,
+    swapped: bool,
+    keys: dict[str, Any],
+) -> None:
+    import gguf
+
+    tower = config["vision_config"]
+    images = json.loads((folder / "preprocessor_config.json").read_text())
+    writer = gguf.GGUFWriter(path, "clip")
+    writer.add_type("mmproj")
+    values = {
+        "has_vision_encoder": True,
+        "projector_type": "idefics3",
+        "use_gelu": True,
+        "vision__projection_dim": config["text_config"]["hidden_size"],
+        "vision__embedding_length": tower["hidden_size"],
+        "vision__feed_forward_length": tower["intermediate_size"],
+        "vision__block_count": tower["num_hidden_layers"],
+        "vision__attention__head_count": tower["num_attention_heads"],
+        "vision__attention__layer_norm_epsilon": tower["layer_norm_eps"],
+        "vision__image_size": tower["image_size"],
+        "vision__patch_size": tower["patch_size"],
+        "vision__projector__scale_factor": config["scale_factor"],
+        "vision__preproc_image_size": images["size"]["longest_edge"],
+        "vision__image_mean": images["image_mean"],
+        "vision__image_std": images["image_std"],
+    } | keys
+    for name, value in values.items():
+        key = f"clip.{name.replace('__', '.')}"
+        if isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        elif value is not None:
+            writer.add_array(key, value)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, tower["num_hidden_layers"])
+    form = gguf.GGMLQuantizationType[kind]
+    for name, array in tensors.items():
+        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert stored is not None, name
+        if swapped:
+            others = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}
+            stored = next(
+                (stored.replace(own, other) for own, other in others.items() if own in stored), stored
+            )
+        if array.ndim != 2 or "embed" in name or array.shape[1] % 32:
+            writer.add_tensor(stored, np.ascontiguousarray(array))
+        else:
+            writer.add_tensor(stored, gguf.quantize(array, form), raw_dtype=form)
+    _finish(writer)
+
+
+def _finish(writer: Any) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
