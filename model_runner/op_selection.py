@@ -16,7 +16,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from .kernels import latent, native, native_linear, native_states, plain, plain_lora, sgl, streams
+from .kernels import (
+    latent,
+    native,
+    native_linear,
+    native_states,
+    plain,
+    plain_lora,
+    sgl,
+    streams,
+    whole_attention,
+)
 from .kernels.avoided import AVOIDED, NOTHING_AVOIDED, AvoidedKernels
 from .ops.ops import OpChoice, Ops
 from .states import plain as plain_states
@@ -109,6 +119,12 @@ def _native_of(ops: Callable[[], Any], method: str) -> Provider:
     )
 
 
+_NATIVE_WHOLE_ATTENTION: Final = Provider(
+    "native",
+    lambda target: native.reasons_against_native(target.device, target.dtype),
+    lambda _target: whole_attention.native_whole_attention(),
+    device_type="cpu",
+)
 _native_latent = partial(_native_of, latent.native_latent_ops)
 _native_streams = partial(_native_of, streams.native_stream_ops)
 _native_states = partial(_native_of, native_states.native_state_ops)
@@ -265,6 +281,7 @@ PROVIDERS: Final[Mapping[str, Sequence[Provider]]] = {
         _native("deltas"),
         _plain(plain_lora.DELTAS),
     ),
+    "whole_attention": (_NATIVE_WHOLE_ATTENTION, _plain(whole_attention.whole_attention)),
 }
 """The providers of each op, in order of preference; the last one has no reasons against any target."""
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .linear import PackHeads, PackLinear
     from .rotation import RotateAndStore, StoreLatent
     from .state_ops import GatedDeltaOp, Mamba2Op, ShortConvOp
+    from .whole_attention import MakeWholeAttention
 
 
 class OpChoice(NamedTuple):
@@ -79,4 +80,5 @@ class Ops:
     ids_below: IdsBelow
     altup: AltUpOps
     deltas: MakeDeltas
+    whole_attention: MakeWholeAttention
     choices: tuple[OpChoice, ...] = field(default=(), compare=False)

@@ -12,7 +12,6 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
 from ...models.weight_files.vision_tensors import (
     FINAL_NORM,
@@ -106,12 +105,12 @@ class _TowerLayer:
         self._up = Linear(context, [f"{name}mlp.fc1"], size, [inner], bias=True)
         self._down = Linear(context, [f"{name}mlp.fc2"], inner, [size], bias=True)
         self._num_heads, self._activate, self._kind = spec.num_heads, context.ops.activate, spec.activation
+        head_dim = size // spec.num_heads
+        self._attention = context.ops.whole_attention(spec.num_heads, head_dim, head_dim**-0.5)
 
     def attend(self, x: Tensor) -> Tensor:
         """[P, K] -> [P, K]."""
-        heads = self._qkv(x).view(x.shape[0], 3, self._num_heads, -1).permute(1, 2, 0, 3)
-        attended = F.scaled_dot_product_attention(heads[:1], heads[1:2], heads[2:])
-        return self._out(attended[0].transpose(0, 1).reshape(x.shape))
+        return self._out(self._attention(self._qkv(x).view(x.shape[0], 3, self._num_heads, -1)))
 
     def mlp(self, x: Tensor) -> Tensor:
         """[P, K] -> [P, K]."""

@@ -13,7 +13,7 @@ import torch
 
 from engine.model_runner import load
 from engine.model_runner.kernels import latent as plain_latent
-from engine.model_runner.kernels import plain, plain_lora
+from engine.model_runner.kernels import plain, plain_lora, whole_attention
 from engine.model_runner.kernels import streams as plain_streams
 from engine.model_runner.kernels.triton import activation, experts, norm, rotary_store, route, state_conv
 from engine.model_runner.ops.ops import Ops
@@ -165,6 +165,7 @@ def launches(monkeypatch) -> Counter[str]:
         ids_below=plain_streams.ids_below,
         altup=plain_streams.PlainAltUp(),
         deltas=plain_lora.DELTAS,
+        whole_attention=whole_attention.whole_attention,
     )
     monkeypatch.setattr(load, "select_ops", lambda _target: ops)
     return counts
