@@ -128,9 +128,9 @@ def examine(merged: MergedConfig, *, with_checksums: bool, display: StartupDispl
     for check in check_model(model, config, machine.host):
         yield check
         kv_token_bytes = check.details.get("kv_token_bytes", kv_token_bytes)
-    sees = model.spec is not None and model.spec.vision is not None
-    if model.spec is not None and sees and torch.product_flops and not uses_gpu(machine.host, config):
-        yield check_images(model.spec, torch.product_flops)
+    if model.spec is not None and model.spec.vision is not None:
+        flops = 0.0 if uses_gpu(machine.host, config) else torch.product_flops
+        yield check_images(model.spec, config, machine.host, flops)
     if config.cache.kv_disk is not None:
         display.step("disk")
         limit_bytes = int(config.cache.kv_disk_size * (1 << 30))

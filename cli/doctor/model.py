@@ -11,6 +11,7 @@ from typing import Final
 
 from ...launch.resolve.drafter import MAX_DRAFT_COST, draft_cost, resolve_drafter
 from ...launch.resolve.host_facts import HostFacts
+from ...launch.resolve.image_limits import with_image_limits
 from ...launch.resolve.memory_budget import capacity_of, plan_memory, size_text
 from ...launch.resolve.model_resolution import text_only
 from ...launch.resolve.mtp import with_mtp
@@ -131,14 +132,32 @@ def check_weights(facts: ModelFacts) -> Check:
     return ok("weights", text)
 
 
-def check_images(spec: ModelSpec, product_flops: float) -> Check:
-    """Say how long an image takes, by the measured rate of products, which must not be 0."""
-    vision = spec.vision
+def check_images(spec: ModelSpec, config: EngineConfig, host: HostFacts, product_flops: float) -> Check:
+    """Say how long an image takes, by the measured rate of products on the CPU; 0: on a GPU it is not measured."""
+    try:
+        media = resolve(config, spec, host).config.media
+    except ConfigError:
+        return skip("images", "see the check above")
+    folder = media.allowed_local_media_path
+    if folder is not None and not os.path.isdir(folder):
+        fix = "make it, or leave --allowed-local-media-path out"
+        return fail("images", f"allowed_local_media_path is {folder!r}, which is no folder", fix)
+    vision = with_image_limits(spec, media).vision
     assert vision is not None
-    tile_s = vision.flops_per_tile(spec.hidden_size) / product_flops
-    text = f"encoding a tile of {vision.image_size} pixels takes about {tile_s:.2g} s here"
+    tile_s = vision.flops_per_tile(spec.hidden_size) / product_flops if product_flops else 0.0
+    text = f"tiles of {vision.image_size} pixels"
+    if tile_s:
+        text = f"encoding a tile of {vision.image_size} pixels takes about {tile_s:.2g} s here"
     if vision.most_tiles > 1:
-        text += f", the largest image {vision.most_tiles * tile_s:.2g} s"
+        text += f", the largest image {vision.most_tiles} tiles"
+        text += f" and {vision.most_tiles * tile_s:.2g} s" if tile_s else ""
+        text += f"; detail {media.mm_detail} if a request states none"
+    elif spec.vision is not None and spec.vision.most_tiles > 1:
+        text += f"; an image is one tile, see --mm-max-pixels ({media.mm_max_pixels})"
+    if hosts := media.allowed_media_domains:
+        text += f"; fetches from {', '.join(hosts)}"
+    if folder is not None:
+        text += f"; any client may read images below {folder}"
     return ok("images", text, tile_s=tile_s)
 
 

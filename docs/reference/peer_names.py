@@ -252,6 +252,10 @@ SETTINGS: Final[Mapping[str, PeerNames]] = {
     # media
     "allowed_media_domains": _vllm("allowed_media_domains", note="vLLM fetches from any host without it."),
     "allowed_local_media_path": _vllm("allowed_local_media_path"),
+    "mm_max_pixels": _vllm(
+        "mm_processor_kwargs",
+        note='An object there: `{"max_pixels": 1048576}`, or `{"do_image_splitting": false}`.',
+    ),
     "mm_cache_gb": _vllm("mm_processor_cache_gb"),
     # log
     "log_level": _sglang("log_level", note="vLLM has the environment variable `VLLM_LOGGING_LEVEL`."),

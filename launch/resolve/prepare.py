@@ -23,6 +23,7 @@ from ...runtime.sampling_defaults import SamplingDefaults, effective_defaults
 from .adapters import resolve_adapters
 from .drafter import resolve_drafter
 from .host_facts import HostFacts, read_host_facts
+from .image_limits import with_image_limits
 from .kind_settings import pair_settings
 from .model_resolution import find_model, read_model, text_only
 from .mtp import with_mtp
@@ -94,7 +95,7 @@ def prepare(
     config, spec = with_mtp(config, source, spec)
     resolved = resolve(config, spec, host or read_host_facts())
     model = resolved.config.model
-    spec = with_quantization(spec, model.quantization)
+    spec = with_image_limits(with_quantization(spec, model.quantization), resolved.config.media)
     notes = {
         **preset_reasons(config.scheduler.preset, merged.origins),
         **adapters.notes,

@@ -19,6 +19,7 @@ from ...runtime.config.engine_config import EngineConfig
 from ...runtime.config.model_choice import Quantization
 from ...runtime.errors import ConfigError
 from .host_facts import HostFacts, usable_threads
+from .image_limits import image_limits
 from .kernel_checks import against_blocks, check_deterministic, runs_kernels
 from .kind_settings import encoder_settings, encoder_step_tokens, state_settings
 from .pool_size import Device, PoolDecision, PoolSize
@@ -92,6 +93,16 @@ class _Resolver:
         quantization = self.quantization(device, dtype, model_impl)
         self.spec = with_quantization(self.spec, quantization)
         check_ranks(self.config, self.spec, self.host, device, self.num_gpus_needed())
+        media, notes = image_limits(
+            self.config.media,
+            self.spec,
+            device=device,
+            dtype=dtype,
+            num_threads=num_threads,
+            cpu_flags=self.host.cpu_flags,
+        )
+        self.config = replace(self.config, media=media)
+        self.notes.update(notes)
         self.set_encoder_rows()
         pool = self.pool(device, dtype, num_threads, chunk, fraction)
         config = replace(

@@ -6,9 +6,11 @@ have the order of its pixels: row by row of what the tower makes of `scale_facto
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 VisionActivation = Literal["gelu", "gelu_tanh"]
 """`gelu` is the exact one, by the error function."""
@@ -107,6 +109,21 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
         if self.processing.longest_edge is None:
             return 17
         return (-(-self.processing.longest_edge // self.processing.tile_size)) ** 2 + 1
+
+    @property
+    def most_pixels(self) -> int:
+        """Pixels of all tiles of the largest image."""
+        return self.most_tiles * self.processing.tile_size**2
+
+    def limited(self, max_pixels: int) -> VisionSpec:
+        """The same with images of so many pixels at most, or of one tile if that has more."""
+        if max_pixels >= self.most_pixels or not self.processing.splits:
+            return self
+        side = math.isqrt(max(max_pixels // self.processing.tile_size**2 - 1, 1))
+        if side == 1:
+            return replace(self, processing=replace(self.processing, splits=False))
+        edge = side * self.processing.tile_size
+        return replace(self, processing=replace(self.processing, longest_edge=edge))
 
     @property
     def joined_size(self) -> int:

@@ -6,13 +6,37 @@ import ipaddress
 import os
 import re
 from dataclasses import dataclass
-from typing import Annotated, Final
+from typing import Annotated, Any, Final, Literal, cast
 from urllib.parse import urlsplit
 
+import msgspec
+
 from ..errors import ConfigError
-from .setting_declaration import Alias, check_finite
+from .setting_declaration import Alias, check_at_least, check_finite
+
+ImageDetail = Literal["auto", "low", "high"]
 
 _NAME: Final = re.compile(r"[a-z0-9_]([a-z0-9_.-]{0,252})")
+
+
+def _mm_processor_kwargs(value: object) -> dict[str, object]:
+    """vLLM's form: `{"max_pixels": 262144, "do_image_splitting": false}`."""
+    try:
+        given = msgspec.json.decode(value, type=dict[str, Any]) if isinstance(value, str) else value
+    except ValueError:
+        given = None
+    settings: dict[str, object] = {}
+    for name, each in cast("dict[str, object]", given).items() if isinstance(given, dict) else [("", None)]:
+        if name == "max_pixels" and isinstance(each, int) and not isinstance(each, bool):
+            settings["mm_max_pixels"] = each
+        elif name == "do_image_splitting" and isinstance(each, bool):
+            settings |= {"mm_detail": "high"} if each else {"mm_max_pixels": 1}  # one tile
+        else:
+            raise ConfigError(
+                f"mm_processor_kwargs is {value!r}, but it must be an object with max_pixels (a number) or "
+                'do_image_splitting (true or false), such as {"max_pixels": 1048576}'
+            )
+    return settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +52,17 @@ class MediaConfig:
         str | None,
         "Folder of images that requests may name by file: URLs; any client may then read any image below it.",
     ] = None
+    mm_max_pixels: Annotated[
+        int | Literal["auto"],
+        "Most pixels of an image that the model sees, in all its tiles, but at least a tile; larger images are scaled "
+        "down. auto: those of the model's processor, on a CPU as many as two seconds allow.",
+        Alias("mm_processor_kwargs", translate=_mm_processor_kwargs, in_help=False),
+    ] = "auto"
+    mm_detail: Annotated[
+        ImageDetail,
+        "Detail of images whose requests state none: low is one tile, high as the model's processor does; auto: low on "
+        "a CPU.",
+    ] = "auto"
     mm_cache_gb: Annotated[
         float,
         "GiB of files with the pixels of images, those of running requests and of the last ones.",
@@ -35,6 +70,7 @@ class MediaConfig:
     ] = 1.0
 
     def __post_init__(self) -> None:
+        check_at_least("mm_max_pixels", self.mm_max_pixels, 0)
         check_finite("mm_cache_gb", self.mm_cache_gb, 0.0, open_end=True)
         folder = self.allowed_local_media_path
         if folder is not None and not os.path.isabs(folder):

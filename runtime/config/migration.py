@@ -99,7 +99,6 @@ ANSWERS: Final[Mapping[str, str]] = {
     "generation_config": "use --sampling-defaults model for auto, and --sampling-defaults openai for vllm",
     "override_generation_config": f"{_IN_REQUESTS}, or change generation_config.json in the model's folder",
     "preferred_sampling_params": f"{_IN_REQUESTS}, or change generation_config.json in the model's folder",
-    "mm_processor_kwargs": f"{_ALWAYS}: send detail low or high with an image",
     "speculative_num_steps": "use --speculative-num-draft-tokens",
     "speculative_eagle_topk": f"{_ALWAYS}: drafts are one row of tokens, not a tree",
     "speculative_token_map": f"{_ALWAYS}: a head's own table says which tokens it drafts",

@@ -54,12 +54,15 @@ prompt tokens a second and 26 GB/s):
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Final, Self
 
 from ..batch import ScheduleBatch, work_of
 from ..records.decision_log import StepTime
 from .online_fit import OnlineFit
+
+logger = logging.getLogger(__name__)
 
 UNLIMITED: Final = 1 << 60
 """A number of tokens that is never reached."""
@@ -224,11 +227,15 @@ class StepTarget:
 
     def measured(self, batch: ScheduleBatch, seconds: float, encode_s: float = 0.0) -> None:
         """Learn from a step that took `seconds`, without swaps, and besides `encode_s` for tiles of images."""
+        if batch.plan.encodes:
+            parts = sum(each.num_tiles * (each.num_parts or self._tile_parts) for each in batch.plan.encodes)
+            if encode_s > 0 and not self._parts.coefficients[0]:
+                logger.info(
+                    "encoding a tile of an image takes %.2g s here", encode_s / parts * self._tile_parts
+                )
+            self._parts.learn((parts,), encode_s)
         if not self.target_s:
             return
-        if batch.plan.encodes:
-            parts = [each.num_tiles * (each.num_parts or self._tile_parts) for each in batch.plan.encodes]
-            self._parts.learn((sum(parts),), encode_s)
         num_extends = batch.num_extends
         num_decodes, kv_tokens = len(batch) - num_extends, int(batch.end[num_extends:].sum())
         decodes = (1.0, num_decodes, kv_tokens)

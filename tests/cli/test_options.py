@@ -146,8 +146,11 @@ SERVE_FLAGS = """
 --max-total-tokens
 --mem-fraction
 --mm-cache-gb
+--mm-detail
 --mm-encoder-cache-tokens
+--mm-max-pixels
 --mm-processor-cache-gb
+--mm-processor-kwargs
 --mmproj
 --model
 --model-draft

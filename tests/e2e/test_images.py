@@ -20,6 +20,8 @@ from .serving import EngineServe
 pytestmark = [pytest.mark.real_process, pytest.mark.slow]
 LENGTH = 12
 SETTINGS = (
+    "--mm-detail",
+    "high",
     "--dtype",
     "float32",
     "--page-size",

@@ -25,7 +25,9 @@ def tiny(tmp_path_factory) -> TinySmolVLM:
 
 @pytest.fixture(scope="module")
 def llm(tiny: TinySmolVLM) -> Iterator[LLM]:
-    with LLM(str(tiny.folder), dtype="float32", page_size=4, max_total_tokens=2048, max_images=2) as llm:
+    with LLM(
+        str(tiny.folder), dtype="float32", page_size=4, max_total_tokens=2048, max_images=2, mm_detail="high"
+    ) as llm:
         yield llm
 
 

@@ -32,7 +32,7 @@ def test_answers_about_pictures_are_right_and_those_of_transformers(tmp_path: Pa
     greedy = SamplingParams(temperature=0.0, max_new_tokens=4)
     right = total = 0
 
-    with LLM(str(tmp_path), dtype="float32", chunked_prefill_size=16, page_size=4) as llm:
+    with LLM(str(tmp_path), dtype="float32", chunked_prefill_size=16, page_size=4, mm_detail="high") as llm:
         for number in range(NUM_PICTURES):
             picture = train_shapes.draw(train_shapes.HELD_OUT + number)
             image = {"type": "image", "image": Image.fromarray(picture.pixels)}

@@ -62,6 +62,7 @@ class ImageStore:
         self._folder = folder
         self._max_pixels = max_pixels
         self._max_bytes = int(settings.mm_cache_gb * 2**30)
+        self._detail = settings.mm_detail
         self._fetcher = MediaFetcher(settings)
         self._limit_s = limit_s
         self.jobs = JobProcess(worker.__name__, name="images", max_waiting=_MAX_WAITING)
@@ -127,11 +128,12 @@ class ImageStore:
 
     async def _prepare(self, source: ImageSource, left: asyncio.Event) -> PreparedImage:
         """A new image, taken; `left`: the client has left, so the job need not begin."""
+        detail = self._detail if source.detail == "auto" else source.detail
         job = PrepareImage(
             source.content,
             self.vision.family,
             self.vision.processing,
-            self.vision.processing.splits and source.detail != "low",
+            self.vision.processing.splits and detail != "low",
             self._max_pixels,
             self._folder,
         )

@@ -5,13 +5,12 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-from typing import Final, Literal
+from typing import Final
 
 import msgspec
 
+from ...runtime.config.media_config import ImageDetail
 from ...runtime.errors import RequestError
-
-Detail = Literal["auto", "low", "high"]
 
 MAX_BYTES: Final = 20 << 20
 """Most bytes of an image file."""
@@ -35,12 +34,12 @@ class ImageSource(msgspec.Struct, frozen=True):
 
     content: bytes
     param: str
-    detail: Detail
+    detail: ImageDetail
     key: bytes
     url: str = ""
 
 
-def image_of_bytes(content: bytes, param: str, detail: Detail = "auto") -> ImageSource:
+def image_of_bytes(content: bytes, param: str, detail: ImageDetail = "auto") -> ImageSource:
     """An image.
 
     Raises:
@@ -51,7 +50,7 @@ def image_of_bytes(content: bytes, param: str, detail: Detail = "auto") -> Image
     return ImageSource(content, param, detail, hashlib.sha256(detail.encode() + content).digest())
 
 
-def image_of_url(url: str, param: str, detail: Detail = "auto") -> ImageSource:
+def image_of_url(url: str, param: str, detail: ImageDetail = "auto") -> ImageSource:
     """The image of a URL; that of a `data:` URL has its content.
 
     Raises:

@@ -6,12 +6,14 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
 from msgspec import structs
 
 from engine.cli.doctor.model import check_images, check_task
 from engine.cli.doctor.model_facts import ModelFacts
 from engine.models.source import ModelSource
 from tests.launch.resolve.test_image_settings import SEEING
+from tests.launch.resolve.test_resolve import HOST, config
 
 from .test_model import FAIL, WARN, examine, not_well
 
@@ -22,8 +24,8 @@ def test_the_text_is_served_and_the_tower_is_not_read(tiny_model: Path, tmp_path
 
     folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
     path, weights = folder / "config.json", folder / "model.safetensors"
-    config = {"model_type": "llava", "vision_config": {}, "text_config": json.loads(path.read_text())}
-    path.write_text(json.dumps(config))
+    fields = {"model_type": "llava", "vision_config": {}, "text_config": json.loads(path.read_text())}
+    path.write_text(json.dumps(fields))
     tensors = {f"language_model.{name}": tensor for name, tensor in load_file(weights).items()}
     save_file({**tensors, "vision_tower.embeddings.weight": torch.ones(512, 1024)}, weights)
 
@@ -36,20 +38,41 @@ def test_the_text_is_served_and_the_tower_is_not_read(tiny_model: Path, tmp_path
         in checks[2].text
     )
 
-    path.write_text(json.dumps(config | {"model_type": "seer"}))
+    path.write_text(json.dumps(fields | {"model_type": "seer"}))
     refused = not_well(examine(folder))[0]
     assert (refused.code, refused.verdict) == ("model", FAIL)
     assert "model_type is 'seer' with a text_config" in refused.text
 
 
-def test_the_seconds_of_an_image() -> None:
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        (
+            {"mm_max_pixels": 20 * 512**2},
+            "takes about 0.6 s here, the largest image 17 tiles and 10 s; detail low if a request states none",
+        ),
+        ({}, "takes about 0.6 s here; an image is one tile, see --mm-max-pixels (786432)"),
+        (
+            {"allowed_media_domains": ("a.org", "b.org"), "allowed_local_media_path": "/tmp"},
+            "fetches from a.org, b.org; any client may read images below /tmp",
+        ),
+    ],
+)
+def test_the_seconds_of_an_image(settings, text) -> None:
     assert SEEING.vision is not None
     flops = SEEING.vision.flops_per_tile(SEEING.hidden_size)
 
-    check = check_images(SEEING, flops / 0.6)
+    check = check_images(SEEING, config(num_threads=2, **settings), HOST, flops / 0.6)
 
-    assert check.text == "encoding a tile of 512 pixels takes about 0.6 s here, the largest image 10 s"
-    assert check.details == {"tile_s": 0.6}
+    assert text in check.text and check.details == {"tile_s": 0.6}
+
+
+def test_a_folder_of_images_must_exist(tmp_path) -> None:
+    missing = str(tmp_path / "missing")
+
+    check = check_images(SEEING, config(allowed_local_media_path=missing), HOST, 0.0)
+
+    assert check.verdict is FAIL and missing in check.text
 
 
 def test_the_tower_of_a_gguf_model_is_named() -> None:

@@ -1,10 +1,13 @@
-"""`mm_encoder_cache_tokens`: how many rows of images stay computed, and their memory."""
+"""Settings of images: how many rows stay computed, and how large images are."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import msgspec
 import pytest
 
+from engine.launch.resolve.image_limits import with_image_limits
 from engine.launch.resolve.memory_budget import capacity_of
 from engine.launch.resolve.resolve import resolve
 from engine.models.spec.vision_spec import ImageProcessing, VisionSpec
@@ -80,3 +83,43 @@ def test_rows_and_tower_take_memory_from_the_pool() -> None:
 def test_what_is_refused(spec, asked, message) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve(config(mm_encoder_cache_tokens=asked), spec, HOST)
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype", "threads", "tiles", "side"),
+    [
+        ({"avx512_bf16"}, "bfloat16", 2, 3, None),
+        ({"avx512_bf16"}, "bfloat16", 8, 14, 3),
+        ({"avx512_bf16", "amx_bf16"}, "bfloat16", 8, 17, 4),
+        ({"avx2"}, "float32", 2, 1, None),
+    ],
+)
+def test_a_cpu_sees_as_many_tiles_as_two_seconds_allow(flags, dtype, threads, tiles, side) -> None:
+    host = replace(HOST, cpu_flags=frozenset(flags))
+    resolved = resolve(config(dtype=dtype, num_threads=threads), SEEING, host)
+    vision = with_image_limits(SEEING, resolved.config.media).vision
+
+    assert resolved.config.media.mm_max_pixels == tiles * 512**2 and resolved.config.media.mm_detail == "low"
+    assert vision is not None and vision.processing.splits is (side is not None)
+    assert vision.most_tiles == (1 if side is None else side**2 + 1)
+    assert side is None or vision.processing.longest_edge == side * 512
+    assert resolve(resolved.config, SEEING, host).config == resolved.config
+
+
+def test_limits_that_the_user_gives_hold() -> None:
+    resolved = resolve(config(mm_max_pixels=5 * 512**2, mm_detail="high"), SEEING, HOST)
+
+    vision = with_image_limits(SEEING, resolved.config.media).vision
+    assert resolved.config.media.mm_detail == "high" and vision is not None and vision.most_tiles == 5
+    assert with_image_limits(SPEC, resolve(config(), SPEC, HOST).config.media) is SPEC
+    with pytest.raises(ConfigError, match="mm_max_pixels is 5, but the model sees no images"):
+        resolve(config(mm_max_pixels=5), SPEC, HOST)
+
+
+def test_a_small_model_sees_all_of_an_image() -> None:
+    tiny = msgspec.structs.replace(SEEING, vision=msgspec.structs.replace(VISION, num_layers=1))
+
+    resolved = resolve(config(num_threads=2), tiny, replace(HOST, cpu_flags=frozenset({"avx512_bf16"})))
+
+    assert resolved.config.media.mm_max_pixels == VISION.most_pixels
+    assert resolved.notes["mm_max_pixels"] == "the largest image of the model's processor"

@@ -18,6 +18,7 @@ TRANSLATED = {
     "hicache_write_policy": "write_back",
     "hicache_storage_prefetch_policy": "timeout",
     "limit_mm_per_prompt": '{"image": 4}',
+    "mm_processor_kwargs": '{"max_pixels": 1048576}',
     "speculative_algorithm": "NGRAM",
     "speculative_config": '{"method": "suffix"}',
     "spec_type": "ngram-simple",

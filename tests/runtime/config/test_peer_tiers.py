@@ -61,7 +61,13 @@ def test_all_of_them_are_in_the_test_above():
     [mark] = [mark for mark in test_what_means_the_same_works.pytestmark if mark.name == "parametrize"]
     assert {case[0] for case in mark.args[1]} == {
         name for name, setting in setting_names().items() if setting.alias and setting.alias.translate
-    } - {"limit_mm_per_prompt", "spec_type", "speculative_algorithm", "speculative_config"}
+    } - {
+        "limit_mm_per_prompt",
+        "mm_processor_kwargs",
+        "spec_type",
+        "speculative_algorithm",
+        "speculative_config",
+    }
 
 
 def test_arguments_may_be_objects():

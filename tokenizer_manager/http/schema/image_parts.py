@@ -7,8 +7,9 @@ from typing import Any, Final
 import msgspec
 
 from ....runtime.config.answer_config import RequestLimits
+from ....runtime.config.media_config import ImageDetail
 from ....runtime.errors import RequestError
-from ...media.sources import Detail, ImageSource, bytes_of_base64, image_of_bytes, image_of_url
+from ...media.sources import ImageSource, bytes_of_base64, image_of_bytes, image_of_url
 from .cache_fields import BREAKPOINTS
 from .field_policy import Notes, policy_of
 from .values import Body, convert, optional_text, refused, show
@@ -138,7 +139,7 @@ def image_part(source: ImageSource) -> dict[str, Any]:
     return {"type": "image", "source": source}
 
 
-def detail_of(value: str | None, at: str) -> Detail:
+def detail_of(value: str | None, at: str) -> ImageDetail:
     """The detail of an image.
 
     Raises:

@@ -1,0 +1,77 @@
+"""`image_limits`: how many pixels of an image the tower sees on this machine, and how detailed images are by default.
+
+A tower's work grows with the tiles of an image, and on a CPU a large image takes tens of seconds, which looks like a
+hang. So the limit there is the number of tiles that two seconds allow, at least one, and an image whose request states
+no detail is one tile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
+
+from ...runtime.config.media_config import MediaConfig
+from ...runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ...models.spec.model_spec import ModelSpec
+
+IMAGE_S: Final = 2.0
+"""Time for an image on a CPU."""
+_FLOPS: Final = (
+    ("amx_bf16", 4e11),
+    ("avx512_bf16", 1.9e11),  # of Zen 4, as measured
+    ("bf16", 8e10),  # ARM
+)
+"""Operations per second of a thread in bfloat16 products, by the first flag that a CPU has."""
+_FLOAT32_FLOPS: Final = (("avx512f", 8e10), ("", 4e10))  # the last one of AVX2, as measured
+
+
+def image_limits(
+    media: MediaConfig,
+    spec: ModelSpec,
+    *,
+    device: str,
+    dtype: str,
+    num_threads: int,
+    cpu_flags: Collection[str],
+) -> tuple[MediaConfig, Mapping[str, str]]:
+    """The settings without "auto", and setting -> reason for each that was filled in.
+
+    Raises:
+        ConfigError: there are limits, but the model sees no images.
+    """
+    vision, pixels, detail = spec.vision, media.mm_max_pixels, media.mm_detail
+    if vision is None:
+        if pixels not in ("auto", 0):
+            raise ConfigError(
+                f"mm_max_pixels is {pixels}, but the model sees no images; omit --mm-max-pixels"
+            )
+        return dataclasses.replace(media, mm_max_pixels=0, mm_detail="high"), {}
+    notes = {}
+    if pixels == "auto":
+        pixels, notes["mm_max_pixels"] = vision.most_pixels, "the largest image of the model's processor"
+        tile_s = vision.flops_per_tile(spec.hidden_size) / (num_threads * _flops(dtype, cpu_flags))
+        allowed = max(1, int(IMAGE_S / tile_s)) * vision.processing.tile_size**2
+        if device == "cpu" and allowed < pixels:
+            pixels = allowed
+            notes["mm_max_pixels"] = f"{IMAGE_S:g} s an image: a tile takes about {tile_s:.2g} s on this CPU"
+    if detail == "auto":
+        detail = "low" if device == "cpu" else "high"
+        notes["mm_detail"] = "one tile an image on a CPU" if device == "cpu" else "as the model's processor"
+    return dataclasses.replace(media, mm_max_pixels=pixels, mm_detail=detail), notes
+
+
+def with_image_limits(spec: ModelSpec, media: MediaConfig) -> ModelSpec:
+    """The model with images as large as the settings, which are resolved, allow."""
+    if spec.vision is None or media.mm_max_pixels == "auto":
+        return spec
+    return replace(spec, vision=spec.vision.limited(media.mm_max_pixels))
+
+
+def _flops(dtype: str, cpu_flags: Collection[str]) -> float:
+    table = (*_FLOPS, *_FLOAT32_FLOPS) if dtype == "bfloat16" else _FLOAT32_FLOPS
+    return next(flops for flag, flops in table if not flag or flag in cpu_flags)
