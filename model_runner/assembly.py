@@ -23,12 +23,10 @@ from .attention.indexed import indexed_backend
 from .attention.selection import select_backend
 from .batch_builder import BatchBuilder
 from .distributed.pp_link import NO_LINK
-from .drafting.draft_memory import DraftMemory
 from .drafting.draft_model import DraftModel
-from .drafting.drafter import DrafterParts
-from .drafting.eagle3_drafter import Eagle3Drafter
+from .drafting.drafter import Drafter, DrafterParts
+from .drafting.feature_module import FeatureModule
 from .drafting.lag import Lag
-from .drafting.lagging_drafter import LaggingDrafter
 from .kernels.avoided import AVOIDED, NOTHING_AVOIDED, AvoidedKernels
 from .kernels.cpu.library import loaded_isa
 from .memory.host_kv_pool import HostKVPool
@@ -65,7 +63,7 @@ if TYPE_CHECKING:
     from .distributed.pp_link import StageLink
     from .distributed.tp_group import TPGroup
     from .drafting.drafter import MakeDrafter
-    from .drafting.eagle3 import Eagle3Head
+    from .drafting.feature_module import FeatureHead
     from .pooling.head import PoolingHead
     from .recording.eager_executor import Forward
     from .recording.executor import StepExecutor
@@ -124,10 +122,7 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, graph_sizes: GraphS
         ConfigError: the requested attention backend cannot run here, or host memory cannot be pinned.
     """
     spec, own_spec, device, group = loaded.spec, loaded.own_spec, loaded.device, loaded.group
-    drafter_spec = spec.drafter
-    draft_heads = () if drafter_spec is None else drafter_spec.heads
-    state_size = 0 if drafter_spec is None else drafter_spec.state_size
-    draft_memory = _make_draft_memory(loaded, capacity)
+    draft_heads, feature_size = own_spec.draft_memory
     kv_pool = KVPool(
         num_layers=spec.num_kv_layers + len(draft_heads),
         num_pages=capacity.num_pages,
@@ -140,8 +135,7 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, graph_sizes: GraphS
         keys_hold_values=spec.latent is not None,
         layer_heads=[*(own_spec.heads_of(layer_id) for layer_id in spec.kv_layers), *draft_heads],
         sources=_memory_indices(spec) if spec.streams.kv_sources else (),
-        page_states=(state_size, loaded.dtype) if state_size else None,
-        further=() if draft_memory is None else draft_memory.views,
+        page_states=(feature_size, loaded.dtype) if feature_size else None,
     )
     state_pool = _make_state_pool(loaded, capacity)
     logger.info(
@@ -189,20 +183,13 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, graph_sizes: GraphS
     if loaded.make_drafter is not None:
 
         def make_own_attention(own: ModelSpec, pool: KVPool, table: Tensor) -> AttentionBackend:
-            return _make_attention(dataclasses.replace(loaded, own_spec=own), pool, table, buffers)
+            # No token depends on drafts, so they need no fixed order.
+            kernels = dataclasses.replace(loaded.kernels, deterministic=False)
+            drafting = dataclasses.replace(loaded, own_spec=own, kernels=kernels)
+            return _make_attention(drafting, pool, table, buffers)
 
         drafter = loaded.make_drafter(
-            DrafterParts(
-                kv_pool,
-                slot_table,
-                states,
-                relay,
-                builder,
-                sampler,
-                buffers,
-                draft_memory,
-                make_own_attention,
-            )
+            DrafterParts(kv_pool, slot_table, states, relay, builder, sampler, buffers, make_own_attention)
         )
     return ModelRunner(
         model=loaded.model,
@@ -231,9 +218,7 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, graph_sizes: GraphS
     )
 
 
-def make_draft_model(
-    loaded: LoadedModel, vocab_size: int, max_drafts: int, parts: DrafterParts
-) -> LaggingDrafter:
+def make_draft_model(loaded: LoadedModel, vocab_size: int, max_drafts: int, parts: DrafterParts) -> Drafter:
     """Make the drafter of a draft model, whose keys and values are the last tensors of the runner's pool.
 
     Args:
@@ -248,49 +233,30 @@ def make_draft_model(
     executor = _make_executor(
         loaded, GraphSizes(), pool, None, attention, parts.slot_table, parts.relay, parts.buffers, None
     )
-    return LaggingDrafter(DraftModel(executor, spec.vocab_size, vocab_size), _lag(max_drafts, parts), parts)
+    return Drafter(DraftModel(executor, spec.vocab_size, vocab_size), _lag(max_drafts, parts), parts)
 
 
-def make_eagle3_drafter(
-    head: Eagle3Head,
-    layer: ModelSpec,
-    vocab_size: int,
-    max_drafts: int,
-    avoid: AvoidedKernels,
-    parts: DrafterParts,
-) -> LaggingDrafter:
-    """Make the drafter of an EAGLE-3 head, whose keys and values are the last tensor of the runner's pool.
+def make_feature_drafter(
+    head: FeatureHead, layer: ModelSpec, vocab_size: int, max_drafts: int, parts: DrafterParts
+) -> Drafter:
+    """Make the drafter of a head over the model's features, see `FeatureModule`.
 
     Args:
-        head, layer: the head, and its layer as a model.
-        vocab_size: of the model that samples.
         max_drafts: of one request in a step.
-        avoid: the components to do without.
-        parts: of the runner.
     """
-    pool, buffers = parts.kv_pool.beyond(len(parts.kv_pool.k) - 1, (0,)), parts.buffers
-    backend = select_backend(layer, buffers.device, head.dtype, pool.k[0].dtype, None, pool.page_size, avoid)
-    attention = backend(layer, pool, parts.slot_table.req_to_token, buffers)
     lag = _lag(max_drafts, parts)
-    module = Eagle3Drafter(head, pool, attention, parts, num_places=lag.size, vocab_size=vocab_size)
-    return LaggingDrafter(module, lag, parts)
+    module = FeatureModule(head, layer, parts, num_places=lag.size, vocab_size=vocab_size)
+    return Drafter(module, lag, parts)
 
 
 def _lag(max_drafts: int, parts: DrafterParts) -> Lag:
-    return Lag(parts.slot_table.req_to_token.shape[0], parts.kv_pool.page_size, max_drafts + 1)
+    num_rows, page_size = len(parts.slot_table.req_to_token), parts.kv_pool.page_size
+    return Lag(num_rows, page_size, max_drafts + 1, parts.buffers.put)
 
 
 def _memory_indices(spec: ModelSpec) -> list[int]:
     """For each layer the index of its KV memory."""
     return [spec.kv_layers.index(spec.kv_source_of(layer_id)) for layer_id in range(spec.num_layers)]
-
-
-def _make_draft_memory(loaded: LoadedModel, capacity: Capacity) -> DraftMemory | None:
-    layer = loaded.own_spec.mtp_layer
-    if layer is None:
-        return None
-    dtype, kv_dtype = loaded.dtype, loaded.kv_dtype
-    return DraftMemory(layer, capacity, dtype=dtype, kv_dtype=kv_dtype, device=loaded.device)
 
 
 def _make_state_pool(loaded: LoadedModel, capacity: Capacity) -> StatePool | None:

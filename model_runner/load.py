@@ -26,14 +26,13 @@ from ..runtime.errors import ConfigError
 from ..runtime.step_plan import MAX_DRAFT_STEP_TOKENS
 from .adapters.adapter_layers import AdapterLayers
 from .adapters.adapter_store import AdapterSlots, AdapterStore, SlotSizes
-from .assembly import LoadedModel, assemble_runner, make_draft_model, make_eagle3_drafter
+from .assembly import LoadedModel, assemble_runner, make_draft_model, make_feature_drafter
 from .attention import selection as attention_selection
 from .distributed.join_group import ALONE, Place
 from .distributed.pp_link import NO_LINK, WiredLink
 from .distributed.tp_group import SINGLE_RANK
 from .drafting.eagle3 import load_eagle3_head
-from .drafting.feature_drafter import FeatureDrafter, shifted_table
-from .drafting.mtp import MTPHead, MTPWeights
+from .drafting.mtp import MTPHead
 from .fixed_order import PROVIDERS_IN_FIXED_ORDER, check_fixed_order
 from .hf_backend.transformers_load import load_transformers_model
 from .kernels import plain, quantized
@@ -61,11 +60,11 @@ from .weights.safetensors import SafetensorsStore
 if TYPE_CHECKING:
     from ..launch.resolve.stages import Stage
     from ..models.source import ModelSource
-    from ..runtime.config.engine_config import EngineConfig, ModelConfig, SpeculativeName
+    from ..runtime.config.engine_config import EngineConfig, ModelConfig, SchedulerConfig
     from ..runtime.feasibility import Capacity
     from .distributed.pp_link import StageLink
     from .distributed.tp_group import TPGroup
-    from .drafting.drafter import Drafter, DrafterParts, MakeDrafter
+    from .drafting.drafter import MakeDrafter
     from .memory.device_memory import DeviceMemory
     from .model_runner import ModelRunner
     from .ops.ops import Ops
@@ -338,7 +337,7 @@ def _load_own_model(
     )
     model = build_model(context)
     pooling_head = _load_pooling_head(config, source, spec, weights, device)
-    make_drafter = drafter_of(config.scheduler.speculative, context, model, rank_spec(spec, group.size))
+    make_drafter = drafter_of(config.scheduler, context, model, rank_spec(spec, group.size))
     tower = None if spec.vision is None else Tower(context, spec.vision)
     weights.finish()
     report.log()
@@ -348,25 +347,18 @@ def _load_own_model(
 
 
 def drafter_of(
-    speculative: SpeculativeName, context: ModelContext, model: CausalLM, own_spec: ModelSpec
+    config: SchedulerConfig, context: ModelContext, model: CausalLM, own_spec: ModelSpec
 ) -> MakeDrafter | None:
-    """The drafter that `--speculative` names, with its weights; None: it names none.
+    """The drafter that is a part of the model's files, with its weights; None: the configuration names none.
 
     `own_spec`: of this rank.
     """
-    if speculative != "mtp":
+    if config.speculative != "mtp":
         return None
     assert isinstance(model, Decoder), "only decoders have layers that predict further tokens"
-    weights, own = MTPWeights(context, model), own_spec.mtp_layer
-    assert own is not None
-
-    def make(parts: DrafterParts) -> Drafter:
-        assert parts.memory is not None
-        table = shifted_table(parts.slot_table.req_to_token)
-        attention = parts.make_attention(own, parts.memory.kv, table)
-        return FeatureDrafter(MTPHead(weights, parts.memory.kv), parts.memory, attention, parts)
-
-    return make
+    head, layer = MTPHead(context, model), own_spec.mtp_layer
+    assert layer is not None
+    return partial(make_feature_drafter, head, layer, context.spec.vocab_size, max_drafts_of(config))
 
 
 def _load_drafter(
@@ -398,7 +390,7 @@ def _load_drafter(
             avoid=avoid,
         )
         target.combine_features = head.state
-        return partial(make_eagle3_drafter, head, files.spec.layer, capacity.vocab_size, max_drafts, avoid)
+        return partial(make_feature_drafter, head, files.spec.layer, capacity.vocab_size, max_drafts)
     is_gguf = files.spec.quantization is not None and files.spec.quantization.method == "gguf"
     settings = dataclasses.replace(
         draft_config(config.model, files.source), quantization="gguf" if is_gguf else None

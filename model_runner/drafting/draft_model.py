@@ -20,7 +20,7 @@ from ..sampling.sampling_batch import SamplingBatch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..recording.executor import StepExecutor, StepFeatures
+    from ..recording.executor import StepExecutor
     from .lag import Run
 
 Int64s = npt.NDArray[np.int64]
@@ -47,10 +47,10 @@ class DraftModel:
     def start(self, row: int, prefix_loc: Int64s) -> None:
         """Nothing to do: it needs the tokens only."""
 
-    def keep(self, batch: InputBatch, features: StepFeatures, valid: Int64s) -> None:
+    def keep(self, batch: InputBatch, states: Tensor, valid: Int64s) -> None:
         """Nothing to do, as above."""
 
-    def compute(self, run: Run) -> None:
+    def compute(self, run: Run, states: Tensor | None = None) -> None:
         self._executor.run(self._batch(run, samples=False))
 
     def logits(self, run: Run, *, first: bool) -> Tensor:
@@ -70,7 +70,7 @@ class DraftModel:
             token_rows=run.token_rows,
             positions=run.positions,
             out_cache_loc=run.out_cache_loc,
-            input_ids=np.minimum(run.input_ids, self._last_id),
+            input_ids=np.minimum(run.input_ids.cpu().numpy(), self._last_id),
             logits_indices=None if decodes else run.lasts,
             sample_indices=None,
             sampled_idx=np.arange(len(run.rows)) if samples else _NOTHING,

@@ -1,5 +1,6 @@
-"""`Eagle3Head`: the layer of an EAGLE-3 head, see `engine.models.eagle3_head` for its form and its names.
+"""`Eagle3Head`: an EAGLE-3 head, see `engine.models.eagle3_head` for its form and its names; a `FeatureHead`.
 
+The model's step adds up the products of `fc` with its residual streams, so a feature has the head's hidden size.
 Every rank has the whole head, so its drafts are equal on all of them.
 """
 
@@ -17,7 +18,7 @@ from msgspec import structs
 from ...runtime.errors import ConfigError
 from ..layers.attention import SelfAttention
 from ..layers.embedding import Embedding, OutputHead, head_weight, vocabulary_rows
-from ..layers.layer import all_rows
+from ..layers.layer import rows_with_logits
 from ..layers.mlp import GatedMLP
 from ..layers.norm import RMSNorm
 from ..layers.rotary import RotaryEmbedding
@@ -86,46 +87,33 @@ class Eagle3Head:
             self.token_ids = _target_ids(weights, f"{head.beside}d2t", head)
 
     def state(self, features: Sequence[Tensor]) -> Tensor:
-        """Features of the target, [T, size] of each layer -> [T, K] in the place of an earlier result of `forward`."""
+        """Residual streams of the target, [T, size] of each layer -> [T, K] the feature."""
         first, *others = (weight(one, None) for weight, one in zip(self._fc, features, strict=True))
         for other in others:
             first = first + other
         return first
 
-    def forward(self, token_ids: Tensor, states: Tensor, batch: ForwardBatch) -> Tensor:
-        """Write the keys and values of tokens into their slots, and compute what follows those that need drafts.
+    def entered(self, features: Tensor) -> Tensor:
+        return features
 
-        Args:
-            token_ids: [T] int64 of the target.
-            states: [T, K] what comes before each token: `state` of the features of the token before it, or this
-                function's result for it. May be overwritten.
-            batch: positions, slots and attention of the T tokens, with the KV pool of the head.
+    def store(self, token_ids: Tensor, before: Tensor, batch: ForwardBatch) -> None:
+        x, _ = self._joined(token_ids, before)
+        self._attention.store(x, *self._rotary.at(batch.positions), batch)
 
-        Returns:
-            [W, K] states after the tokens of `batch.logits_indices`.
-        """
-        wanted = batch.logits_indices
-        select_rows = all_rows if wanted is None else lambda x: self._take_rows(x.contiguous(), wanted)
-        x, entered = self._entered(token_ids, states)
-        residual = entered if self._norm_before_residual else states
+    def predict(self, token_ids: Tensor, before: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        select_rows = rows_with_logits(batch, self._take_rows)
+        x, normed = self._joined(token_ids, before)
+        residual = normed if self._norm_before_residual else before
         cos, sin = self._rotary.at(batch.positions)
         x = self._attention(x, cos, sin, batch, select_rows)
         x, residual = self._mlp_norm.add(x, select_rows(residual))
-        return self._add(self._mlp(x), residual)
+        after = self._add(self._mlp(x), residual)
+        return after, self._head(self._norm(after))
 
-    def store(self, token_ids: Tensor, states: Tensor, batch: ForwardBatch) -> None:
-        """Write keys and values as `forward` does; they need no attention, which `batch` need not have."""
-        x, _ = self._entered(token_ids, states)
-        self._attention.store(x, *self._rotary.at(batch.positions), batch)
-
-    def _entered(self, token_ids: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+    def _joined(self, token_ids: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
         """[T, 2K] the input of attention, and its second half."""
-        entered = self._hidden_norm(states)
-        return torch.cat((self._input_norm(self._embedding(token_ids)), entered), dim=-1), entered
-
-    def logits(self, states: Tensor) -> Tensor:
-        """[W, K] results of `forward` -> [W, N]."""
-        return self._head(self._norm(states))
+        normed = self._hidden_norm(before)
+        return torch.cat((self._input_norm(self._embedding(token_ids)), normed), dim=-1), normed
 
 
 def load_eagle3_head(

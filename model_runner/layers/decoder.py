@@ -13,7 +13,7 @@ import torch
 
 from ..forward_batch import FeaturedStates, StageStates
 from .embedding import Embedding, OutputHead, head_weight, vocabulary_rows
-from .layer import SelectRows, all_rows
+from .layer import SelectRows, all_rows, rows_with_logits
 from .rotary import RotaryEmbedding
 
 if TYPE_CHECKING:
@@ -125,9 +125,7 @@ class Decoder:
 
 def select_last(num_layers: int, batch: ForwardBatch, take_rows: TakeRows) -> Iterator[SelectRows]:
     """The rows that each layer keeps: all of them, and in the last layer those that need logits."""
-    wanted = batch.logits_indices
-    last = all_rows if wanted is None else lambda x: take_rows(x.contiguous(), wanted)
-    return chain(repeat(all_rows, num_layers - 1), [last])
+    return chain(repeat(all_rows, num_layers - 1), [rows_with_logits(batch, take_rows)])
 
 
 class LayerRotary:

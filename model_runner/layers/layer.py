@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from ..adapter_runs import AdapterRuns
     from ..forward_batch import ForwardBatch
-    from ..ops.elementwise import AddOp
+    from ..ops.elementwise import AddOp, TakeRows
     from .norm import Norm
 
 SelectRows = Callable[["Tensor"], "Tensor"]
@@ -23,6 +23,12 @@ SelectRows = Callable[["Tensor"], "Tensor"]
 def all_rows(x: Tensor) -> Tensor:
     """The `SelectRows` of all layers except the last: every row."""
     return x
+
+
+def rows_with_logits(batch: ForwardBatch, take_rows: TakeRows) -> SelectRows:
+    """The `SelectRows` of the last layer: the tokens that need logits."""
+    wanted = batch.logits_indices
+    return all_rows if wanted is None else lambda x: take_rows(x.contiguous(), wanted)
 
 
 def kept_adapters(batch: ForwardBatch, select_rows: SelectRows) -> AdapterRuns | None:

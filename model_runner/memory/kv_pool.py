@@ -40,9 +40,9 @@ class KVPool:
             them if keys hold the values. H and D are those of the layer. Views of 8-bit pools have the dtype uint8,
             because torch cannot index some 8-bit dtypes on every device.
         scale_views: the same for the scales, [pages, page_size, H]; empty without scales.
-        page_states: [pages, S] what a drafter knows of the last computed token of each page; None without one.
+        page_states: [pages, S] a drafter's feature of the last computed token of each page; None without one.
         page_ends: [pages, 1] int64, the position of this token; None as above.
-        views: all of these, and `further`.
+        views: all of these.
         page_size: slots per page.
         page_bytes: bytes of one page, all layers.
         num_bytes: memory reserved; on the CPU only what has been written or prepared (`fault_in_some`) is resident.
@@ -63,7 +63,6 @@ class KVPool:
         layer_heads: Sequence[LayerHeads] = (),
         sources: Sequence[int] = (),
         page_states: tuple[int, torch.dtype] | None = None,
-        further: Sequence[Tensor] = (),
     ) -> None:
         """Reserve the memory.
 
@@ -75,7 +74,6 @@ class KVPool:
             layer_heads: heads of the layers with memory, in place of `num_kv_heads` and `head_dim`.
             sources: for each layer of the model the index of its memory; empty: all have their own, or share one.
             page_states: their size and dtype.
-            further: [num_pages + 1, ...] each, which belong to the pages and move with them: those of a drafter.
         """
         num_slots = (num_pages + 1) * page_size
         shapes = [(num_slots, each.num_kv_heads, each.head_dim) for each in layer_heads]
@@ -96,7 +94,7 @@ class KVPool:
             pool.view(shown).view(-1, page_size, *pool.shape[1:]) for part in pools for pool in part
         ]
         self.scale_views = [each.view(-1, page_size, each.shape[1]) for part in scales for each in part]
-        self.views = [*self.page_views, *self.scale_views, *further]
+        self.views = [*self.page_views, *self.scale_views]
         self.page_states = self.page_ends = None
         if page_states is not None:
             self.page_states = make((num_pages + 1, page_states[0]), page_states[1])

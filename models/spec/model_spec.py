@@ -150,6 +150,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     @property
+    def draft_memory(self) -> tuple[tuple[LayerHeads, ...], int]:
+        """The KV pool's part for a drafter: heads of its layers, and numbers of a feature, 0 without features."""
+        layer = self.mtp_layer
+        if layer is not None:
+            return (layer.heads_of(0),), layer.hidden_size
+        return ((), 0) if self.drafter is None else (self.drafter.heads, self.drafter.state_size)
+
+    @property
     def causal(self) -> bool:
         """Whether a token attends only to itself and to those before it."""
         return self.encoder is None
@@ -289,14 +297,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         of pages.
         """
         parts = 2 if self.latent is None else 1
-        heads = [self.heads_of(layer_id) for layer_id in self.kv_layers]
-        heads += () if self.drafter is None else self.drafter.heads
+        heads = [*(self.heads_of(layer_id) for layer_id in self.kv_layers), *self.draft_memory[0]]
         own = parts * sum(each.num_kv_heads * (each.head_dim * dtype_bytes + scale_bytes) for each in heads)
         own += 0 if self.drafter is None else self.drafter.state_token_bytes
-        further = self.mtp_layer
-        if further is None or self.mtp is None:
-            return own
-        return own + further.kv_bytes_per_token(dtype_bytes, scale_bytes) + self.mtp.feature_token_bytes
+        return own + (0 if self.mtp is None else self.mtp.feature_token_bytes)
 
     def contradiction(self) -> str | None:
         """The first contradiction between these facts, or None; the readers put the file's name before it."""

@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.model_runner.drafting.lagging_drafter import LaggingDrafter
+from engine.model_runner.drafting.drafter import Drafter
 from engine.scheduler.speculation.runner_drafts import RunnerDrafts
 from tests.model_runner.drafting.eagle3_files import write_head
 from tests.scheduler.speculation.proposers import proposing
@@ -54,9 +54,9 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def recorded(found: Drafts) -> Iterator[None]:
     """Collects the drafts of all requests, which the runner makes in each step."""
-    draft = LaggingDrafter.draft
+    draft = Drafter.draft
 
-    def record(self: LaggingDrafter, asked: Any) -> Any:
+    def record(self: Drafter, asked: Any) -> Any:
         token_ids = draft(self, asked)
         last_ids = self._last_ids(asked)
         start = 0
@@ -73,7 +73,7 @@ def recorded(found: Drafts) -> Iterator[None]:
 
     with (
         proposing(lambda _known: None, 1.0),
-        mock.patch.object(LaggingDrafter, "draft", record),
+        mock.patch.object(Drafter, "draft", record),
         mock.patch.object(
             RunnerDrafts, "chances", lambda self, req, count: [0.9**n for n in range(1, count + 1)]
         ),

@@ -81,12 +81,12 @@ def drafting(next_token: NextToken, *, right: bool) -> Iterator[list[TableDrafte
     """Models loaded with `--speculative mtp` have such a drafter."""
     made: list[TableDrafter] = []
 
-    def drafter_of(speculative: str, *_args: Any) -> Any:
+    def drafter_of(config: Any, *_args: Any) -> Any:
         def make(parts: DrafterParts) -> TableDrafter:
             made.append(TableDrafter(parts, next_token, right=right))
             return made[-1]
 
-        return make if speculative == "mtp" else None
+        return make if config.speculative == "mtp" else None
 
     def with_mtp(config: Any, source: Any, spec: Any) -> tuple[Any, Any]:
         return config, spec

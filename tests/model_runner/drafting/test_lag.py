@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
 import numpy as np
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.model_runner.attention.backend import BatchLayout
 from engine.model_runner.drafting.lag import Lag, Run
+from engine.model_runner.input_batch import InputBatch
 
 NUM_ROWS, PAGE = 3, 4
 
@@ -15,7 +21,7 @@ class Life:
     """Rows with tokens; `seen` has those that a drafter was given, by position."""
 
     def __init__(self) -> None:
-        self.lag = Lag(NUM_ROWS, PAGE, 9)
+        self.lag = Lag(NUM_ROWS, PAGE, 9, torch.from_numpy)
         self.tokens: list[list[int]] = [[] for _ in range(NUM_ROWS)]
         self.seen: list[dict[int, int]] = [{} for _ in range(NUM_ROWS)]
         self.next_id = 100
@@ -51,10 +57,14 @@ class Life:
             loc += [1000 * row + start + n for n in range(length)]
             self.tokens[row] += new[:right]
         positions = np.concatenate([np.arange(p, p + n) for p, n in zip(prefix, lens, strict=True)])
-        arrays = map(
-            np.array, (range(len(rows)), rows, prefix, lens, np.repeat(rows, lens), positions, ids, loc)
+        batch = SimpleNamespace(
+            layout=BatchLayout(np.array(rows), np.array(prefix), np.array(lens), 0),
+            token_rows=np.repeat(rows, lens),
+            positions=positions,
+            out_cache_loc=np.array(loc),
         )
-        self.lag.add(Run(*arrays), np.array(valid))
+        input_ids, idx = torch.tensor(ids), np.arange(len(rows))
+        self.lag.add(cast(InputBatch, batch), input_ids, idx, np.array(valid))
         full = self.lag.full(np.array(rows))
         if len(full):
             self.see(self.lag.take(full))
@@ -63,10 +73,10 @@ class Life:
 
     def draft(self, rows: list[int]) -> None:
         positions = np.array([len(self.tokens[row]) for row in rows])
-        last = np.array([self.next_id + n for n in range(len(rows))])
+        last = torch.tensor([self.next_id + n for n in range(len(rows))])
         run = self.lag.take_with(np.array(rows), positions, last, 1000 * np.array(rows) + positions)
         self.see(run)
-        assert (run.input_ids[run.lasts] == last[run.idx]).all()
+        assert (run.input_ids[run.lasts] == last[torch.from_numpy(run.idx)]).all()
         for row, position, token in zip(rows, positions.tolist(), last.tolist(), strict=True):
             assert self.seen[row].pop(position) == token  # the step computes it, and then it is done
             self.tokens[row].append(token)

@@ -13,7 +13,8 @@ import torch
 
 from engine.model_runner.distributed.join_group import Place
 from engine.model_runner.distributed.tp_group import SINGLE_RANK, TPGroup
-from engine.model_runner.drafting.feature_drafter import FeatureDrafter
+from engine.model_runner.drafting.drafter import Drafter
+from engine.model_runner.drafting.feature_module import FeatureModule
 from engine.model_runner.drafting.mtp import MTPHead
 from engine.model_runner.input_batch import DraftRows
 from engine.model_runner.load import load_model_runner
@@ -54,9 +55,9 @@ def seen_logits() -> Iterator[list[torch.Tensor]]:
     predict = MTPHead.predict
 
     def seeing(self: MTPHead, *args: Any) -> Any:
-        features, logits = predict(self, *args)
+        states, logits = predict(self, *args)
         seen.append(logits.clone())
-        return features, logits
+        return states, logits
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MTPHead, "predict", seeing)
@@ -99,13 +100,30 @@ def model_greedy(model: MTPModel, tokens: Sequence[int], num: int) -> list[int]:
 
 
 def held(driver: Driver, req: Request, num_pages: int) -> list[torch.Tensor]:
-    """Keys, values and scales of the drafter in the first pages, without the first token's; features, positions."""
-    drafter = driver.runner.drafter
-    assert isinstance(drafter, FeatureDrafter)
-    memory = drafter._memory
+    """Keys and values of the drafter in the first pages, without the first token's; features, positions."""
+    pool = driver.runner.kv_pool
+    assert pool.page_states is not None and pool.page_ends is not None
+    slots = driver.slots(req.pages[:num_pages], 1, 4 * num_pages)
     pages = torch.tensor(req.pages[:num_pages])
-    views = [view[pages].float().flatten(0, 1)[1:] for view in memory.kv.views]
-    return [*views, memory.features[pages], memory.positions[pages]]
+    features = drafters_module(driver)._head.entered(pool.page_states[pages])
+    return [pool.k[-1][slots], pool.v[-1][slots], features, pool.page_ends[pages]]
+
+
+def drafters_module(driver: Driver) -> FeatureModule:
+    drafter = driver.runner.drafter
+    assert isinstance(drafter, Drafter) and isinstance(drafter.module, FeatureModule)
+    return drafter.module
+
+
+@pytest.mark.slow
+def test_a_prompt_of_one_token_has_no_pair(make):
+    model, driver = make("glm-4.5")
+    req = driver.start(TEXT[:1])
+    driver.step([(req, 1)])
+    text = list(req.tokens)
+    with seen_logits() as seen:
+        draft(driver, [(req, 1)])
+    torch.testing.assert_close(seen[0][0], model.logits(text, [])[0], atol=2e-3, rtol=2e-3)
 
 
 @pytest.mark.slow
@@ -187,8 +205,9 @@ def test_drafts_are_sampled_with_the_requests_noise(make):
     driver.runner.executor = executor.inner
     known = executor.logits
 
-    def predict(self: MTPHead, features: Any, ids: Any, positions: Any, *args: Any) -> Any:
-        return features, known[int(positions[0]) + 2 - len(TEXT)].clone()
+    def predict(self: MTPHead, token_ids: Any, before: Any, batch: Any) -> Any:
+        """After the last token only."""
+        return before[-1:], known[int(batch.positions[-1]) + 2 - len(TEXT)].clone()
 
     req = driver.start(TEXT, sampling)
     driver.step([(req, len(TEXT))])
@@ -232,7 +251,7 @@ def test_two_ranks_make_the_drafts_of_one(make_tiny_model, form):
         """The drafts of some steps, and the answer."""
         runner = load_model_runner(config, source, model.spec, capacity, Place(group, None))
         drafter, drafts = runner.drafter, list[Any]()
-        assert isinstance(drafter, FeatureDrafter)
+        assert isinstance(drafter, Drafter)
         made = drafter.draft
 
         def noting(asked: DraftRows) -> Any:

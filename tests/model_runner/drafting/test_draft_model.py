@@ -13,7 +13,7 @@ from msgspec import structs
 
 from engine.launch.resolve.drafter import _memory
 from engine.model_runner.batch_builder import BatchBuilder
-from engine.model_runner.drafting.lagging_drafter import LaggingDrafter
+from engine.model_runner.drafting.drafter import Drafter
 from engine.model_runner.load import load_model_runner
 from engine.models.source import ModelSource
 from engine.runtime.config.engine_config import ModelConfig, SchedulerConfig
@@ -45,7 +45,7 @@ def driver(make_tiny_llama: Callable[..., TinyModel]) -> Driver:
     return make(model, model)
 
 
-@pytest.mark.parametrize(("part", "name"), [(BatchBuilder, "build"), (LaggingDrafter, "_sampled")])
+@pytest.mark.parametrize(("part", "name"), [(BatchBuilder, "build"), (Drafter, "_sampled")])
 def test_a_step_without_memory_leaves_nothing_to_the_next_request_of_its_row(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, part: type, name: str
 ) -> None:
@@ -87,10 +87,10 @@ def test_a_draft_model_with_fewer_tokens_reads_others_as_its_last(
 ) -> None:
     """Files pad vocabularies differently; it never proposes what it does not know, also if a request wants it."""
     driver = make(make_tiny_llama(), make_tiny_llama(vocab_size=90, seed=1))
-    assert isinstance(driver.runner.drafter, LaggingDrafter)
+    assert isinstance(driver.runner.drafter, Drafter)
     made, drafts, keys = driver.runner.drafter.draft, list[Any](), []
 
-    def noting(_: LaggingDrafter, asked: Any) -> Any:
+    def noting(_: Drafter, asked: Any) -> Any:
         drafts.append(made(asked))
         return drafts[-1]
 
@@ -108,7 +108,7 @@ def test_a_draft_model_with_fewer_tokens_reads_others_as_its_last(
         req = driver.start([*TEXT, last], wants)
         driver.step([(req, len(TEXT) + 1)])
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(LaggingDrafter, "draft", noting)
+            patch.setattr(Drafter, "draft", noting)
             result = driver.runner.launch(drafted(driver, [(req, [RUNNER_DRAFT] * 3)])).wait()
         assert not result.errors and drafts[-1].max() < 90
         driver.finish(req)

@@ -1,0 +1,204 @@
+"""`FeatureModule`: drafts with a small network over the model's features; `FeatureHead`: the network.
+
+The network reads pairs (feature of token j - 1, token j) and predicts token j + 1 (EAGLE, Li et al. 2024; DeepSeek-V3,
+2024). It attends to the pairs before. The keys and values of a pair are further tensors of the KV pool, in the slot of
+its token. They depend on tokens up to j only, so a page can be shared like the model's part of it:
+
+    tokens      t0    t1        t2        t3        t4
+    model       kv0   kv1       kv2       kv3       kv4
+    network     -     (f0, t1)  (f1, t2)  (f2, t3)  (f3, t4)
+
+Token 0 has no pair: the pair of token j has position j - 1 in its rotary angles and in its slot table, which is the
+model's without its first column. A request with a cached prefix needs the feature of the prefix's last token for its
+first pair. So the KV pool has a feature of each page: that of its last computed token, with the position of this token.
+In a copy of another row's page, of which that row has computed more tokens, the feature is of a later token; then the
+first pair is in the copy already, and is kept. A draft is computed with the network's own output in the place of a
+feature, and again with the feature when the model has computed it.
+
+The keys and values of a pair need no attention, so tokens without drafts cost some projections.
+"""
+
+# Shapes: n requests, T tokens of a step or a run, W of them need drafts, F numbers of a feature, K of what the network
+# reads in its place, N tokens that it can draft, V tokens of the model's vocabulary.
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..attention.backend import BatchLayout
+from ..forward_batch import ForwardBatch
+from .lag import ranges
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ...models.spec.model_spec import ModelSpec
+    from ..attention.backend import StepAttention
+    from ..input_batch import InputBatch
+    from .drafter import DrafterParts
+    from .lag import Run
+
+Int64s = npt.NDArray[np.int64]
+
+_NO_ATTENTION: Final = cast("StepAttention", None)
+
+
+class FeatureHead(Protocol):
+    """The network of a `FeatureModule`.
+
+    Attributes:
+        token_ids: [N] int64, the model's id of each token that it can draft; None: it can draft all.
+    """
+
+    token_ids: Tensor | None
+
+    def entered(self, features: Tensor) -> Tensor:
+        """[T, F] features of the model -> [T, K], what the network reads in their place."""
+        ...
+
+    def store(self, token_ids: Tensor, before: Tensor, batch: ForwardBatch) -> None:
+        """Store the keys and values of pairs.
+
+        Args:
+            token_ids: [T] int64.
+            before: [T, K] `entered` of the feature of the token before each, or a state from `predict`. May be
+                overwritten.
+            batch: positions and slots of the pairs, with the pool of the network.
+        """
+        ...
+
+    def predict(self, token_ids: Tensor, before: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """Store pairs as `store` does, and predict what follows the tokens of `batch.logits_indices`, or all.
+
+        Returns:
+            states in the place of `entered` features of these tokens, [W, K]; and logits, [W, N].
+        """
+        ...
+
+
+class FeatureModule:
+    """A `DraftModule`; see the module."""
+
+    keeps_drafts = False
+
+    def __init__(
+        self,
+        head: FeatureHead,
+        layer: ModelSpec,
+        parts: DrafterParts,
+        *,
+        num_places: int,
+        vocab_size: int,
+    ) -> None:
+        """Take the parts.
+
+        Args:
+            head: computes the pairs.
+            layer: this rank's part of the head's layer, as a model. Its keys and values are the pool's last tensors.
+            parts: of the runner.
+            num_places: features that wait of each row, see `Lag`.
+            vocab_size: of the model.
+        """
+        pool, self._slot_table, self._put = parts.kv_pool, parts.slot_table, parts.buffers.put
+        self._head, self._num_places, self._vocab_size = head, num_places, vocab_size
+        assert pool.page_states is not None and pool.page_ends is not None
+        self._page_states, self._page_ends, self._page_size = pool.page_states, pool.page_ends, pool.page_size
+        self._kv_pool = pool.beyond(len(pool.k) - 1, (0,))
+        self._kv_pool.page_size = 1  # positions begin with token 1, so pages begin in the middle of pages
+        table = shifted_table(self._slot_table.req_to_token)
+        self._attention = parts.make_attention(layer, self._kv_pool, table)
+        num_rows = len(table)
+        # The feature of the token before position p of a row is in place p % num_places.
+        self._features = self._page_states.new_zeros((num_rows * num_places, self._page_states.shape[1]))
+        self._copied = np.full(num_rows, -1, dtype=np.int64)  # position of the token whose pair a copy has
+        self._drafted = self._features[:0]
+
+    def start(self, row: int, prefix_loc: Int64s) -> None:
+        place, num_tokens = row * self._num_places + len(prefix_loc) % self._num_places, len(prefix_loc)
+        self._copied[row] = -1
+        if not num_tokens:
+            self._features[place] = 0.0
+            return
+        page = int(prefix_loc[-1]) // self._page_size
+        self._features[place] = self._page_states[page]
+        # The feature of a full page is that of its end.
+        if num_tokens % self._page_size and int(self._page_ends[page]) != num_tokens - 1:
+            self._copied[row] = num_tokens
+
+    def keep(self, batch: InputBatch, states: Tensor, valid: Int64s) -> None:
+        put, page_size = self._put, self._page_size
+        lens = batch.layout.extend_lens
+        tokens = ranges(np.cumsum(lens) - lens, valid)
+        positions, ends = batch.positions[tokens], np.cumsum(valid)
+        is_end = positions % page_size == page_size - 1
+        is_end[ends - 1] = True
+        ending = tokens[is_end]
+        pages = put(batch.out_cache_loc[ending] // page_size)
+        self._page_states.index_copy_(0, pages, states.index_select(0, put(ending)))
+        self._page_ends.index_copy_(0, pages, put(positions[is_end][:, None]))
+        if int(valid.max()) > self._num_places:  # of long chunks only the last tokens have a place
+            late = np.flatnonzero(np.arange(len(tokens)) >= np.repeat(ends - self._num_places, valid))
+            tokens, positions = tokens[late], positions[late]
+        places = batch.token_rows[tokens] * self._num_places + (positions + 1) % self._num_places
+        kept = states if len(tokens) == len(states) else states.index_select(0, put(tokens))
+        self._features.index_copy_(0, put(places), kept)
+
+    def compute(self, run: Run, states: Tensor | None = None) -> None:
+        features = self._waiting(run) if states is None else self._of_step(run, states)
+        batch = self._batch(run, _NO_ATTENTION, None)
+        self._head.store(batch.input_ids, self._head.entered(features), batch)
+
+    def logits(self, run: Run, *, first: bool) -> Tensor:
+        put, table, idx = self._put, self._slot_table, self._put(run.idx)
+        before = self._head.entered(self._waiting(run)) if first else self._drafted.index_select(0, idx)
+        # The model's step writes the slots of drafts only after they are made.
+        table.store(
+            put(run.token_rows * table.width + run.positions), put(run.out_cache_loc.astype(np.int32))
+        )
+        layout = run.layout()
+        pairs = BatchLayout(layout.rows, layout.prefix_lens - 1, layout.extend_lens, layout.num_extends)
+        wanted = run.lasts if layout.num_extends else None
+        batch = self._batch(run, self._attention.plan_step(pairs), wanted)
+        after, logits = self._head.predict(batch.input_ids, before, batch)
+        if first:
+            self._drafted = torch.empty_like(after)
+        self._drafted.index_copy_(0, idx, after)
+        if self._head.token_ids is None:
+            return logits
+        whole = logits.new_full((logits.shape[0], self._vocab_size), float("-inf"))
+        return whole.index_copy_(1, self._head.token_ids, logits)
+
+    def _waiting(self, run: Run) -> Tensor:
+        """[T, F] the features before the tokens of a run that waited."""
+        places = run.token_rows * self._num_places + run.positions % self._num_places
+        return self._features.index_select(0, self._put(places))
+
+    def _of_step(self, run: Run, states: Tensor) -> Tensor:
+        """[T, F] the features before the tokens of a run of a step, from those of the step's tokens."""
+        assert run.step_tokens is not None, "they are tokens of a step"
+        put = self._put
+        before = states.index_select(0, put(np.maximum(run.step_tokens - 1, 0)))
+        places = run.rows * self._num_places + run.prefix_lens % self._num_places
+        firsts = run.lasts + 1 - run.extend_lens
+        return before.index_copy_(0, put(firsts), self._features.index_select(0, put(places)))
+
+    def _batch(self, run: Run, attention: StepAttention, wanted: Int64s | None) -> ForwardBatch:
+        is_copied = run.positions == self._copied[run.token_rows]
+        return ForwardBatch(
+            input_ids=run.input_ids,
+            positions=self._put(np.maximum(run.positions - 1, 0)),
+            kv_pool=self._kv_pool,
+            out_cache_loc=self._put(np.where(is_copied, 0, run.out_cache_loc)),
+            attention=attention,
+            logits_indices=None if wanted is None else self._put(wanted),
+        )
+
+
+def shifted_table(req_to_token: Tensor) -> Tensor:
+    """The slot table from its second column on, as wide as before: the last column is not read."""
+    num_rows, width = req_to_token.shape
+    return req_to_token.view(-1)[1 : 1 + (num_rows - 1) * width].view(num_rows - 1, width)
