@@ -51,6 +51,7 @@ from .media.image_store import ImageStore
 from .media.placement import ImagePlacement
 from .overload.overload_control import OverloadLimits
 from .prompt_encoder import PromptEncoder
+from .prompt_images import PromptImages
 from .telemetry.metrics import Metrics, read_build_info
 from .telemetry.otlp_traces import make_traces
 from .telemetry.request_record import Traces
@@ -131,10 +132,10 @@ async def _serve(
     build = read_build_info(child.peer_details)
     metrics = Metrics(served_model, build.labels())
     limit_s = settings.config.answers.grammar_timeout
-    placement, images = None, None
+    placement, store = None, None
     if (vision := settings.spec.vision) is not None and chat_template is not None:
         placement = ImagePlacement(vision, tokenizer)
-        images = ImageStore(vision, settings.endpoints.images, settings.config.media)
+        store = ImageStore(vision, settings.endpoints.images, settings.config.media)
     setup = SandboxSetup(settings.source, capacity.vocab_size, tuple(settings.spec.eos_token_ids), limit_s)
     compile_queue = CompileQueue(lambda: CompileWorker.start(setup), limit_s)
     manager = TokenizerManager(
@@ -156,7 +157,7 @@ async def _serve(
             has_key=settings.config.parallel.cluster_key_file is not None,
         ),
         pair=_pair_of(settings.config),
-        images=images,
+        images=store,
     )
     if settings.life:  # abandon the requests of the manager before this one
         for outbox in outboxes:
@@ -193,8 +194,7 @@ async def _serve(
         encoder=encoder,
         renderer=renderer,
         planner=planner,
-        images=images,
-        placement=placement,
+        images=PromptImages(encoder, store, placement),
         metrics=metrics,
         config=settings.config,
         spec=settings.spec,

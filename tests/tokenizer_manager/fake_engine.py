@@ -94,6 +94,7 @@ from engine.tokenizer_manager.media.image_store import ImageStore
 from engine.tokenizer_manager.media.placement import ImagePlacement
 from engine.tokenizer_manager.process import overload_limits
 from engine.tokenizer_manager.prompt_encoder import PromptEncoder
+from engine.tokenizer_manager.prompt_images import PromptImages
 from engine.tokenizer_manager.telemetry.metrics import BuildInfo, Metrics
 from engine.tokenizer_manager.telemetry.request_record import NoTraces, Traces
 
@@ -413,7 +414,7 @@ def make_services(
         parallel=ParallelConfig(dp=1 + len(others), dispatch_policy=dispatch_policy),
         log=LogConfig(crash_dir=str(engine.crash_dir), log_requests=log_requests),
     )
-    images = (
+    store = (
         None if vision is None else ImageStore(vision, tempfile.mkdtemp(), config.media, max_pixels=1_000_000)
     )
     placement = None if vision is None else ImagePlacement(vision, tokenizer)
@@ -430,7 +431,7 @@ def make_services(
         other_sends=[other.receive for other in others],
         dispatch_policy=dispatch_policy,
         pair=pair,
-        images=images,
+        images=store,
     )
     template = None if chat_template is None else _compiled(chat_template)
     for replica, each in enumerate((engine, *others)):
@@ -464,8 +465,7 @@ def make_services(
             check_schema=ToolSchemas(config.limits),
             images=placement,
         ),
-        images=images,
-        placement=placement,
+        images=PromptImages(encoder, store, placement),
         metrics=metrics,
         config=config,
         spec=spec,

@@ -6,9 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeVar
@@ -23,7 +21,7 @@ from ...models.tokenizer.tokenizer_export import TokenizerExport
 from ...runtime.adapter_spec import LoadedAdapter
 from ...runtime.config.engine_config import EngineConfig
 from ...runtime.errors import RequestError
-from ...runtime.messages import HintAction, HintOutcome, MediaItem
+from ...runtime.messages import HintAction, HintOutcome
 from ...runtime.sampling_defaults import SamplingDefaults, effective_defaults
 from ..adapters.registry import AdapterRegistry
 from ..all_processes import AllProcesses
@@ -31,13 +29,12 @@ from ..conversation.conversation import Conversation, image_sources
 from ..conversation.planner import AnswerPlan, Planner
 from ..conversation.template_choice import why_no_template
 from ..conversation.template_renderer import TemplateRenderer
-from ..generation import Generation, GenerationRequest, Prompt
+from ..generation import Generation, GenerationRequest
 from ..manager import TokenizerManager
-from ..media.image_store import ImageStore
-from ..media.placement import ImagePlacement
 from ..pooling.embedding import check_task
 from ..preparation import PreparedPrompt
 from ..prompt_encoder import PromptEncoder, second_bos
+from ..prompt_images import PlacedPrompt, PromptImages
 from ..rendering.worker import PageWorker
 from ..scheduling_options import Hint, Scheduling
 from ..telemetry.metrics import BuildInfo, Metrics
@@ -54,20 +51,6 @@ from .schema.kv_hints import HINTS_HEADER, HintResult
 from .schema.values import Body, show
 
 T = TypeVar("T")
-
-
-class PlacedPrompt(NamedTuple):
-    """The prompt of a chat.
-
-    Attributes:
-        text: with the texts of images.
-        ids: [prompt_len] int32; None: those of the text.
-        media: the images, which are taken; see `Engine.release`.
-    """
-
-    text: str
-    ids: array[int] | None = None
-    media: tuple[MediaItem, ...] = ()
 
 
 class PreparedRequest(NamedTuple):
@@ -130,8 +113,7 @@ class Engine(ServerFacts):
         encoder: tokenizes.
         renderer: renders chats; None for a model without a chat template.
         planner: plans their answers.
-        images: decodes images; None for a model that does not see them.
-        placement: their places in prompts.
+        images: of prompts.
         body_budget: bounds the bodies that are being received.
         body_reader: parses them.
         recent_items: of answers of `/v1/responses`.
@@ -142,8 +124,7 @@ class Engine(ServerFacts):
     encoder: PromptEncoder
     renderer: TemplateRenderer | None
     planner: Planner
-    images: ImageStore | None = None
-    placement: ImagePlacement | None = None
+    images: PromptImages
     body_budget: BodyBudget = field(default_factory=BodyBudget)
     body_reader: BodyReader = field(default_factory=BodyReader)
     recent_items: RecentItems = field(default_factory=RecentItems)
@@ -152,11 +133,6 @@ class Engine(ServerFacts):
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self.encoder.tokenizer
-
-    @property
-    def sees_images(self) -> bool:
-        """Whether chats may have images."""
-        return self.images is not None
 
     def num_written_tokens(self, generation: Generation) -> int:
         """Prompt tokens of a generation that its prompts have added to the prefix cache, which takes whole pages."""
@@ -217,7 +193,7 @@ class Engine(ServerFacts):
                     check_task(self.spec, "generate")
                 generation = await self.manager.start(request)
             except BaseException:
-                self.release(request.media)
+                self.images.release(request.media)
                 raise
         try:
             exchange.generations.append(generation)
@@ -269,7 +245,7 @@ class Engine(ServerFacts):
             try:
                 return PreparedRequest(request, await self.manager.prepare(request))
             finally:
-                self.release(request.media)
+                self.images.release(request.media)
 
     async def planned(self, exchange: Exchange, request: GenerationRequest) -> GenerationRequest:
         """The request with the time of its body; that of a chat with its prompt, its grammar and the plan.
@@ -323,7 +299,7 @@ class Engine(ServerFacts):
         assert request.conversation is not None
         plan = await self._plan(request, request.conversation)
         placed = await self.placed(plan, request.prompt_param)
-        self.release(placed.media)
+        self.images.release(placed.media)
         if (ids := placed.ids) is None:
             [ids] = await self.encoder.encode(
                 [placed.text], add_special_tokens=False, param=request.prompt_param
@@ -331,52 +307,8 @@ class Engine(ServerFacts):
         return len(ids), _warnings(request, plan)
 
     async def placed(self, plan: AnswerPlan, param: str) -> PlacedPrompt:
-        """The prompt of a plan, with its images. Call it where a disconnect cancels, and `release` the images.
-
-        Args:
-            param: the field that errors name.
-
-        Raises:
-            RequestError: an image cannot be used.
-            QueueFullError: too many images wait.
-        """
-        if self.images is None or self.placement is None:
-            return PlacedPrompt(plan.prompt)
-        images = await self.images.take(image_sources(plan.conversation.messages))
-        try:
-            texts = self.placement.texts_of(plan.prompt, images)
-            if not images and len(texts) == 1:
-                return PlacedPrompt(texts[0])
-            ids = await self._ids_of(texts, param)
-            return PlacedPrompt("".join(texts), ids, self.placement.items_of(ids, images))
-        except BaseException:
-            self.images.release(image.digest for image in images)
-            raise
-
-    async def cut_prompts(self, prompts: Sequence[str], param: str) -> list[Prompt]:
-        """Rendered prompts without images; ids of those in which `ImagePlacement` has cut special tokens.
-
-        Raises:
-            RequestError: a prompt has a marker of an image.
-            QueueFullError: too much text waits to be tokenized.
-        """
-        if self.placement is None:
-            return list(prompts)
-        made: list[Prompt] = []
-        for prompt in prompts:
-            texts = self.placement.texts_of(prompt, ())
-            made.append(texts[0] if len(texts) == 1 else (await self._ids_of(texts, param)).tolist())
-        return made
-
-    async def _ids_of(self, texts: Sequence[str], param: str) -> array[int]:
-        """Token ids of texts that are tokenized one by one and joined."""
-        encoded = await self.encoder.encode(texts, add_special_tokens=False, param=param)
-        return array("i", itertools.chain.from_iterable(encoded))
-
-    def release(self, media: Sequence[MediaItem]) -> None:
-        """Give the images of a prompt back that is not started."""
-        if self.images is not None:
-            self.images.release(item.digest for item in media)
+        """The prompt of a plan, with its images; see `PromptImages.placed`."""
+        return await self.images.placed(plan.prompt, image_sources(plan.conversation.messages), param)
 
     def second_bos(self, generation: Generation, fix: str) -> list[str]:
         """Warnings for prompts of a started request that begin with two BOS; see `second_bos` of the encoder."""
@@ -497,8 +429,7 @@ class Services(Engine):
         """Let the threads of its parts end."""
         self.traces.close()
         self.page_worker.close()
-        if self.images is not None:
-            self.images.close()
+        self.images.close()
         self.encoder.close()
         self.body_reader.close()
         if self.renderer is not None:

@@ -138,8 +138,8 @@ def test_the_same_image_is_one_file_and_another_one_a_second(seeing):
 
 
 def num_in_use(served: Served) -> int:
-    assert served.services.images is not None
-    return sum(image.num_users for image in served.services.images._images.values())
+    assert served.services.images.store is not None
+    return sum(image.num_users for image in served.services.images.store._images.values())
 
 
 def test_n_answers_share_their_images_until_the_last_one_ends(silent):
@@ -162,7 +162,7 @@ def test_n_answers_share_their_images_until_the_last_one_ends(silent):
 
 def test_images_are_given_back_when_their_requests_end(silent):
     served = silent
-    images = served.services.images
+    images = served.services.images.store
     assert images is not None
     pending = [served.post_later(PATH, json=chat([part(PICTURE)])) for _ in range(2)]
     for _ in range(2):

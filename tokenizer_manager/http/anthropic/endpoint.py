@@ -76,7 +76,7 @@ async def count_tokens(exchange: Exchange, engine: Engine) -> None:
 
 def _read(body: dict[str, Any], engine: Engine, caller: Caller) -> tuple[MessagesRequest, GenerationRequest]:
     request, generation = read_messages(
-        body, engine.config, engine.sampling_defaults, sees_images=engine.sees_images
+        body, engine.config, engine.sampling_defaults, sees_images=engine.images.are_seen
     )
     user, session = user_of(request)
     scheduling = caller.scheduling(request, user, body=body, user_session=session)
@@ -85,7 +85,7 @@ def _read(body: dict[str, Any], engine: Engine, caller: Caller) -> tuple[Message
 
 
 def _read_count(body: dict[str, Any], engine: Engine) -> GenerationRequest:
-    request, generation = read_count(body, engine.config, sees_images=engine.sees_images)
+    request, generation = read_count(body, engine.config, sees_images=engine.images.are_seen)
     engine.check_model(request.model)
     return generation
 

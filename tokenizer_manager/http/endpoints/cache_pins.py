@@ -34,7 +34,7 @@ async def pin_prefix(exchange: Exchange, engine: Engine) -> None:
                 request, made.messages, warnings, add_generation_prompt=bool(request.add_generation_prompt)
             )
             placed = await engine.placed(await engine.plan_chat(conversation), "messages")
-            engine.release(placed.media)
+            engine.images.release(placed.media)
             if placed.media:
                 raise RequestError(
                     "messages has images, but only prefixes of text can be pinned; leave them out",
@@ -93,7 +93,7 @@ def _read(body: Body, engine: Engine) -> _Checked:
         )
     if request.messages is not None:
         messages, more_warnings = template_messages(
-            request.messages, strict=strict, limits=engine.config.limits, sees_images=engine.sees_images
+            request.messages, strict=strict, limits=engine.config.limits, sees_images=engine.images.are_seen
         )
         return _Checked(request, "", messages, first_warnings(warnings + more_warnings))
     prompts = prompts_of(request.prompt, "prompt", max_prompt_len=engine.manager.capacity.max_model_len)

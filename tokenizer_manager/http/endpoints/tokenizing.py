@@ -37,7 +37,7 @@ async def tokenize(exchange: Exchange, engine: Engine) -> None:
                 )
             )
             placed = await engine.placed(plan, "messages")
-            engine.release(placed.media)
+            engine.images.release(placed.media)
             text, ids = placed.text, placed.ids
             add_special_tokens, param = bool(request.add_special_tokens), "messages"
         else:
@@ -103,7 +103,7 @@ def _read(body: Body, engine: Engine) -> _Checked:
     if request.messages is None:
         return _Checked(request, None, warnings)
     messages, more_warnings = template_messages(
-        request.messages, strict=strict, limits=engine.config.limits, sees_images=engine.sees_images
+        request.messages, strict=strict, limits=engine.config.limits, sees_images=engine.images.are_seen
     )
     return _Checked(request, messages, warnings + more_warnings)
 

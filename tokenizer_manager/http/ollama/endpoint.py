@@ -68,7 +68,7 @@ def _read(
         engine.config,
         engine.sampling_defaults,
         max_model_len=max_model_len,
-        sees_images=engine.sees_images,
+        sees_images=engine.images.are_seen,
     )
     scheduling = engine.with_adapter(caller.scheduling(request), request.model)
     return request, replace(generation, scheduling=scheduling)

@@ -98,7 +98,7 @@ def read_chat(body: Body, engine: Engine, caller: Caller) -> tuple[ChatRequest, 
     request.events()
     limits = engine.config.limits
     messages, more_warnings = template_messages(
-        request.messages, strict=strict, limits=limits, sees_images=engine.sees_images
+        request.messages, strict=strict, limits=limits, sees_images=engine.images.are_seen
     )
     warnings += more_warnings
     constraint = constraint_of(request, engine.config.answers, limits, strict_server=strict)

@@ -304,9 +304,8 @@ async def _decide(exchange: Exchange, engine: Engine, asked: _Asked) -> _Answers
     # On a thread: hundreds of options have thousands of forms to tokenize.
     cases = await asyncio.to_thread(_cases, asked, tokens)
     texts = [question_text(asked.questions[case.question], case.labels, case.rotation) for case in cases]
-    if engine.placement is not None:
-        texts = engine.placement.without_markers(texts)
-    prompts = await engine.cut_prompts([f"{before}{text}{after}" for text in texts], "questions")
+    texts = engine.images.without_markers(texts)
+    prompts = await engine.images.cut_prompts([f"{before}{text}{after}" for text in texts], "questions")
     request = pooled_request(
         fields,
         engine,

@@ -79,7 +79,7 @@ def _read(body: dict[str, Any], engine: Engine, caller: Caller) -> tuple[Respons
         engine.config,
         engine.sampling_defaults,
         lambda item: engine.recent_items.find(item, caller.owner),
-        sees_images=engine.sees_images,
+        sees_images=engine.images.are_seen,
     )
     engine.check_model(request.model)
     scheduling = engine.with_adapter(caller.scheduling(request, body=body), request.model)
