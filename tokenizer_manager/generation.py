@@ -29,6 +29,7 @@ from ..runtime.sampling_params import MAX_SEED, SamplingParams
 from .conversation.conversation import Conversation
 from .conversation.deltas import CallBegin, CallEnd, Content, Delta
 from .conversation.planner import AnswerPlan
+from .media.sources import ImageSource
 from .scheduling_options import Scheduling
 
 Prompt = str | list[int]
@@ -90,6 +91,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         warnings: for the response.
         reports_progress: rows say how much of a prompt is read.
         warm_up: the prompt is computed for later requests, and the answer is empty; see `warm_up_of`.
+        images: of the only prompt, a text with a marker for each, before they are decoded; those of a chat are in its
+            messages.
         media: the images of the prompt, taken from the `ImageStore`; there is one prompt then.
     """
 
@@ -121,6 +124,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     warnings: list[str] = []
     reports_progress: bool = False
     warm_up: bool = False
+    images: tuple[ImageSource, ...] = ()
     media: tuple[MediaItem, ...] = ()
 
     @property

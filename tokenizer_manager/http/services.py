@@ -255,7 +255,8 @@ class Engine(ServerFacts):
         """
         conversation, constraint = request.conversation, request.constraint
         if conversation is None:
-            return replace(request, received_s=exchange.received_s)
+            request = replace(request, received_s=exchange.received_s)
+            return await self._with_images(request) if request.images else request
         arrival_s, max_tokens = self.manager.now_s(), request.sampling.max_new_tokens
         if request.warm_up:
             max_tokens = None
@@ -305,6 +306,16 @@ class Engine(ServerFacts):
                 [placed.text], add_special_tokens=False, param=request.prompt_param
             )
         return len(ids), _warnings(request, plan)
+
+    async def _with_images(self, request: GenerationRequest) -> GenerationRequest:
+        """The request with the token ids of its prompt, in which images have their places."""
+        [prompt] = request.prompts
+        assert isinstance(prompt, str)
+        placed = await self.images.placed(
+            prompt, request.images, request.prompt_param, add_special_tokens=request.add_special_tokens
+        )
+        assert placed.ids is not None
+        return replace(request, prompts=[placed.ids.tolist()], media=placed.media, images=())
 
     async def placed(self, plan: AnswerPlan, param: str) -> PlacedPrompt:
         """The prompt of a plan, with its images; see `PromptImages.placed`."""

@@ -369,6 +369,53 @@ def test_images_in_other_apis(seeing, api):
     assert refused.status_code == 400 and f"{APIS[api]} is not an image" in refused.text
 
 
+DATA = base64.b64encode(PICTURE).decode()
+
+
+@pytest.mark.parametrize(
+    "image",
+    [DATA, [DATA], image_url(PICTURE), [{"url": image_url(PICTURE), "detail": "low"}], {"url": DATA}],
+)
+def test_image_data_of_generate(seeing, image):
+    body = {"text": "What<image>?", "image_data": image, "sampling_params": {"max_new_tokens": 2}}
+
+    assert seeing.client.post("/generate", json=body).status_code == 200
+
+    request = seeing.engine.next_request()
+    text = text_of(request)
+    assert text.startswith("What<fake_token_around_image>") and text.endswith("<fake_token_around_image>?")
+    [item] = request.media
+    assert ids_of(request).count(IMAGE_ID) == item.shape[0] * ROWS
+    assert item.shape[0] == 1 or not isinstance(image, list) or isinstance(image[0], str)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "cause"),
+    [
+        ({"image_data": DATA}, "text", "has 0 of '<image>', and image_data 1 images"),
+        ({"text": "<image><image>", "image_data": [DATA]}, "text", "has 2 of '<image>'"),
+        ({"text": ["<image>", "x"], "image_data": [DATA]}, "image_data", "belongs to one text"),
+        ({"text": None, "input_ids": [1, IMAGE_ID], "image_data": DATA}, "image_data", "belongs to one text"),
+        ({"text": "<image>", "image_data": ["&"]}, "image_data[0]", "which is not base64"),
+        ({"text": "<image>", "image_data": 5}, "image_data", "5"),
+        ({"text": "<image>", "image_data": {"url": DATA, "detail": "x"}}, "image_data.detail", "must be one"),
+        ({"text": "<image>", "image_data": [DATA] * 4}, "image_data[3]", "is image 4 of the request"),
+        ({"text": "<image>", "image_data": ["http://a.org/b"]}, "image_data[0]", "fetches no URLs"),
+    ],
+)
+def test_image_data_that_cannot_be_used(seeing, fields, param, cause):
+    reply = seeing.client.post("/generate", json={"text": "x", **fields})
+
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (400, param) and cause in error["message"]
+
+
+def test_image_data_of_a_model_without_a_tower_is_refused(answering):
+    error = answering.client.post("/generate", json={"text": "x", "image_data": DATA}).json()["error"]
+
+    assert error["param"] == "image_data" and "serves only the text of this model" in error["message"]
+
+
 @pytest.mark.parametrize("api", APIS)
 def test_other_apis_of_a_model_without_a_tower_refuse_images(answering, api):
     path, body = _of_api(api, PICTURE)

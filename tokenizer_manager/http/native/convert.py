@@ -32,6 +32,8 @@ from ..schema.constraints import check_room, constraint_of
 from ..schema.errors import renamed_fields
 from ..schema.field_policy import SAMPLING_NOT_YET, FieldPolicy
 from ..schema.generation_fields import at_least_one, prompts_of
+from ..schema.image_parts import RequestImages
+from ..schema.parts import ONLY_TEXT
 from ..schema.values import Body, convert, refused
 from ..services import Engine
 from ..token_logprobs import TokenLogprob
@@ -43,7 +45,6 @@ _POLICY: Final = FieldPolicy(
     {
         "audio_data": (),
         "background": (False,),
-        "image_data": (),
         "input_embeds": (),
         "return_bytes": (False,),
         "return_entropy": (False,),
@@ -133,7 +134,7 @@ def _read(body: Body, engine: Engine, caller: Caller) -> tuple[NativeRequest, Ge
         engine.sampling_defaults,
         engine.manager.capacity.max_model_len,
     )
-    generation = _with_adapters(generation, request, engine)
+    generation = _with_images(_with_adapters(generation, request, engine), request, engine)
     constraints = [
         constraint_of(
             sampling,
@@ -182,6 +183,28 @@ def _with_adapters(
         )
     lora_ids = [engine.with_adapter(generation.scheduling, None, path).lora_id for path in paths]
     return msgspec.structs.replace(generation, lora_ids=lora_ids)
+
+
+def _with_images(generation: GenerationRequest, request: NativeRequest, engine: Engine) -> GenerationRequest:
+    """The request with its images.
+
+    Raises:
+        RequestError: one cannot be used, or the text has not a marker for each.
+    """
+    if not request.image_data:
+        return generation
+    vision, [text, *others] = engine.spec.vision, generation.prompts
+    if vision is None or not engine.images.are_seen:
+        raise refused("image_data", f"is set, {ONLY_TEXT}", "unsupported_value")
+    if others or not isinstance(text, str):
+        raise refused("image_data", "belongs to one text; send a request for each, without input_ids")
+    images = RequestImages(engine.config.limits).image_data(request.image_data, "image_data")
+    if (count := text.count(vision.marker)) != len(images):
+        raise refused(
+            "text",
+            f"has {count} of {vision.marker!r}, and image_data {len(images)} images; write one in the place of each",
+        )
+    return msgspec.structs.replace(generation, images=images)
 
 
 def _generation_request(

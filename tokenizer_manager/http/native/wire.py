@@ -16,6 +16,7 @@ from ..schema.field_types import (
     BootstrapRoom,
     Count,
     CountOrNone,
+    ImageData,
     LoraPaths,
     Priority,
     PromptsOrNone,
@@ -49,6 +50,7 @@ class NativeRequest(msgspec.Struct, kw_only=True):
 
     text: PromptsOrNone = None
     input_ids: PromptsOrNone = None
+    image_data: ImageData = None
     add_special_tokens: bool | None = None
     sampling_params: SamplingObject | None = None
     stream: bool | None = None

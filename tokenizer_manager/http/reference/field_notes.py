@@ -29,6 +29,7 @@ NOTES: Final[Mapping[str, str]] = {
     "TokenizeRequest.prompt": "The text; instead of messages.",
     "text": "A text, or a list of texts; instead of input_ids.",
     "input_ids": "Token ids, or a list of such lists; instead of text.",
+    "image_data": "Images of the text, which has the model's marker in the place of each.",
     "input": "A text, token ids, or a list of either.",
     "ResponsesRequest.input": "A text, or a list of items: messages, calls, results of calls, reasoning.",
     "OllamaOldEmbedRequest.prompt": "The text.",

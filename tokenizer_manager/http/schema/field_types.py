@@ -162,6 +162,14 @@ PromptsOrNone = Annotated[
     documented("A text, token ids, or a list of either.", anyOf=[*_PROMPTS, _NOTHING]),
 ]
 
+_IMAGE: Final[_Schema] = {"type": ["string", "object"]}
+ImageData = Annotated[
+    Any,
+    documented(
+        "An image or a list of them: base64, a URL, or an object with url and detail.",
+        anyOf=[_IMAGE, {"type": "array", "items": _IMAGE}, _NOTHING],
+    ),
+]
 LoraPaths = Annotated[
     str | list[str | None] | None,
     documented(

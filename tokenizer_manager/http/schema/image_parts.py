@@ -15,11 +15,10 @@ from .field_policy import Notes, policy_of
 from .values import Body, convert, optional_text, refused, show
 
 _DETAILS: Final = ("auto", "low", "high")
+_MAX_SCHEME: Final = 8
 _CHAT_PART: Final = policy_of(
     (), ("id", "uuid", *BREAKPOINTS), {"image_url": policy_of(("url", "detail"), ("uuid",))}
 )
-
-
 _INPUT_IMAGE: Final = policy_of(("image_url", "detail", "file_id"), ("id", *BREAKPOINTS))
 _BLOCK: Final = policy_of((), ("cache_control",), {"source": policy_of(("data", "url"), ("media_type",))})
 
@@ -102,15 +101,34 @@ class RequestImages:
         Raises:
             RequestError: one cannot be used.
         """
-        images = []
-        for number, text in enumerate(convert(value, list[str], at)):
-            place = f"{at}[{number}]"
-            self.count(place)
-            is_url = text.startswith("data:")
-            images.append(
-                image_of_url(text, place) if is_url else image_of_bytes(bytes_of_base64(text, place), place)
-            )
-        return [image_part(image) for image in images]
+        texts = convert(value, list[str], at)
+        return [image_part(self._of_text(text, f"{at}[{number}]")) for number, text in enumerate(texts)]
+
+    def image_data(self, value: object, at: str) -> tuple[ImageSource, ...]:
+        """The images of SGLang's API: one or a list, each in base64, or a URL, or an object with `url` and `detail`.
+
+        Raises:
+            RequestError: one cannot be used.
+        """
+        places = (
+            {f"{at}[{number}]": each for number, each in enumerate(value)}
+            if isinstance(value, list)
+            else {at: value}
+        )
+        return tuple(self._of_value(each, place) for place, each in places.items())
+
+    def _of_value(self, value: object, at: str) -> ImageSource:
+        if isinstance(value, str):
+            return self._of_text(value, at)
+        given = convert(value, ImageUrl, at)
+        return self._of_text(given.url, f"{at}.url", detail_of(given.detail, f"{at}.detail"))
+
+    def _of_text(self, text: str, at: str, detail: ImageDetail = "auto") -> ImageSource:
+        """An image in base64 or with a URL, by the colon, which base64 has not."""
+        self.count(at)
+        if ":" in text[:_MAX_SCHEME]:
+            return image_of_url(text, at, detail)
+        return image_of_bytes(bytes_of_base64(text, at), at, detail)
 
     def count(self, at: str) -> None:
         """Count an image.
