@@ -83,6 +83,8 @@ class ResultSettler:
             return self._settle_out_of_memory(batch, result, here, now_s)
         if len(batch):  # an IDLE step needs no memory, so its success shows nothing
             self._caps.succeeded()
+        self._learn_costs(batch, result, now_s - self._last_settle_s)
+        self._last_settle_s = now_s
         self._states.num_settled[batch.rows[here]] = batch.end[here]
         rows = self._settle_errors(batch, result, here, now_s)
         rows += self._settle_prompts(batch, result, here)
@@ -97,8 +99,6 @@ class ResultSettler:
         if len(self._requests) < num_live:
             self._requests.remove_stopped()
         self._stats.step_s += result.forward_s
-        self._learn_costs(batch, result, now_s - self._last_settle_s)
-        self._last_settle_s = now_s
         return rows
 
     def _settle_out_of_memory(

@@ -1,32 +1,78 @@
-"""`RunnerDrafts`: how many of the drafts that the runner's drafter makes are right, and what they cost.
+"""`RunnerDrafts`: how many of the drafts that the runner's drafter makes are right, and what they may cost.
 
 The drafter is a second model (a draft model, an EAGLE-3 head, layers that predict further tokens). The plan says only
-how many drafts a request gets, because the drafter needs states that only the runner has. So the scheduler has rates
-of them: the share of right ones at each position after right ones, of the request and of all requests, and the
-seconds per draft that results report. Rates are learned when drafts are tried. While there are none they return slowly
-to the first guess, so that a drafter that failed on one part of a text is tried on another one.
+how many drafts a request gets, because the drafter needs states that only the runner has. Unlike copies of a text, its
+drafts show whether they are right only if they are made, which costs time. Two things decide about them:
+
+- Rates (`DraftRates`): the share of right drafts at each position after right ones, of all requests and of each. Drafts
+  that gain by these rates are planned.
+- Credit: seconds that drafts may still lose. A step with drafts adds what it saved or subtracts what it lost; time adds
+  `_SHARE` of itself; it never exceeds `_MOST_STEPS` plain steps. A plan that would lose more if all its drafts were
+  wrong is not made. While drafts gain nothing, the credit pays for trials: one draft of one request in a step, and a
+  plain step after it.
+
+So with any drafter decodes take at most `_SHARE` longer than without, and once `_MOST_STEPS` steps. A drafter that is
+never right is tried in one of some 20 to 70 steps, by what a draft costs; once it becomes right, its first trial earns
+the credit for more.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from ...runtime.step_plan import RUNNER_DRAFT
 from ..arrays import IntArray
 from ..batch import ScheduleBatch
 from ..requests.req import Req
-
-Float64s = npt.NDArray[np.float64]
+from .step_costs import Float64s, StepCosts
 
 _FIRST_RATE: Final = 0.6
-_OWN_WEIGHT: Final = 1 / 12
-_SHARED_WEIGHT: Final = 1 / 128
-_RETURN_WEIGHT: Final = 1 / 512
-"""Weight of the first guess in a step without drafts: half the way back takes some 350 steps."""
-_COST_WEIGHT: Final = 0.25
+_GUESS_WEIGHT: Final = 4.0
+"""Weight of the guess beside the counts, in tries."""
+_OWN_TRIES: Final = 16
+_SHARED_TRIES: Final = 64
+_FADING: Final = 255 / 256
+"""Weight that counts keep in a step that tells nothing about them: half of it takes 180 steps."""
+_SHARE: Final = 0.005
+_MOST_STEPS: Final = 8
+_COST_WEIGHT: Final = 0.5
+_PLAIN_AGE: Final = 128
+"""Decode steps after which the runner makes no drafts before a plain step, whose time is half of the comparison."""
+
+
+class DraftRates:
+    """Shares of right drafts by position, as counts of tries that fade.
+
+    The rate of a position is its counts and, with the weight of a few tries, a guess. So a position that was never
+    tried has the rate of the one before it.
+    """
+
+    def __init__(self, max_drafts: int, most_tries: int) -> None:
+        """`most_tries`: older ones fade, so that about as many count."""
+        self._tries = [0.0] * max_drafts
+        self._right = [0.0] * max_drafts
+        self._keeping = 1 - 1 / most_tries
+
+    def rate(self, idx: int, guess: float) -> float:
+        """The rate of a position."""
+        return (self._right[idx] + _GUESS_WEIGHT * guess) / (self._tries[idx] + _GUESS_WEIGHT)
+
+    def learn(self, num_drafts: int, num_accepted: int) -> None:
+        """A step checked drafts. The first wrong one is the last that tells something."""
+        tried = min(num_drafts, num_accepted + 1)
+        for idx in range(tried):
+            self._tries[idx] = self._tries[idx] * self._keeping + 1.0
+            self._right[idx] = self._right[idx] * self._keeping + (idx < num_accepted)
+        self.fade(tried)
+
+    def fade(self, first: int = 0) -> None:
+        """A step told nothing about the positions from `first` on."""
+        for idx in range(first, len(self._tries)):
+            self._tries[idx] *= _FADING
+            self._right[idx] *= _FADING
 
 
 class RunnerDrafts:
@@ -35,53 +81,120 @@ class RunnerDrafts:
     Attributes:
         method: index into `DRAFT_METHODS`.
         draft_s: seconds per draft; 0 until some are measured, so that they are tried.
+        credit_s: seconds that drafts may lose; infinite until a plain step is measured.
+        by_runner: the requests whose drafts in the step that is planned are the runner's, if they get any.
     """
 
     def __init__(self, method: int, max_drafts: int) -> None:
         """`max_drafts`: of one request in a step."""
         self.method = method
-        self.draft_s = 0.0
-        self._shared: Float64s = np.full(max_drafts, _FIRST_RATE)
-        self._own: dict[Req, Float64s] = {}
+        self.draft_s = self._last_draft_s = 0.0
+        self.credit_s = self._most_s = math.inf
+        self._max_drafts = max_drafts
+        self._shared = DraftRates(max_drafts, _SHARED_TRIES)
+        self._own: dict[Req, DraftRates] = {}
+        self.by_runner: set[Req] = set()
+        self._first_chances: dict[Req, float] = {}  # of the requests that may have drafts in the step
+        self._was_trial = False
+
+    def begin_step(self) -> None:
+        """A step is planned: `chances` of requests, `by_runner`, then `limit`."""
+        self.by_runner.clear()
+        self._first_chances.clear()
 
     def chances(self, req: Req, count: int) -> list[float]:
         """For each of `count` drafts of a request, the probability that it and all before it are right."""
-        rates = self._own.get(req)
-        if rates is None:
-            rates = self._own[req] = self._shared.copy()
-        chances: list[float] = np.cumprod(rates[: max(0, count)]).tolist()
+        own = self._own.get(req)
+        if own is None:
+            own = self._own[req] = DraftRates(self._max_drafts, _OWN_TRIES)
+        chances: list[float] = []
+        chance, rate, shared_before = 1.0, _FIRST_RATE, _FIRST_RATE
+        for idx in range(count):
+            shared = self._shared.rate(idx, shared_before)
+            # The guess for a request: its rate changes from position to position like that of all requests.
+            rate = own.rate(idx, min(1.0, max(0.0, rate + shared - shared_before)))
+            chance *= rate
+            chances.append(chance)
+            shared_before = shared
+        if chances:
+            self._first_chances[req] = chances[0]
         return chances
 
-    def not_tried(self, req: Req) -> None:
-        """The request, which `chances` knows, has no drafts of the runner in this step."""
-        rates = self._own[req]
-        rates += _RETURN_WEIGHT * (_FIRST_RATE - rates)
-        self._shared += _RETURN_WEIGHT / 4 * (_FIRST_RATE - self._shared)
+    def limit(self, reqs: list[Req], counts: list[int], intervals: Float64s, costs: StepCosts) -> list[int]:
+        """The numbers of drafts without those of the runner that may lose too much, or with one that is a trial.
 
-    def checked(self, batch: ScheduleBatch, num_accepted: IntArray) -> None:
-        """Learn from a step with drafts: [B] numbers of accepted ones."""
+        Args:
+            reqs: the step's B requests.
+            counts: drafts of each of them; empty if there are none.
+            intervals: seconds of a step with 0, 1, ... drafts.
+            costs: of steps; plain ones must have been measured recently.
+        """
+        counts = counts or [0] * len(reqs)
+        made = sum(count for req, count in zip(reqs, counts, strict=True) if req in self.by_runner)
+        num_drafts = sum(counts)
+        credit_s = self.credit_s if costs.knows_plain(len(reqs), _PLAIN_AGE) else -math.inf
+        if made:
+            verifying_s = (intervals[num_drafts] - intervals[0]) * made / num_drafts
+            if verifying_s + made * self.draft_s > credit_s:
+                num_drafts, made = num_drafts - made, 0
+                counts = [
+                    0 if req in self.by_runner else count for req, count in zip(reqs, counts, strict=True)
+                ]
+        idle = [idx for idx, req in enumerate(reqs) if not counts[idx] and req in self._first_chances]
+        may_try = idle and not made and not self._was_trial and num_drafts + 1 < len(intervals)
+        self._was_trial = False
+        if may_try:
+            trial_s = intervals[num_drafts + 1] - intervals[num_drafts] + self.draft_s
+            if trial_s <= credit_s:
+                tried = max(idle, key=lambda idx: self._first_chances[reqs[idx]])
+                self.by_runner.add(reqs[tried])
+                counts[tried], self._was_trial = 1, True
+        for req, count in zip(reqs, counts, strict=True):
+            if req in self._first_chances and not (count and req in self.by_runner):
+                self._own[req].fade()
+        return counts
+
+    def checked(self, batch: ScheduleBatch, num_accepted: IntArray, seconds: float, costs: StepCosts) -> None:
+        """Learn from a step with drafts.
+
+        Args:
+            num_accepted: [B] of each request.
+            seconds: that it took to make them.
+            costs: of steps; this one is measured.
+        """
         num_drafts = np.frombuffer(batch.plan.num_drafts, dtype=np.int32)
         firsts = np.cumsum(num_drafts) - num_drafts
         draft_ids = np.frombuffer(batch.plan.draft_ids, dtype=np.int32)
+        made = right = 0
         for idx in np.flatnonzero(num_drafts).tolist():
             if draft_ids[firsts[idx]] == RUNNER_DRAFT:
-                self._learn(batch.reqs[idx], int(num_drafts[idx]), int(num_accepted[idx]))
+                count, accepted = int(num_drafts[idx]), int(num_accepted[idx])
+                made, right = made + count, right + accepted
+                self._shared.learn(count, accepted)
+                own = self._own.get(batch.reqs[idx])
+                if own is not None:
+                    own.learn(count, accepted)
+        if not made:
+            return
+        self._measure(seconds / made)
+        intervals = costs.intervals(len(batch), len(batch) + batch.num_drafts)
+        verifying_s = (intervals[-1] - intervals[0]) * made / batch.num_drafts
+        self.credit_s += float(right * intervals[0] / len(batch) - verifying_s) - seconds
 
-    def _learn(self, req: Req, num_drafts: int, num_accepted: int) -> None:
-        tried = min(num_drafts, num_accepted + 1)  # the first wrong one is the last that says something
-        hits = (np.arange(tried) < num_accepted).astype(np.float64)
-        self._shared[:tried] += _SHARED_WEIGHT * (hits - self._shared[:tried])
-        own = self._own.get(req)
-        if own is not None:
-            own[:tried] += _OWN_WEIGHT * (hits - own[:tried])
-
-    def measured(self, batch: ScheduleBatch, seconds: float) -> None:
-        """Making the drafts of a step took `seconds`."""
-        count = int((np.frombuffer(batch.plan.draft_ids, dtype=np.int32) == RUNNER_DRAFT).sum())
-        if count:
-            each = seconds / count
-            self.draft_s += (_COST_WEIGHT if self.draft_s else 1.0) * (each - self.draft_s)
+    def passed(self, seconds: float, num_rounds: int, *, plain: bool) -> None:
+        """A step of decodes took `seconds`; `plain`: it had no drafts."""
+        if plain:
+            self._most_s = _MOST_STEPS * seconds / num_rounds
+        self.credit_s = min(self.credit_s + _SHARE * seconds, self._most_s)
 
     def stopped(self, req: Req) -> None:
         """Forget a request that lost its row."""
         self._own.pop(req, None)
+
+    def _measure(self, each_s: float) -> None:
+        """A draft took so long. The smaller of the last two counts: the first one after a pause does more work."""
+        if not self.draft_s:
+            self.draft_s = each_s
+        else:
+            self.draft_s += _COST_WEIGHT * (min(each_s, self._last_draft_s) - self.draft_s)
+        self._last_draft_s = each_s

@@ -146,7 +146,6 @@ class NgramSpeculation(Speculation):
         self._proposers: dict[Req, NgramProposer | None] = {}  # None: it has failed
         self._runner = None if runner_method is None else RunnerDrafts(runner_method, self._max_drafts)
         self._runner_len = runner_len
-        self._by_runner: set[Req] = set()  # requests whose drafts in this step would be the runner's
 
     def plan(self, work: Work) -> Drafts:
         num_reqs = len(work.decode_reqs)
@@ -158,13 +157,12 @@ class NgramSpeculation(Speculation):
         if not _best(num_reqs + np.arange(len(intervals)), intervals):
             return NO_DRAFTS  # not even if all were right; the proposers see these tokens later
         self._guided.clear()
-        self._by_runner.clear()
+        if self._runner is not None:
+            self._runner.begin_step()
         chances = [self._chances_or_none(req, self._max_step_tokens - num_reqs) for req in work.decode_reqs]
         counts = self._choose(chances, intervals, self._seconds_of_drafts(work.decode_reqs))
         if self._runner is not None:
-            for req, count in zip(work.decode_reqs, counts or [0] * num_reqs, strict=True):
-                if not count and req in self._by_runner:
-                    self._runner.not_tried(req)
+            counts = self._runner.limit(work.decode_reqs, counts, intervals, self._costs)
         if not any(counts):
             return NO_DRAFTS
         counts = self._memory.take_pages(work.decode_reqs, counts)
@@ -191,11 +189,12 @@ class NgramSpeculation(Speculation):
             between_s=between_s,
             num_rounds=num_rounds,
         )
+        if self._runner is not None:
+            self._runner.passed(num_rounds * seconds + between_s, num_rounds, plain=not num_drafts)
 
     def checked(self, batch: ScheduleBatch, result: StepResult, num_accepted: IntArray) -> None:
         if self._runner is not None:
-            self._runner.checked(batch, num_accepted)
-            self._runner.measured(batch, result.draft_s)
+            self._runner.checked(batch, num_accepted, result.draft_s, self._costs)
 
     def answered(self, req: Req) -> None:
         if self._answers is not None:
@@ -234,16 +233,18 @@ class NgramSpeculation(Speculation):
         if self._runner_len is not None:
             most = min(most, self._runner_len - int(self._states.num_computed[req.row]))
         theirs = self._runner.chances(req, most)
-        if not theirs or (chances and chances[0] >= theirs[0]):
+        if not theirs:
             return chances
-        self._by_runner.add(req)
+        if chances and chances[0] >= theirs[0]:
+            return chances
+        self._runner.by_runner.add(req)
         return theirs
 
     def _seconds_of_drafts(self, reqs: list[Req]) -> list[float]:
         """Seconds to make one draft of each request."""
         if self._runner is None:
             return [0.0] * len(reqs)
-        return [self._runner.draft_s if req in self._by_runner else 0.0 for req in reqs]
+        return [self._runner.draft_s if req in self._runner.by_runner else 0.0 for req in reqs]
 
     def _guided_chances(self, req: Req, chances: list[float], most: int) -> list[float]:
         ngram_ids = self._ngram_drafts(req, len(chances)) if chances else []
@@ -260,14 +261,14 @@ class NgramSpeculation(Speculation):
         return [1.0] * num_forced + [chance / max(known, _MIN_CHANCE) for chance in following]
 
     def _drafts(self, req: Req, count: int) -> list[int]:
-        if req in self._by_runner:
+        if self._runner is not None and req in self._runner.by_runner:
             return [RUNNER_DRAFT] * count
         guided = self._guided.get(req)
         return self._ngram_drafts(req, count) if guided is None else guided[0][:count]
 
     def _methods(self, req: Req, count: int) -> bytes:
         """The methods of the `count` drafts of a request: forced ones come first."""
-        if self._runner is not None and req in self._by_runner:
+        if self._runner is not None and req in self._runner.by_runner:
             return bytes([self._runner.method] * count)
         num_forced = min(count, self._guided[req][1]) if req in self._guided else 0
         proposer = self._proposers.get(req)

@@ -77,10 +77,10 @@ class StepCosts:
         if plain:
             self._plain_at[num_tokens] = self._num_steps
 
-    def knows_plain(self, num_requests: int) -> bool:
-        """Whether a plain step of about this size was measured recently; drafts are compared with it."""
+    def knows_plain(self, num_requests: int, max_age: int = _MAX_AGE) -> bool:
+        """Whether a plain step of about this size was one of the last `max_age`; drafts are compared with it."""
         near = self._plain_at[math.ceil(num_requests / _NEAR) : int(num_requests * _NEAR) + 1]
-        return bool((self._num_steps - near < _MAX_AGE).any())
+        return bool((self._num_steps - near < max_age).any())
 
     def seconds(self, first: int, last: int) -> Float64s:
         """Seconds of steps with first..last tokens; last <= MAX_TOKENS, and at least one size must be measured."""

@@ -77,7 +77,6 @@ def recorded(found: Drafts) -> Iterator[None]:
         mock.patch.object(
             RunnerDrafts, "chances", lambda self, req, count: [0.9**n for n in range(1, count + 1)]
         ),
-        mock.patch.object(RunnerDrafts, "not_tried"),
     ):
         yield
 
