@@ -75,10 +75,15 @@ class Tower:
         residual = self._add(x, self._positions.clone())
         norms = [layer.attention_norm for layer in self._layers[1:]] + [self._final_norm]
         x = self._layers[0].attention_norm(residual)
+        yield None
         for layer, next_norm in zip(self._layers, norms, strict=True):
-            x, residual = layer.mlp_norm.add(layer.attend(x), residual)
+            qkv = layer.qkv(x)
             yield None
-            x, residual = next_norm.add(layer.mlp(x), residual)
+            x, residual = layer.mlp_norm.add(layer.attend(qkv), residual)
+            yield None
+            inner = layer.up(x)
+            yield None
+            x, residual = next_norm.add(layer.down(inner), residual)
             if next_norm is not self._final_norm:
                 yield None
         yield self._connector(x)
@@ -100,21 +105,21 @@ class _TowerLayer:
         name, size, inner = tower_layer(layer_id), spec.hidden_size, spec.intermediate_size
         self.attention_norm = LayerNorm(context, f"{name}layer_norm1", size, spec.norm_eps, bias=True)
         self.mlp_norm = LayerNorm(context, f"{name}layer_norm2", size, spec.norm_eps, bias=True)
-        self._qkv = Linear(context, [name + one for one in QKV], size, [size] * 3, bias=True)
+        self.qkv = Linear(context, [name + one for one in QKV], size, [size] * 3, bias=True)
         self._out = Linear(context, [f"{name}self_attn.out_proj"], size, [size], bias=True)
         self._up = Linear(context, [f"{name}mlp.fc1"], size, [inner], bias=True)
-        self._down = Linear(context, [f"{name}mlp.fc2"], inner, [size], bias=True)
+        self.down = Linear(context, [f"{name}mlp.fc2"], inner, [size], bias=True)
         self._num_heads, self._activate, self._kind = spec.num_heads, context.ops.activate, spec.activation
         head_dim = size // spec.num_heads
         self._attention = context.ops.whole_attention(spec.num_heads, head_dim, head_dim**-0.5)
 
-    def attend(self, x: Tensor) -> Tensor:
-        """[P, K] -> [P, K]."""
-        return self._out(self._attention(self._qkv(x).view(x.shape[0], 3, self._num_heads, -1)))
+    def attend(self, qkv: Tensor) -> Tensor:
+        """[P, 3 * K] -> [P, K]."""
+        return self._out(self._attention(qkv.view(len(qkv), 3, self._num_heads, -1)))
 
-    def mlp(self, x: Tensor) -> Tensor:
-        """[P, K] -> [P, K]."""
-        return self._down(self._activate(self._up(x), self._kind))
+    def up(self, x: Tensor) -> Tensor:
+        """[P, K] -> [P, inner], activated."""
+        return self._activate(self._up(x), self._kind)
 
 
 def _table_rows(grid: int) -> Tensor:

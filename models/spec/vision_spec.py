@@ -93,8 +93,8 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_parts(self) -> int:
-        """Parts into which the work on a tile can be divided: the halves of its layers."""
-        return 2 * self.num_layers
+        """Parts into which the work on a tile can be divided: its patches, and the quarters of its layers."""
+        return 1 + 4 * self.num_layers
 
     @property
     def patch_values(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import islice
+from itertools import chain, islice
 
 from ..arrays import IntArray
 from ..estimator import OutputEstimator
@@ -105,7 +105,13 @@ class Admission:
             num_decodes=num_decodes,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             decodes_first=limits.decodes_first,
-            time=self._target.for_prompts(num_decodes, kv_tokens, *self._waiting_work(), page_size),
+            time=self._target.for_prompts(
+                num_decodes,
+                kv_tokens,
+                *self._waiting_work(),
+                page_size,
+                num_with_images=self._num_with_images() if parts.encoder_cache.num_tiles else 0,
+            ),
         )
         return PrefillAdder(
             self._memory.kv,
@@ -133,6 +139,12 @@ class Admission:
         num_waiting = min(_MAX_COUNTED, max(0, self._num_free_rows))
         lengths += [req.fill_len for req in islice(requests.waiting, num_waiting)]
         return sum(lengths), sum(lengths) - max(lengths, default=0)
+
+    def _num_with_images(self) -> int:
+        """Partial and waiting prompts with images, of the first `_MAX_COUNTED`."""
+        requests = self._parts.requests
+        first = islice(chain(requests.partial, requests.waiting), _MAX_COUNTED)
+        return sum(req.images is not None for req in first)
 
     @property
     def _num_free_rows(self) -> int:

@@ -355,6 +355,8 @@ class TileBudget:
         """The longest run from position `start` on, up to `limit`, whose tiles are encoded or may be in this step."""
         if req.images is None:
             return limit
+        if req.images.tiles[-1].end > start or self._cache.planned:
+            limit = min(limit, self._time.most_tokens_with_tiles(start))
         num_parts, seen = 0, set[TileKey]()
         for tile in req.images.tiles:
             if tile.end <= start:
@@ -379,16 +381,21 @@ class TileBudget:
         for tile in req.images.tiles:
             if start < tile.end and tile.start < end:
                 self._add(req, tile, self._cache.parts_left(tile.key))
-        self.ahead(req, end)
+        if req.images.tiles[-1].end > start:
+            self._time.spend_beside_tiles(start, length)
+        self.ahead(req, end, has_tokens=True)
 
-    def ahead(self, req: Req, end: int) -> None:
-        """Work on the tile that keeps a prompt from advancing by a page from position `end` on, if there is one."""
+    def ahead(self, req: Req, end: int, *, has_tokens: bool = False) -> None:
+        """Work on the tile that keeps a prompt from advancing by a page from position `end` on, if there is one.
+
+        `has_tokens`: the step computes tokens of the prompt, so it need not do work for which there is no time.
+        """
         if req.images is None or self._time.tiles_s == math.inf:
             return
         next_page = (end // self._page_size + 1) * self._page_size
         for tile in req.images.tiles:
             if end < tile.end and tile.start < next_page and (left := self._cache.parts_left(tile.key)):
-                least = not self._cache.planned
+                least = not (self._cache.planned or has_tokens)
                 self._add(req, tile, min(left, max(self._time.most_parts(), least)))
                 return
 

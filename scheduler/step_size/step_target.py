@@ -18,8 +18,11 @@ Chunks are cut where the predicted time reaches `prompts_s`. The terms:
 While no request decodes there is no time limit, and chunks are as large as configured.
 
 Tiles of images are a third kind of work: their time, learned as seconds per part of a tile, is a part of `prompts_s`,
-and at most max(target_s - decodes alone, decodes alone). A part is half a layer of the tower, so the work on a tile is
-divided among steps as tokens are. A step with a prompt that waits for a tile does at least one part.
+and at most `tiles_s`. It is the time of the decodes alone, so that an image makes no step longer than twice a plain
+one; while several requests wait for images, it is max(target_s - decodes alone, decodes alone). The tokens of a prompt
+up to its last image are limited by it, too. A part is a quarter of a layer of the tower, so the work on a tile is
+divided among steps as tokens are. A step in which no token of a prompt can be computed before a tile does at least one
+part.
 
 The predicted time of a step has a fixed part and a part per decoding request, per token of their KV, per prompt token,
 and per (query, key) pair of the prompts' attention. The coefficients are learned from the measured time of every step
@@ -123,20 +126,27 @@ class PromptTime:
 
         The m for which token_s · m + pair_s · (m · start + m (m + 1) / 2) = left_s.
         """
+        return self._most_tokens(start, self.left_s)
+
+    def _most_tokens(self, start: int, left_s: float) -> int:
         if self.is_unlimited:
             return UNLIMITED
         least = self._page_size if self._spent_nothing else 0
-        if self.left_s <= 0:
+        if left_s <= 0:
             return least
         first_s = self.token_s + self.pair_s * (start + 0.5)
         # the root of the quadratic in the form without cancellation when pair_s is close to 0
-        root = math.sqrt(first_s * first_s + 2 * self.pair_s * self.left_s)
-        return max(int(min(2 * self.left_s / (first_s + root), UNLIMITED)), least)
+        root = math.sqrt(first_s * first_s + 2 * self.pair_s * left_s)
+        return max(int(min(2 * left_s / (first_s + root), UNLIMITED)), least)
 
     def spend(self, start: int, length: int) -> None:
         """Subtract the predicted time of a chunk of `length` tokens from position `start`."""
         self._spent_nothing = False
         self.left_s -= self._tokens_s(start, length)
+
+    def most_tokens_with_tiles(self, start: int) -> int:
+        """As `most_tokens`, within the time for tiles."""
+        return self._most_tokens(start, min(self.left_s, self.tiles_s))
 
     def has_parts(self, num_parts: int, start: int, num_tokens: int) -> bool:
         """Whether there is time for so many parts of work on tiles, and for the tokens from `start` on that need it."""
@@ -155,6 +165,10 @@ class PromptTime:
         if parts_s <= min(self.left_s, self.tiles_s):
             self.left_s -= parts_s
             self.tiles_s -= parts_s
+
+    def spend_beside_tiles(self, start: int, length: int) -> None:
+        """Subtract the predicted time of tokens from the time of tiles; it is subtracted from `left_s` by `spend`."""
+        self.tiles_s -= self._tokens_s(start, length)
 
     def _tokens_s(self, start: int, length: int) -> float:
         pairs = length * start + length * (length + 1) / 2
@@ -182,7 +196,14 @@ class StepTarget:
         self._parts = OnlineFit(_PART_STIFFNESS)
 
     def for_prompts(
-        self, num_decodes: int, kv_tokens: int, waiting_tokens: int, tokens_behind: int, page_size: int
+        self,
+        num_decodes: int,
+        kv_tokens: int,
+        waiting_tokens: int,
+        tokens_behind: int,
+        page_size: int,
+        *,
+        num_with_images: int = 0,
     ) -> PromptTime:
         """The time that prompts may take in a step.
 
@@ -192,14 +213,16 @@ class StepTarget:
             waiting_tokens: tokens of the prompts to be computed.
             tokens_behind: the same without the longest prompt.
             page_size: tokens that prompts always get.
+            num_with_images: waiting and partial prompts with images.
         """
         fixed_s, token_s, pair_s = self._prompts.coefficients
         if not num_decodes or not self.target_s:
             return PromptTime.unlimited()
         (part_s,) = self._parts.coefficients
         # Without the fixed cost of prompts, which work on tiles does not have: such a step is at most twice as long.
-        alone_s = self._decodes.predict((1.0, num_decodes, kv_tokens))
-        tiles_s = max(self.target_s - alone_s, alone_s)
+        tiles_s = alone_s = self._decodes.predict((1.0, num_decodes, kv_tokens))
+        if num_with_images > 1:
+            tiles_s = max(self.target_s - alone_s, alone_s)
         if not (token_s or pair_s):
             return PromptTime(math.inf, token_s=0.0, pair_s=0.0, page_size=1, part_s=part_s, tiles_s=tiles_s)
         decodes_s = fixed_s + self._beside_prompts_s(num_decodes, kv_tokens)

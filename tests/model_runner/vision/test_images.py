@@ -61,6 +61,11 @@ class Seeing:
         assert self.spec.vision is not None
         return self.spec.vision.rows_per_tile
 
+    @property
+    def num_parts(self) -> int:
+        assert self.spec.vision is not None
+        return self.spec.vision.num_parts
+
     def tiles(self, seed: int, num: int = 1) -> Tiles:
         assert self.spec.vision is not None
         side = self.spec.vision.image_size

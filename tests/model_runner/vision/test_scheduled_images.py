@@ -45,7 +45,7 @@ class Served:
             96,
             num_encoder_rows=num_tiles * per_tile,
             encoder_tile_rows=per_tile,
-            encoder_tile_parts=config.pop("tile_parts", 4),
+            encoder_tile_parts=config.pop("tile_parts", seeing.num_parts),
         )
         radix_cache = config.pop("radix_cache", True)
         self.scheduler = Scheduler(
@@ -204,7 +204,7 @@ def test_parts_of_a_tile_give_the_bits_of_the_whole(
 ) -> None:
     """Work on two tiles takes turns; one of them is begun, given up for another image, and not gone on with."""
     seeing = make_seeing()
-    per_tile, num_parts = seeing.per_tile, seeing.spec.vision.num_parts if seeing.spec.vision else 0
+    per_tile, num_parts = seeing.per_tile, seeing.num_parts
     driver = make_driver(seeing.spec, seeing.folder, num_encoder_rows=4 * per_tile)
     image, other = tmp_path / "image", tmp_path / "other"
     image.write_bytes(seeing.tiles(1, 2).tobytes())
@@ -219,6 +219,6 @@ def test_parts_of_a_tile_give_the_bits_of_the_whole(
     for part in range(num_parts):
         driver.step([], encodes=(encode(image, 0, 2, part, 1), encode(image, 1, 3, part, 1)))
 
-    assert num_parts == 4
+    assert num_parts == 9
     rows = driver.runner.encoder_rows.rows
     assert torch.equal(rows[: 2 * per_tile], rows[2 * per_tile :]) and rows.isfinite().all()
