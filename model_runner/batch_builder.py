@@ -142,9 +142,9 @@ class BatchBuilder:
             drafts = DraftBatch.of(step.num_drafts[sampled], step.draft_ids, self.buffers)
             input_ids[_trailing(lasts, step.num_drafts)] = step.draft_ids
         sampled_tokens = _trailing(lasts[sampled], step.num_drafts[sampled] + 1)
-        prompt_targets = self._prompt_targets(rows, computed, scheduled)
+        prompt_targets = self._prompt_targets(rows, computed, scheduled, starts)
         pooled = self._pooled(step)
-        logits = _LogitsTokens.of(num_tokens, sampled_tokens, lasts[cut], starts, prompt_targets, pooled)
+        logits = _LogitsTokens.of(num_tokens, sampled_tokens, lasts[cut], prompt_targets, pooled)
         longer = np.flatnonzero(scheduled > 1)
         num_extends = int(longer[-1]) + 1 if len(longer) else 0
         num_drafts = step.num_drafts if len(step.draft_ids) else None
@@ -161,7 +161,7 @@ class BatchBuilder:
             cut_indices=logits.index_of[lasts[cut]],
             cut_idx=cut,
             sampling=self._plan_sampling(token_rows[sampled_tokens], positions[sampled_tokens] + 1),
-            prompt_spans=self._prompt_spans(rows, prompt_targets, logits.index_of[starts]),
+            prompt_spans=self._prompt_spans(rows, prompt_targets, logits.index_of),
             drafts=drafts,
             pooled=tuple(chunk._replace(start=int(logits.index_of[chunk.start])) for chunk in pooled),
             adapter_slots=self._adapter_slots(token_rows),
@@ -258,34 +258,40 @@ class BatchBuilder:
             input_ids[start : start + len(tokens)] = tokens
         return input_ids
 
-    def _prompt_targets(self, rows: Int64s, computed: Int64s, scheduled: Int64s) -> dict[int, Int32s]:
-        """Targets of prompt logprobs: batch index -> the prompt tokens after those that the request computes here."""
+    def _prompt_targets(
+        self, rows: Int64s, computed: Int64s, scheduled: Int64s, starts: Int64s
+    ) -> dict[int, _Targets]:
+        """Targets of prompt logprobs: batch index -> the wanted prompt tokens after those that are computed here."""
         targets = {}
         for idx in np.flatnonzero(self.states.flags[rows] & SamplingFlag.PROMPT_LOGPROBS).tolist():
-            state = self.states[int(rows[idx])]
-            first = int(computed[idx]) + 1
-            found = state.input_ids[first : min(first + int(scheduled[idx]), state.prompt_len)]
+            state, first = self.states[int(rows[idx])], int(computed[idx])
+            skipped = max(0, state.sampling.prompt_logprobs_start - first)
+            end = min(first + 1 + int(scheduled[idx]), state.prompt_len)
+            found = state.input_ids[first + 1 + skipped : end]
             if len(found):
-                targets[idx] = found
+                targets[idx] = _Targets(int(starts[idx]) + skipped, found)
         return targets
 
     def _prompt_spans(
-        self, rows: Int64s, prompt_targets: dict[int, Int32s], starts: Int64s
+        self, rows: Int64s, prompt_targets: dict[int, _Targets], index_of: Int64s
     ) -> tuple[PromptSpan, ...]:
-        """The spans of `prompt_targets`.
-
-        Args:
-            starts: [B] index of each request's first token among the W; used only for requests with targets.
-        """
+        """The spans of `prompt_targets`; `index_of`: as in `_LogitsTokens`."""
         return tuple(
             PromptSpan(
                 batch_idx=idx,
-                start=int(starts[idx]),
-                targets=self.buffers.put(targets.astype(np.int64)),
+                start=int(index_of[targets.start]),
+                targets=self.buffers.put(targets.tokens.astype(np.int64)),
                 top_k=self.states[int(rows[idx])].sampling.prompt_logprobs or 0,
             )
             for idx, targets in prompt_targets.items()
         )
+
+
+class _Targets(NamedTuple):
+    """Prompt tokens that get log-probabilities: [n] ids, and the batch's token that predicts the first of them."""
+
+    start: int
+    tokens: Int32s
 
 
 class _LogitsTokens(NamedTuple):
@@ -306,14 +312,13 @@ class _LogitsTokens(NamedTuple):
         num_tokens: int,
         sampled: Int64s,
         cut: Int64s,
-        starts: Int64s,
-        prompt_targets: dict[int, Int32s],
+        prompt_targets: dict[int, _Targets],
         pooled: Sequence[PooledChunk] = (),
     ) -> Self:
         has_logits = np.zeros(num_tokens, dtype=np.bool_)
         has_logits[sampled] = has_logits[cut] = True
-        for idx, targets in prompt_targets.items():
-            has_logits[starts[idx] : starts[idx] + len(targets)] = True
+        for start, tokens in prompt_targets.values():
+            has_logits[start : start + len(tokens)] = True
         for chunk in pooled:
             has_logits[chunk.start : chunk.start + chunk.num_tokens] = True
         return cls(np.flatnonzero(has_logits), np.cumsum(has_logits) - 1)

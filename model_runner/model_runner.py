@@ -25,7 +25,7 @@ from .adapter_runs import runs_or_none
 from .memory.device_memory import free_cached_memory
 from .memory.device_timer import DeviceTimer
 from .request_states import SamplingFlag
-from .sampling.logits import TokenLogprobs, concatenate
+from .sampling.logits import TokenLogprobs, concatenate, ranks_of
 from .sampling.sampler import Sampled
 from .structures.causal_lm import logits_of
 
@@ -66,10 +66,11 @@ _PROMPT_LOGPROB_ROWS: Final = 256
 
 
 class PromptLogprobs(NamedTuple):
-    """Log-probabilities of one request's prompt tokens of one chunk, and whether all their logits are finite."""
+    """Log-probabilities and ranks of one request's prompt tokens of one chunk, and whether all logits are finite."""
 
     span: PromptSpan
     logprobs: TokenLogprobs
+    ranks: Tensor
     finite: Tensor
 
 
@@ -357,7 +358,7 @@ class ModelRunner:
         return fetched, num_tokens, unmasked
 
     def _prompt_logprobs(self, hidden: Tensor, span: PromptSpan, row: int) -> PromptLogprobs:
-        parts, finite = [], []
+        parts, ranks, finite = [], [], []
         slot = self.states.adapter_slot[row]
         for done in range(0, len(span.targets), _PROMPT_LOGPROB_ROWS):
             targets = span.targets[done : done + _PROMPT_LOGPROB_ROWS]
@@ -366,8 +367,14 @@ class ModelRunner:
             logits = logits_of(self.model, hidden[start : start + len(targets)], adapters)
             finite.append(logits.sum(dtype=torch.float32).isfinite())
             parts.append(self.sampler.token_logprobs(logits, targets, span.top_k))
+            ranks.append(ranks_of(logits, targets))
         fetch = self.outputs.fetch
-        return PromptLogprobs(span, concatenate(parts).through(fetch), fetch(torch.stack(finite).all()))
+        return PromptLogprobs(
+            span,
+            concatenate(parts).through(fetch),
+            fetch(torch.cat(ranks)),
+            fetch(torch.stack(finite).all()),
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -411,7 +418,8 @@ class PendingStep:
         for prompt in prompts:
             if bool(prompt.finite):
                 packed = prompt.logprobs.pack(0, len(prompt.span.targets), prompt.span.top_k)
-                prompt_logprobs[prompt.span.batch_idx] = packed
+                ranks = prompt.ranks.numpy().tobytes()
+                prompt_logprobs[prompt.span.batch_idx] = structs.replace(packed, ranks=ranks)
             else:
                 errors[prompt.span.batch_idx] = NOT_FINITE
         vectors = {}

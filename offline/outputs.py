@@ -169,7 +169,9 @@ class OutputBuilder:
             self._logprobs = (self._logprobs or []) + logprobs
         if row.prompt_logprobs is not None:
             self._prompt_logprobs = _decode_logprobs(
-                row.prompt_logprobs, self._prompt_token_ids[1:], self._tokenizer
+                row.prompt_logprobs,
+                self._prompt_token_ids[len(self._prompt_token_ids) - row.prompt_logprobs.num_tokens :],
+                self._tokenizer,
             )
         self._usage, self._finish = row.usage, row.finish
         if self._guided is not None:

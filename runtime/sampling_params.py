@@ -112,7 +112,8 @@ class SamplingParams(
         stop_token_ids: tokens that end the output, besides the model's end-of-sequence tokens.
         ignore_eos: the model's end-of-sequence tokens do not end the output (benchmarks).
         logprobs: None: no log-probabilities; k: those of each output token and of the k likeliest, 0 <= k <= 20.
-        prompt_logprobs: the same for the prompt's tokens (the first one has none).
+        prompt_logprobs: the same for the prompt's tokens after `prompt_logprobs_start` (the first one has none).
+        prompt_logprobs_start: a position in the prompt; the tokens up to it need not be computed if a cache has them.
         skip_special_tokens: special tokens do not appear in the text.
         include_stop_str_in_output: keep the matched stop string in the text.
         speculative: False: no draft tokens for this request, whatever `--speculative` says. The answer is the same.
@@ -172,6 +173,7 @@ class SamplingParams(
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 0
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     speculative: bool = True
@@ -216,6 +218,7 @@ class SamplingParams(
             check_integer("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
         if self.prompt_logprobs is not None:
             check_integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
+        check_integer("prompt_logprobs_start", self.prompt_logprobs_start, 0, MAX_COUNT)
         check_flag("skip_special_tokens", self.skip_special_tokens)
         check_flag("include_stop_str_in_output", self.include_stop_str_in_output)
         check_flag("speculative", self.speculative)

@@ -176,6 +176,13 @@ def resolve_length(
     if prompt_len == 0:
         message = f"{prompt_param} has no tokens; a prompt has at least one"
         raise RequestError(message, param=prompt_param, code="empty_prompt")
+    start = sampling.prompt_logprobs_start
+    if start >= prompt_len:
+        raise RequestError(
+            f"prompt_logprobs_start is {start}, but must be below the prompt's length, {prompt_len} tokens",
+            param="prompt_logprobs_start",
+            code="invalid_value",
+        )
     asked = sampling.max_new_tokens
     longest = max_new_tokens_for(prompt_len, capacity)
     if cut_length and asked is not None and asked > longest:

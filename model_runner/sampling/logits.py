@@ -128,6 +128,12 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, top_k: int) -> TokenLogpro
     return TokenLogprobs(token, top_ids.to(torch.int32), top - normalizer)
 
 
+def ranks_of(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """[n] int32 ranks of tokens, [n] int64, among logits, [n, V]: 1 for the likeliest; equal logits have one rank."""
+    likelier = logits > logits.gather(1, token_ids[:, None])
+    return likelier.sum(dim=-1, dtype=torch.int32) + 1
+
+
 def concatenate(parts: list[TokenLogprobs]) -> TokenLogprobs:
     """Concatenate the parts in order; all have the same k."""
     return TokenLogprobs(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))

@@ -149,7 +149,7 @@ ANSWERS: Final[Mapping[str, str]] = {
     "presence_penalty": _IN_REQUESTS,
     "frequency_penalty": _IN_REQUESTS,
     "middleware": "put a proxy before the server",
-    "return_tokens_as_token_ids": "use /generate, where logprobs have the ids of tokens",
+    "return_tokens_as_token_ids": "send return_tokens_as_token_ids with the requests",
     "tool_parser_plugin": "use a parser that the engine has, see --tool-call-parser",
     "stream_interval": "use --multi-step-ms, in milliseconds",
     "enable_prompt_tokens_details": f"{_ALWAYS}: usage always has the cached tokens",

@@ -28,12 +28,19 @@ class Logprobs(Record, frozen=True):
         top_ids: [n, k] int32, the k likeliest tokens, descending; empty for k = 0.
         top_logprobs: [n, k] float32.
         top_k: k.
+        ranks: [n] int32, of the tokens of a prompt: 1 for the likeliest; empty for an answer's.
     """
 
     token_logprobs: bytes
     top_ids: bytes = b""
     top_logprobs: bytes = b""
     top_k: int = 0
+    ranks: bytes = b""
+
+    @property
+    def num_tokens(self) -> int:
+        """n."""
+        return len(self.token_logprobs) // _ELEMENT_BYTES
 
     def first(self, num_tokens: int) -> Logprobs:
         """The entries of the first tokens."""
@@ -44,6 +51,7 @@ class Logprobs(Record, frozen=True):
             self.top_ids[:top_bytes],
             self.top_logprobs[:top_bytes],
             self.top_k,
+            self.ranks[:token_bytes],
         )
 
 

@@ -145,10 +145,10 @@ class KVMemory:
 
         The result is kept in the request until the cache changes, so a blocked queue costs no look-ups.
         """
-        if req.needs_all_tokens:
+        max_pages = req.most_cached // self.page_size
+        if req.needs_all_tokens and not max_pages:
             return _NO_MATCH
         if req.match is None or req.match_generation != self._cache.generation:
-            max_pages = (req.fill_len - 1) // self.page_size
             req.match = self._cache.match(req.extra_key, req.fill_ids, max_pages)
             req.match_generation = self._cache.generation
             if req.status in _QUEUED:
@@ -202,9 +202,9 @@ class KVMemory:
         return match.num_pages + self._num_on_host(req, match)
 
     def _num_on_host(self, req: Req, match: PrefixMatch) -> int:
-        """Pages after a match that the host has; the last token is computed to sample."""
-        max_pages = (req.fill_len - 1) // self.page_size
-        if not self._host.num_cached or req.needs_all_tokens or match.num_pages >= max_pages:
+        """Pages after a match that the host has."""
+        max_pages = req.most_cached // self.page_size
+        if not self._host.num_cached or match.num_pages >= max_pages:
             return 0
         return self._host.count_cached(self._page_keys(req, max_pages)[match.num_pages :])
 
@@ -258,7 +258,7 @@ class KVMemory:
         return "hit" if self._cache.continues(session, match) else "rewritten"
 
     def _explain(self, req: Req, match: PrefixMatch) -> CacheMiss:
-        if req.needs_all_tokens:
+        if match is _NO_MATCH:
             return CacheMiss(req.rid, req.prompt_len, 0, MissKind.BYPASSED, 0)
         return self._cache.explain(req.extra_key, req.fill_ids, match, req.rid)
 

@@ -138,4 +138,5 @@ def joined(parts: list[Logprobs]) -> Logprobs:
         top_ids=b"".join(part.top_ids for part in parts),
         top_logprobs=b"".join(part.top_logprobs for part in parts),
         top_k=parts[0].top_k,
+        ranks=b"".join(part.ranks for part in parts),
     )

@@ -330,14 +330,21 @@ class Req:
 
     @property
     def needs_all_tokens(self) -> bool:
-        """Whether it needs what the model computes at each token of its prompt, not only at the last one.
+        """Whether it needs what the model computes at tokens of its prompt before the last one.
 
-        Then no part of the prompt is taken from the prefix cache, and its KV is not swapped: the rest of the prompt's
+        Then no part of them is taken from the prefix cache, and its KV is not swapped: the rest of the prompt's
         results, log-probabilities or a sum of hidden states, would be lost.
         """
         if self.pooling is not None:
             return self.pooling.all_tokens
         return self.sampling.prompt_logprobs is not None and not self.answered
+
+    @property
+    def most_cached(self) -> int:
+        """The most tokens at its beginning that need not be computed. The last one always is, to sample."""
+        if not self.needs_all_tokens:
+            return self.fill_len - 1
+        return 0 if self.pooling is not None else min(self.sampling.prompt_logprobs_start, self.fill_len - 1)
 
     @property
     def has_grammar(self) -> bool:

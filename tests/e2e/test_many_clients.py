@@ -50,7 +50,7 @@ def assert_nothing_is_held(engine) -> None:
     """All pages are free or in the cache, and no page in the cache is locked."""
     metrics = engine.idle_metrics()
     flushed = httpx.post(f"{engine.url}/flush_cache", timeout=DEADLINE_S).json()
-    assert flushed == {"flushed_tokens": metrics["kv_cached_tokens"], "kept_tokens": 0}
+    assert flushed == {"flushed_tokens": metrics["kv_cached_tokens"], "kept_tokens": 0, "success": True}
     assert engine.idle_metrics()["kv_cached_tokens"] == 0
     assert httpx.get(f"{engine.url}/server_info", timeout=DEADLINE_S).json()["num_live_requests"] == 0
 

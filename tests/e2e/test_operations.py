@@ -124,7 +124,11 @@ def test_the_metrics_add_up(http, serve):
         grown("inter_token_latency_seconds_sum") / 15
     )
     assert http.get("/metrics").headers["content-type"].startswith("text/plain; version=0.0.4")
-    assert http.post("/flush_cache").json() == {"flushed_tokens": after["kv_cached_tokens"], "kept_tokens": 0}
+    assert http.post("/flush_cache").json() == {
+        "flushed_tokens": after["kv_cached_tokens"],
+        "kept_tokens": 0,
+        "success": True,
+    }
 
 
 def test_the_page_of_a_server_is_valid_and_names_its_model_and_build(http, serve):

@@ -214,23 +214,30 @@ class TestLogprobs:
         assert token[0] == pytest.approx(expected[5].item(), abs=1e-4)
         np.testing.assert_allclose(top[0], expected[top_ids[0].tolist()], atol=1e-4)
 
+    @pytest.mark.parametrize("start", [0, 7, 32])
     @pytest.mark.parametrize("chunk", [1, 5, 40])
-    def test_of_a_prompt_in_chunks(self, make_tiny_llama, make_driver, unpack, chunk):
+    def test_of_a_prompt_in_chunks(self, make_tiny_llama, make_driver, unpack, chunk, start):
         tiny = make_tiny_llama()
         driver = make_driver(tiny.spec, tiny.folder)
         prompt = prompt_of(33)
-        req = driver.start(prompt, replace(GREEDY, prompt_logprobs=3))
-        tokens, tops = [], []
+        req = driver.start(prompt, replace(GREEDY, prompt_logprobs=3, prompt_logprobs_start=start))
+        tokens, tops, ranks = [], [], []
         while not req.output:
             result = driver.step([(req, min(chunk, 33 - req.computed))])
             if 0 in result.prompt_logprobs:
                 token, _, top = unpack(result.prompt_logprobs[0])
                 tokens += [*token]
                 tops += [*top]
+                ranks += np.frombuffer(result.prompt_logprobs[0].ranks, dtype=np.int32).tolist()
         assert driver.step([(req, 1)]).prompt_logprobs == {}
-        expected = tiny.logprobs(prompt)[:-1]
-        np.testing.assert_allclose(tokens, expected[torch.arange(32), prompt[1:]], atol=1e-4)
+        if start == len(prompt) - 1:
+            assert not tokens
+            return
+        expected, targets = tiny.logprobs(prompt)[start:-1], torch.tensor(prompt[start + 1 :])
+        own = expected.gather(1, targets[:, None])
+        np.testing.assert_allclose(tokens, own[:, 0], atol=1e-4)
         np.testing.assert_allclose(tops, expected.topk(3).values, atol=1e-4)
+        assert ranks == ((expected > own).sum(dim=1) + 1).tolist()
 
     def test_of_a_prompt_do_not_cover_output_computed_again(self, driver, unpack):
         req = driver.start(prompt_of(30), replace(GREEDY, prompt_logprobs=0), prompt_len=20)

@@ -455,9 +455,9 @@ class FakeRunner:
                     logprobs.append(None)
                 continue
             if row.sampling.prompt_logprobs is not None:
-                count = min(start + length, row.prompt_len - 1) - start
-                if count > 0:
-                    values = np.arange(start + 1, start + 1 + count, dtype=np.float32)
+                first = max(start, row.sampling.prompt_logprobs_start)
+                values = np.arange(first + 1, min(start + length, row.prompt_len - 1) + 1, dtype=np.float32)
+                if len(values):
                     prompt_logprobs[idx] = Logprobs(values.tobytes())
             if samples[idx]:
                 next_ids += runs[idx]

@@ -286,6 +286,23 @@ def test_prompt_logprobs_come_complete_in_the_first_row(make_scheduler):
     assert first.usage.cached_tokens == 0
 
 
+@pytest.mark.parametrize(("start", "cached"), [(3, 0), (4, 4), (13, 12), (20, 20), (30, 20)])
+def test_prompt_logprobs_from_a_position_on_leave_the_tokens_before_to_the_cache(
+    make_scheduler, start, cached
+):
+    harness = make_scheduler(chunked_prefill_size=8, page_size=4)
+    prompt = list(range(1, 22))
+    harness.submit(prompt=prompt, max_new_tokens=2)
+    harness.run_until_idle()
+
+    rid = harness.submit(prompt=prompt, max_new_tokens=2, prompt_logprobs=0, prompt_logprobs_start=start)
+    harness.run_until_idle()
+    first = harness.answers[rid].rows[0]
+    positions = np.frombuffer(first.prompt_logprobs.token_logprobs, dtype=np.float32)
+    assert positions.tolist() == list(range(start + 1, 21))
+    assert first.usage.cached_tokens == cached
+
+
 def test_logprobs_go_to_those_who_asked(make_scheduler):
     harness = make_scheduler()
     asked = harness.submit(prompt_len=5, max_new_tokens=3, logprobs=0)

@@ -90,6 +90,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         ),
         logprobs=st.sampled_from([None, None, None, 0]),
         prompt_logprobs=st.sampled_from([None, None, None, 0]),
+        prompt_logprobs_start=st.sampled_from([0, 0, 9, 40]),
         stop_token_ids=st.sampled_from([(), (), (3, 5)]),
     )
     def submit(

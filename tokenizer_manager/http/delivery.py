@@ -93,7 +93,8 @@ class Collected:
         if output.logprobs is not None:
             self.logprobs += unpack(output.logprobs, ids)
         if output.prompt_logprobs is not None:
-            self.prompt_logprobs = unpack(output.prompt_logprobs, prompt_ids[1:])
+            num_tokens = output.prompt_logprobs.num_tokens
+            self.prompt_logprobs = unpack(output.prompt_logprobs, prompt_ids[len(prompt_ids) - num_tokens :])
         if output.finish is not None:
             self.finish = output.finish
         for delta in deltas:

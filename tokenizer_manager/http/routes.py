@@ -49,6 +49,7 @@ from .endpoints.wire import (
     TokenizeRequest,
     TokensBody,
     WhyBody,
+    WorldSizeBody,
 )
 from .exchange import Exchange
 from .native.convert import generate
@@ -334,7 +335,14 @@ ROUTES: Final = (
         fails=(404,),
     ),
     *_post("/abort_request", operations.abort_request, "End running requests.", AbortBody, AbortedBody),
-    *_post("/flush_cache", operations.flush_cache, "Empty the prefix cache.", None, FlushedBody, admin=True),
+    *_post(
+        "/flush_cache /reset_prefix_cache",
+        operations.flush_cache,
+        "Empty the prefix cache.",
+        None,
+        FlushedBody,
+        admin=True,
+    ),
     *_get("/flush_cache", operations.flush_cache, "As POST, as older routers ask.", FlushedBody, admin=True),
     *_post(
         "/clear_hicache_storage_backend",
@@ -390,6 +398,7 @@ ROUTES: Final = (
         "Settings, capacity and state.",
         ServerInfoBody,
     ),
+    *_get("/get_world_size", operations.world_size, "Ranks of all replicas.", WorldSizeBody),
     *_get(
         "/model_info /get_model_info",
         worker.model_info,

@@ -18,28 +18,40 @@ _IMPOSSIBLE: Final = -9999.0  # JSON has no infinity; OpenAI writes this
 
 
 class TokenLogprob(NamedTuple):
-    """One token, its log-probability, and the most likely tokens at its position."""
+    """One token, its log-probability, and the most likely tokens at its position.
+
+    Attributes:
+        rank: of a prompt's token, 1 for the likeliest; 0 for one of an answer.
+    """
 
     token_id: int
     logprob: float
     top: list[tuple[int, float]]
+    rank: int = 0
 
 
 def unpack(logprobs: Logprobs, token_ids: Sequence[int]) -> list[TokenLogprob]:
     """The entries of `logprobs`, which belong to `token_ids`."""
-    own, top_ids, top_values = array("f"), array("i"), array("f")
+    own, top_ids, top_values, ranks = array("f"), array("i"), array("f"), array("i")
     own.frombytes(logprobs.token_logprobs)
     top_ids.frombytes(logprobs.top_ids)
     top_values.frombytes(logprobs.top_logprobs)
+    ranks.frombytes(logprobs.ranks)
     k = logprobs.top_k
     return [
         TokenLogprob(
             token_id,
             _finite(logprob),
             [(top_ids[j], _finite(top_values[j])) for j in range(i * k, (i + 1) * k)],
+            ranks[i] if ranks else 0,
         )
         for i, (token_id, logprob) in enumerate(zip(token_ids, own, strict=True))
     ]
+
+
+def token_as_id(token_id: int) -> str:
+    """A token in the form of vLLM's `return_tokens_as_token_ids`, from which a client reads its id."""
+    return f"token_id:{token_id}"
 
 
 def int32s(data: bytes) -> array[int]:

@@ -109,6 +109,12 @@ def test_minus_one_is_no_limit(serve: Serve, path, body):
 # ---------------------------------------------------------------- members that are null
 
 NULLABLE = {
+    # vLLM's `prompt_logprobs`: null for the first token
+    "OpenAIBody.prompt_logprobs",
+    "ChatCompletion.prompt_logprobs",
+    "ChatChunk.prompt_logprobs",
+    "Completion.prompt_logprobs",
+    "CompletionChoice.prompt_logprobs",
     # OpenAI's chat completions and completions
     "ErrorObject.param",
     "ErrorObject.code",

@@ -42,6 +42,7 @@ from .wire import (
     SamplingDefaultsBody,
     ServerInfoBody,
     WhyBody,
+    WorldSizeBody,
 )
 from .worker import internal_states, tokenizer_path
 
@@ -140,8 +141,38 @@ async def server_info(exchange: Exchange, services: Services) -> None:
             scheduler=None if report is None else report.flat(),
             replicas=_replicas(services.manager.engine),
             internal_states=internal_states(services),
+            vllm_config=_as_vllm(services) if exchange.query.get("config_format") == "json" else UNSET,
         )
     )
+
+
+def _as_vllm(services: Services) -> dict[str, Any]:
+    """The settings that trainers read, under vLLM's names; no engine for the transfer of weights is there."""
+    config = services.config
+    lora = {
+        "max_lora_rank": config.adapters.max_lora_rank,
+        "max_loras": config.scheduler.max_loras_per_batch,
+    }
+    return {
+        "model_config": {
+            "dtype": f"torch.{config.model.dtype}",
+            "max_model_len": services.manager.capacity.max_model_len,
+        },
+        "parallel_config": {
+            "tensor_parallel_size": config.parallel.tp,
+            "pipeline_parallel_size": config.parallel.pp,
+            "data_parallel_size": config.parallel.dp,
+        },
+        "lora_config": lora if config.adapters.is_enabled else None,
+        "weight_transfer_config": None,
+    }
+
+
+async def world_size(exchange: Exchange, services: Services) -> None:
+    """The number of ranks; `include_dp=false`: of one replica."""
+    parallel = services.config.parallel
+    include_dp = exchange.query.get("include_dp", "true").lower() not in ("false", "0")
+    await exchange.send_json(WorldSizeBody(parallel.tp * parallel.pp * (parallel.dp if include_dp else 1)))
 
 
 def _owner(config: EngineConfig) -> str:
@@ -257,7 +288,7 @@ async def _flush(exchange: Exchange, engine: Engine, only: str) -> None:
             f"some of them after a crash: {done.error}; flush again when it answers"
         )
         raise RequestError(message, code="not_flushed", status=503)
-    await exchange.send_json(FlushedBody(done.flushed_tokens, done.kept_tokens))
+    await exchange.send_json(FlushedBody(done.flushed_tokens, done.kept_tokens, not done.kept_tokens))
 
 
 def _model(engine: Engine) -> ModelBody:

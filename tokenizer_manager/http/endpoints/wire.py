@@ -129,10 +129,21 @@ class AbortedBody(msgspec.Struct, kw_only=True):
 
 
 class FlushedBody(msgspec.Struct):
-    """Tokens evicted from the prefix cache, and those that could not be."""
+    """Tokens evicted from the prefix cache, and those that could not be.
+
+    Attributes:
+        success: all were, as vLLM's clients ask.
+    """
 
     flushed_tokens: int
     kept_tokens: int
+    success: bool
+
+
+class WorldSizeBody(msgspec.Struct):
+    """Processes that compute, as vLLM counts them: ranks of all replicas."""
+
+    world_size: int
 
 
 class LogLevelBody(msgspec.Struct, kw_only=True):
@@ -220,6 +231,7 @@ class ServerInfoBody(msgspec.Struct, kw_only=True):
         disaggregation_mode: "null": this server computes prompts and decodes.
         disaggregation_bootstrap_port: of a prefill engine, where decode engines claim prompts.
         internal_states: the load of each replica, as SGLang's benchmarks and routers look for it.
+        vllm_config: what trainers look for with `config_format=json`.
     """
 
     version: str
@@ -242,6 +254,7 @@ class ServerInfoBody(msgspec.Struct, kw_only=True):
     scheduler: dict[str, Any] | None
     replicas: list[ReplicaBody] = []
     internal_states: list[dict[str, Any]] = []
+    vllm_config: dict[str, Any] | UnsetType = UNSET
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):

@@ -73,6 +73,7 @@ def _names_in(at: str) -> dict[str, str]:
         "max_tokens": f"{at}.max_new_tokens",
         "logprobs": "top_logprobs_num",
         "prompt_logprobs": "top_logprobs_num",
+        "prompt_logprobs_start": "logprob_start_len",
     }
 
 
@@ -234,14 +235,7 @@ def _generation_request(
     value = request.text if request.input_ids is None else request.input_ids
     prompts = prompts_of(value, param, limits, max_prompt_len=max_prompt_len)
     top = (request.top_logprobs_num or 0) if request.return_logprob else None
-    wants_prompt = request.logprob_start_len is not None and request.logprob_start_len >= 0
-    if wants_prompt and request.logprob_start_len != 0:
-        raise RequestError(
-            f"logprob_start_len is {request.logprob_start_len}, but only 0 (the whole prompt) and -1 (none of it) are "
-            f"supported",
-            param="logprob_start_len",
-            code="unsupported_value",
-        )
+    start = -1 if request.logprob_start_len is None else request.logprob_start_len
     is_list = isinstance(request.sampling_params, list) and bool(request.sampling_params)
     if is_list and len(samplings) != len(prompts):
         raise refused(
@@ -264,7 +258,8 @@ def _generation_request(
                     min_new_tokens=sampling.min_new_tokens,
                     keep_stop=sampling.no_stop_trim,
                     logprobs=0 if top is None and generated > n else top,
-                    prompt_logprobs=top if wants_prompt else None,
+                    prompt_logprobs=top if start >= 0 else None,
+                    prompt_logprobs_start=max(0, start),
                 )
             )
         counts.add((n, generated))
@@ -338,7 +333,8 @@ def _body(engine: Engine, generation: Generation, choice: Choice, collected: Col
         meta.truncated = truncated_of(choice, tokenizer)
     if collected.prompt_logprobs:
         entries = collected.prompt_logprobs
-        first: LogprobRow = (None, *_named(tokenizer, choice.prompt_ids[0]))
+        before = choice.prompt_ids[len(choice.prompt_ids) - len(entries) - 1]
+        first: LogprobRow = (None, *_named(tokenizer, before))
         meta.input_token_logprobs = [first, *_own(tokenizer, entries)]
         meta.input_top_logprobs = [None, *_top(tokenizer, entries)]
     if collected.logprobs:

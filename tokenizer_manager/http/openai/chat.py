@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+from msgspec import UNSET
+
 from ....models.tokenizer.tokenizer import Tokenizer
 from ...conversation.deltas import CallArguments, CallBegin, CallEnd, Content, Delta, Reasoning
 from ...generation import Choice, GenerationRequest, Row, warm_up_of
@@ -27,8 +29,8 @@ from ..schema.field_policy import (
 from ..schema.generation_fields import StreamOptions
 from ..schema.values import Body, convert
 from ..services import Engine
-from ..token_logprobs import AnswerPlacement, PlacedLogprob, int32s, unpack
-from .chunks import ChunkWriter, whole_body
+from ..token_logprobs import AnswerPlacement, PlacedLogprob, int32s, token_as_id, unpack
+from .chunks import ChunkWriter, prompt_logprobs_of, whole_body
 from .messages import chat_conversation, reasoning_options, template_messages
 from .wire import (
     ChatChoice,
@@ -74,15 +76,23 @@ async def chat_completions(exchange: Exchange, engine: Engine) -> None:
             options = body.events()
             if options is not None:
                 chunks = ChunkWriter(ChatChunk, engine, generation, options, warnings)
-                writer = _ChatStream(engine.tokenizer, chunks, placements, field, old_form=old_form)
+                writer = _ChatStream(engine.tokenizer, chunks, placements, field, body, old_form=old_form)
                 await stream(exchange, generation, writer)
                 return
             answers = await collect(generation)
             choices = [
-                _choice(engine.tokenizer, choice, answer, placements[choice.index], field, old_form=old_form)
+                _choice(
+                    engine.tokenizer, choice, answer, placements[choice.index], field, body, old_form=old_form
+                )
                 for choice, answer in zip(generation.choices, answers, strict=True)
             ]
-            await exchange.send_json(whole_body(ChatCompletion, engine, generation, choices, warnings))
+            answered = whole_body(ChatCompletion, engine, generation, choices, warnings)
+            if body.return_token_ids:
+                answered.prompt_token_ids = generation.choices[0].prompt_ids.tolist()
+            if body.prompt_logprobs is not None:
+                entries = answers[0].prompt_logprobs
+                answered.prompt_logprobs = prompt_logprobs_of(entries, body.prompt_logprobs, engine.tokenizer)
+            await exchange.send_json(answered)
 
 
 def read_chat(body: Body, engine: Engine, caller: Caller) -> tuple[ChatRequest, GenerationRequest]:
@@ -116,6 +126,7 @@ def read_chat(body: Body, engine: Engine, caller: Caller) -> tuple[ChatRequest, 
             min_new_tokens=request.min_tokens,
             keep_stop=request.include_stop_str_in_output,
             logprobs=request.num_top_logprobs(limits),
+            prompt_logprobs=request.prompt_logprobs,
         )
     generation = GenerationRequest(
         conversation=conversation,
@@ -153,6 +164,7 @@ def _choice(
     answer: Collected,
     placement: AnswerPlacement,
     field: str,
+    request: ChatRequest,
     *,
     old_form: bool,
 ) -> ChatChoice:
@@ -165,12 +177,14 @@ def _choice(
     elif calls:
         message.tool_calls = calls
     placed = placement.add(answer.logprobs, answer.text, answer.finish)
+    as_ids = bool(request.return_tokens_as_token_ids)
     return ChatChoice(
         index=choice.index,
         message=message,
-        logprobs=chat_logprobs(placed, tokenizer) if answer.logprobs else None,
+        logprobs=chat_logprobs(placed, tokenizer, as_ids=as_ids) if answer.logprobs else None,
         finish_reason=_finish_reason(choice.finish_reason, old_form=old_form),
         truncated=truncated_of(choice, tokenizer),
+        token_ids=answer.token_ids.tolist() if request.return_token_ids else UNSET,
     )
 
 
@@ -193,9 +207,12 @@ class _ChatStream:
         chunks: ChunkWriter[ChatChunkChoice],
         placements: list[AnswerPlacement],
         field: str,
+        request: ChatRequest,
         *,
         old_form: bool,
     ) -> None:
+        self._has_ids = bool(request.return_token_ids)
+        self._as_ids = bool(request.return_tokens_as_token_ids)
         self._tokenizer = tokenizer
         self._placements = placements
         self._chunks = chunks
@@ -209,19 +226,23 @@ class _ChatStream:
         index, output = row.choice.index, row.output
         events = b""
         if index not in self._begun:
+            prompt_ids = UNSET if self._begun or not self._has_ids else row.choice.prompt_ids.tolist()
             self._begun.add(index)
             role = {"role": "assistant", "content": "", "refusal": None}
-            events += self._chunks.begin_event(ChatChunkChoice(index, role), index)
+            events += self._chunks.begin_event(ChatChunkChoice(index, role), index, prompt_ids)
         events += self._chunks.progress_event(row, ChatChunkChoice(index, {}))
         entries = unpack(output.logprobs, int32s(output.token_ids)) if output.logprobs is not None else []
         placed = self._placements[index].add(entries, output.text, output.finish)
-        logprobs = chat_logprobs(placed, self._tokenizer) if placed else None
+        logprobs = chat_logprobs(placed, self._tokenizer, as_ids=self._as_ids) if placed else None
+        token_ids = int32s(output.token_ids).tolist() if self._has_ids else []
         bodies = [body for delta in deltas if (body := self._delta(index, delta)) is not None]
-        if logprobs is not None and not bodies:
+        if (logprobs is not None or token_ids) and not bodies:
             bodies = [{"content": ""}]
         for body in bodies:
-            events += self._chunks.event(ChatChunkChoice(index, body, logprobs))
-            logprobs = None
+            events += self._chunks.event(
+                ChatChunkChoice(index, body, logprobs, token_ids=token_ids if self._has_ids else UNSET)
+            )
+            logprobs, token_ids = None, []
         if output.finish is not None:
             reason = _finish_reason(row.choice.finish_reason, old_form=self._old_form)
             truncated = truncated_of(row.choice, self._tokenizer)
@@ -257,15 +278,18 @@ class _ChatStream:
         return self._chunks.closing()
 
 
-def chat_logprobs(placed: Sequence[PlacedLogprob], tokenizer: Tokenizer) -> ChatLogprobs:
-    """The tokens of a text in the chat API's shape."""
+def chat_logprobs(
+    placed: Sequence[PlacedLogprob], tokenizer: Tokenizer, *, as_ids: bool = False
+) -> ChatLogprobs:
+    """The tokens of a text in the chat API's shape; `as_ids`: each one as `token_id:ID` instead of its text."""
+
+    def fields(token_id: int, logprob: float) -> tuple[str, float, list[int]]:
+        data = tokenizer.token_bytes(token_id)
+        token = token_as_id(token_id) if as_ids else data.decode("utf-8", "replace")
+        return token, logprob, list(data)
+
     content: list[ChatTokenLogprob] = []
     for entry, _ in placed:
-        top = [ChatTopLogprob(*_chat_token(token_id, value, tokenizer)) for token_id, value in entry.top]
-        content.append(ChatTokenLogprob(*_chat_token(entry.token_id, entry.logprob, tokenizer), top))
+        top = [ChatTopLogprob(*fields(token_id, value)) for token_id, value in entry.top]
+        content.append(ChatTokenLogprob(*fields(entry.token_id, entry.logprob), top))
     return ChatLogprobs(content)
-
-
-def _chat_token(token_id: int, logprob: float, tokenizer: Tokenizer) -> tuple[str, float, list[int]]:
-    data = tokenizer.token_bytes(token_id)
-    return data.decode("utf-8", "replace"), logprob, list(data)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Generic
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
+from ....models.tokenizer.tokenizer import Tokenizer
 from ...generation import Generation, Row
 from ..framing import DONE, event
 from ..schema.accounting import UsageBody, progress_of, timings_of, usage_of
 from ..schema.generation_fields import StreamOptions
 from ..services import Engine
-from .wire import C, OpenAIBody
+from ..token_logprobs import TokenLogprob
+from .wire import C, OpenAIBody, PromptLogprobs, PromptTokenLogprob
 
 
 def whole_body(
@@ -34,6 +37,28 @@ def whole_body(
         warnings=warnings or UNSET,
         kv_transfer_params=generation.kv_transfer_params or UNSET,
     )
+
+
+def prompt_logprobs_of(entries: Sequence[TokenLogprob], top_k: int, tokenizer: Tokenizer) -> PromptLogprobs:
+    """The log-probabilities of a prompt in the form of vLLM.
+
+    Args:
+        entries: of its tokens from the second on.
+        top_k: likeliest tokens to list; an entry may have more.
+        tokenizer: of the model.
+    """
+
+    def of(token_id: int, logprob: float, rank: int) -> PromptTokenLogprob:
+        return PromptTokenLogprob(logprob, rank, tokenizer.token_bytes(token_id).decode("utf-8", "replace"))
+
+    found: PromptLogprobs = [None]
+    for entry in entries:
+        tokens = {entry.token_id: of(entry.token_id, entry.logprob, entry.rank)}
+        for rank, (token_id, logprob) in enumerate(entry.top[:top_k], start=1):
+            if token_id != entry.token_id:
+                tokens[token_id] = of(token_id, logprob, rank)
+        found.append(tokens)
+    return found
 
 
 class ChunkWriter(Generic[C]):
@@ -73,9 +98,11 @@ class ChunkWriter(Generic[C]):
         """An event with new text of a choice."""
         return event(self._chunk([choice]))
 
-    def begin_event(self, choice: C, unsent: int) -> bytes:
+    def begin_event(self, choice: C, unsent: int, prompt_token_ids: list[int] | UnsetType = UNSET) -> bytes:
         """The event before the first text of the choice with the index `unsent`, which does not count its tokens."""
-        return event(self._chunk([choice], unsent))
+        chunk = self._chunk([choice], unsent)
+        chunk.prompt_token_ids = prompt_token_ids
+        return event(chunk)
 
     def progress_event(self, row: Row, empty: C) -> bytes:
         """The event about the progress of a prompt, if the row brings one: before the first token, and with it.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from msgspec import UnsetType
+from msgspec import UNSET, UnsetType
 
 from ....grammar.answer_report import Truncated
 from ....models.tokenizer.tokenizer import Tokenizer
@@ -23,9 +23,9 @@ from ..schema.field_policy import COMPLETION_NO_EFFECT, COMPLETION_NOT_YET, Fiel
 from ..schema.generation_fields import StreamOptions, answer_limit, prompts_of
 from ..schema.values import Body, convert
 from ..services import Engine
-from ..token_logprobs import AnswerPlacement, TokenLogprob, prompt_offsets
-from .chunks import ChunkWriter, whole_body
-from .wire import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
+from ..token_logprobs import AnswerPlacement, TokenLogprob, prompt_offsets, token_as_id
+from .chunks import ChunkWriter, prompt_logprobs_of, whole_body
+from .wire import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, PromptLogprobs
 
 DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's
 _POLICY: Final = FieldPolicy(
@@ -82,7 +82,7 @@ def read_completion(
             min_new_tokens=request.min_tokens,
             keep_stop=request.include_stop_str_in_output,
             logprobs=0 if request.logprobs is None and generated > n else request.logprobs,
-            prompt_logprobs=request.logprobs if request.echo else None,
+            prompt_logprobs=_num_prompt_logprobs(request),
         )
     constraint = constraint_of(
         request, engine.config.answers, limits, strict_server=engine.config.server.strict
@@ -106,6 +106,12 @@ def read_completion(
     )
 
 
+def _num_prompt_logprobs(request: CompletionRequest) -> int | None:
+    """The likeliest tokens that are wanted at each token of the prompt: by `prompt_logprobs`, or for its echo."""
+    given = (request.prompt_logprobs, request.logprobs if request.echo else None)
+    return max((count for count in given if count is not None), default=None)
+
+
 class _ChoiceWriter:
     """Makes the choices of one request, whole or in parts."""
 
@@ -117,11 +123,16 @@ class _ChoiceWriter:
         self._sent_as_ids = [isinstance(prompt, list) for prompt in self._prompts]
         sampling = generation.request.sampling
         self._skip_special_tokens = sampling.skip_special_tokens
+        self._num_prompt_logprobs = request.prompt_logprobs
+        self._has_ids = bool(request.return_token_ids)
         self._logprobs: list[CompletionLogprobsBuilder] | None = None
         if request.logprobs is not None:
+            as_ids = bool(request.return_tokens_as_token_ids)
             self._logprobs = [
                 CompletionLogprobsBuilder(
                     tokenizer,
+                    request.logprobs,
+                    as_ids,
                     AnswerPlacement(
                         tokenizer,
                         skip_special_tokens=sampling.skip_special_tokens,
@@ -140,6 +151,8 @@ class _ChoiceWriter:
                 self._logprobs_of(choice, answer, first=True, whole=True),
                 finish_reason(answer.finish),
                 self.truncated(choice),
+                *self._ids(choice, answer, first=True),
+                self._prompt_logprobs(choice, answer),
             )
             for index, (choice, answer) in enumerate(answers)
         ]
@@ -150,7 +163,22 @@ class _ChoiceWriter:
         row.add(output, choice.prompt_ids)
         text = (self.echo(choice) if first else "") + output.text
         logprobs = self._logprobs_of(choice, row, first=first)
-        return CompletionChoice(choice.index, text, logprobs, None)
+        return CompletionChoice(
+            choice.index, text, logprobs, None, UNSET, *self._ids(choice, row, first=first)
+        )
+
+    def _ids(
+        self, choice: Choice, answer: Collected, *, first: bool
+    ) -> tuple[list[int] | UnsetType, list[int] | UnsetType]:
+        """The ids of new tokens, and those of the prompt with the first row."""
+        if not self._has_ids:
+            return UNSET, UNSET
+        return answer.token_ids.tolist(), choice.prompt_ids.tolist() if first else UNSET
+
+    def _prompt_logprobs(self, choice: Choice, answer: Collected) -> PromptLogprobs | UnsetType:
+        if self._num_prompt_logprobs is None:
+            return UNSET
+        return prompt_logprobs_of(answer.prompt_logprobs, self._num_prompt_logprobs, self._tokenizer)
 
     def truncated(self, choice: Choice) -> Truncated | UnsetType:
         """Where a finished choice was cut and completed."""
@@ -200,7 +228,7 @@ class _CompletionStream:
         if output.usage.processed_tokens is not None:
             return events
         part = self._writer.part(choice, output, first=index not in self._begun)
-        if part.text or part.logprobs is not None:
+        if part.text or part.logprobs is not None or part.token_ids:
             events += self._chunks.event(part)
         self._begun.add(index)
         if output.finish is not None:
@@ -222,9 +250,18 @@ class CompletionLogprobsBuilder:
     from its offset on begins with it. A character that several tokens share belongs to the first of them.
     """
 
-    def __init__(self, tokenizer: Tokenizer, placement: AnswerPlacement) -> None:
-        """Begin a choice; `placement`: of its answer, without the echo."""
+    def __init__(self, tokenizer: Tokenizer, top_k: int, as_ids: bool, placement: AnswerPlacement) -> None:
+        """Begin a choice.
+
+        Args:
+            tokenizer: of the model.
+            top_k: likeliest tokens to list; an entry may have more.
+            as_ids: write a token as `token_id:ID` instead of its text.
+            placement: of its answer, without the echo.
+        """
         self._tokenizer = tokenizer
+        self._top_k = top_k
+        self._as_ids = as_ids
         self._placement = placement
         self._echo_len = 0
 
@@ -267,12 +304,14 @@ class CompletionLogprobsBuilder:
         chunk.text_offset.append(offset)
         top = None
         if entry is not None:
-            top = {self._token(each): value for each, value in entry.top}
+            top = {self._token(each): value for each, value in entry.top[: self._top_k]}
             top.setdefault(token, entry.logprob)  # OpenAI lists the sampled token too
         chunk.top_logprobs.append(top)
 
     def _token(self, token_id: int) -> str:
         r"""A token as text; one that is not valid UTF-8 in OpenAI's form, `bytes:\xe2\x80`."""
+        if self._as_ids:
+            return token_as_id(token_id)
         data = self._tokenizer.token_bytes(token_id)
         try:
             return data.decode()

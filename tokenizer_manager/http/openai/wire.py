@@ -103,11 +103,27 @@ class CompletionRequest(GenerationFields, kw_only=True):
     add_special_tokens: bool | None = None
 
 
+class PromptTokenLogprob(msgspec.Struct):
+    """A token at a position of the prompt, in the form of vLLM; `rank`: 1 for the likeliest."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[int, PromptTokenLogprob] | None]
+"""For each token of the prompt, token id -> the token itself, first, and the likeliest; None for the first token."""
+
+
 C = TypeVar("C")
 
 
 class OpenAIBody(msgspec.Struct, Generic[C], kw_only=True):
-    """A response in one piece, or one event of a stream. A subclass sets `object`."""
+    """A response in one piece, or one event of a stream. A subclass sets `object`.
+
+    Attributes:
+        prompt_token_ids, prompt_logprobs: of a chat; completions have those of each choice.
+    """
 
     id: str
     object: str = ""
@@ -120,6 +136,8 @@ class OpenAIBody(msgspec.Struct, Generic[C], kw_only=True):
     prompt_progress: PromptProgress | UnsetType = UNSET
     warnings: list[str] | UnsetType = UNSET
     kv_transfer_params: dict[str, Any] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class FunctionBody(msgspec.Struct):
@@ -165,6 +183,7 @@ class ChatChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     truncated: Truncated | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletion(OpenAIBody[ChatChoice], kw_only=True):
@@ -183,10 +202,11 @@ class ChatChunkChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     truncated: Truncated | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatChunk(OpenAIBody[ChatChunkChoice], kw_only=True):
-    """One event of a stream."""
+    """One event of a stream; the first one has the ids of the prompt."""
 
     object: str = "chat.completion.chunk"
 
@@ -225,13 +245,16 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class CompletionChoice(msgspec.Struct):
-    """One answer, or the new part of it."""
+    """One answer, or the new part of it; the ids of a stream's prompt are in the first part."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     truncated: Truncated | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Completion(OpenAIBody[CompletionChoice], kw_only=True):

@@ -95,6 +95,8 @@ NOTES: Final[Mapping[str, str]] = {
     "OllamaGenerateRequest.stream": "Send the answer as it is generated.",
     "stream_options": "include_usage: a last event with the counts of tokens; continuous_usage_stats: in each event.",
     "return_progress": "A stream has `prompt_progress` until the first token: total, cache, processed, time_ms.",
+    "return_token_ids": "Choices have `token_ids`; the ids of the prompt come too, in a stream with its first event.",
+    "return_tokens_as_token_ids": "Log-probabilities name a token `token_id:ID` instead of its text.",
     "store": "False: a later request cannot refer to the items of this answer.",
     "include": "More parts of the answer; `reasoning.encrypted_content` has no effect.",
     "incremental": "Events have the new text instead of all text so far.",
@@ -104,6 +106,7 @@ NOTES: Final[Mapping[str, str]] = {
     "return_logprob": "Return the log-probability of each token.",
     "top_logprobs_num": "With return_logprob: so many of the most likely tokens at each place.",
     "logprob_start_len": "Position of the prompt from which log-probabilities are returned.",
+    "prompt_logprobs": "At each token of the prompt: its log-probability and rank, and the k most likely tokens.",
     # ---- constraints
     "response_format": _CONSTRAINT + "Type json_object, json_schema, structural_tag or text.",
     "structured_outputs": _CONSTRAINT
@@ -201,7 +204,8 @@ DEFAULTS: Final[Mapping[str, Any]] = {
     **{
         field.name: field.default
         for field in msgspec.structs.fields(SamplingParams)
-        if field.default not in (None, ()) and field.name != "include_stop_str_in_output"
+        if field.default not in (None, ())
+        and field.name not in ("include_stop_str_in_output", "prompt_logprobs_start")
     },
     "min_tokens": 0,
     "CompletionRequest.max_tokens": DEFAULT_MAX_TOKENS,
@@ -212,6 +216,8 @@ DEFAULTS: Final[Mapping[str, Any]] = {
     "OllamaGenerateRequest.stream": True,
     "OllamaPullRequest.stream": True,
     "return_progress": False,
+    "return_token_ids": False,
+    "return_tokens_as_token_ids": False,
     "echo": False,
     "logprob_start_len": -1,
     "incremental": False,

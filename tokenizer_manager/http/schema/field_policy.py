@@ -53,8 +53,6 @@ SAMPLING_NOT_YET: Final[NotYet] = {
     "return_bytes": (False,),
     "return_entropy": (False,),
     "return_hidden_states": (False,),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
     "stop_regex": (),
     "tfs_z": (1,),
@@ -75,7 +73,6 @@ CHAT_NOT_YET: Final[NotYet] = SAMPLING_NOT_YET | {
     "modalities": (["text"],),
     "moderation": (),
     "no_stop_trim": (False,),
-    "prompt_logprobs": (),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
@@ -83,7 +80,6 @@ CHAT_NOT_YET: Final[NotYet] = SAMPLING_NOT_YET | {
 COMPLETION_NOT_YET: Final[NotYet] = SAMPLING_NOT_YET | {
     "no_stop_trim": (False,),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
     "suffix": (),
 }
 

@@ -144,7 +144,7 @@ _ONE: Final = {"maxItems": 1}
 _NOTHING: Final = {"type": "null"}
 _PROMPTS: Final = [_TEXT, _IDS, _list_of(_TEXT), _list_of(_IDS)]
 
-StartLen = Annotated[Int, documented("0 for the whole prompt, below for none of it.", maximum=0)]
+StartLen = Annotated[Int, documented("0 for the whole prompt, below for none of it.")]
 
 OnePrompt = Annotated[
     Any,

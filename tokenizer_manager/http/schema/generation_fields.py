@@ -93,13 +93,15 @@ class SamplingFields(_Numbers, kw_only=True):
         keep_stop: bool | None,
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
+        prompt_logprobs_start: int = 0,
     ) -> SamplingParams:
         """The sampling parameters; errors use the names of their fields, which `renamed_fields` changes.
 
         Args:
             limits: of the server.
             defaults: for the fields that the request leaves out.
-            max_new_tokens, min_new_tokens, keep_stop, logprobs, prompt_logprobs: fields with other names or forms.
+            max_new_tokens, min_new_tokens, keep_stop, logprobs, prompt_logprobs, prompt_logprobs_start: fields with
+                other names or forms.
 
         Raises:
             RequestError: a bad key in `logit_bias`, a value out of range, or a limit is exceeded.
@@ -126,6 +128,7 @@ class SamplingFields(_Numbers, kw_only=True):
             "stop_token_ids": tuple(self.stop_token_ids or ()),
             "logprobs": logprobs,
             "prompt_logprobs": prompt_logprobs,
+            "prompt_logprobs_start": prompt_logprobs_start,
             "include_stop_str_in_output": keep_stop,
         }
         return defaults.params({name: value for name, value in given.items() if value is not None})
@@ -149,6 +152,9 @@ class GenerationFields(SamplingFields, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_progress: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    prompt_logprobs: CountOrNone | None = None
     max_tokens: AnswerLimit = None
     min_tokens: CountOrNone | None = None
     include_stop_str_in_output: bool | None = None
@@ -177,9 +183,16 @@ class GenerationFields(SamplingFields, kw_only=True):
         """The options of the stream, or None for a response in one piece.
 
         Raises:
-            RequestError: `stream_options` without `stream`.
+            RequestError: `stream_options` without `stream`, or `prompt_logprobs` with it.
         """
         if self.stream:
+            if self.prompt_logprobs is not None:
+                raise RequestError(
+                    f"prompt_logprobs is {self.prompt_logprobs}, but stream is true, and events have no place for it; "
+                    "leave out one",
+                    param="prompt_logprobs",
+                    code="unsupported_value",
+                )
             return self.stream_options or StreamOptions()
         if self.stream_options is not None and any(msgspec.structs.astuple(self.stream_options)):
             raise RequestError(

@@ -240,7 +240,7 @@ def test_the_docs_page_lists_every_route_and_loads_nothing_from_elsewhere(serve:
 )
 def test_a_flush_may_name_a_tier(serve: Serve, path: str, device: bool, tier: bool, host: bool):
     served = serve(cache={"kv_disk": "folder", "kv_host_size": 1.0})
-    assert served.client.post(path).json() == {"flushed_tokens": 32, "kept_tokens": 8}
+    assert served.client.post(path).json() == {"flushed_tokens": 32, "kept_tokens": 8, "success": False}
     assert served.engine.flushes == [FlushCache(device, tier, host)]
 
 
@@ -276,3 +276,13 @@ def test_a_flush_of_a_tier_that_is_not_there_is_refused(serve: Serve, path, kv_d
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "tier")
     assert message in reply.json()["error"]["message"]
     assert not served.engine.flushes
+
+
+def test_what_trainers_ask_by_the_names_of_vllm(serve: Serve):
+    served = serve()
+    assert served.client.get("/get_world_size").json() == {"world_size": 1}
+    assert "vllm_config" not in served.client.get("/server_info").json()
+    config = served.client.get("/server_info?config_format=json").json()["vllm_config"]
+    assert config["parallel_config"]["tensor_parallel_size"] == 1
+    assert config["lora_config"] is None and config["weight_transfer_config"] is None
+    assert served.client.post("/reset_prefix_cache").json()["success"] is False  # the fake engine keeps some
