@@ -576,6 +576,11 @@ class LLM:
 
     # ------------------------------------------------------------ end
 
+    @property
+    def sees_images(self) -> bool:
+        """Whether messages of `chat` may have images."""
+        return self._chats.sees_images
+
     def close(self) -> None:
         """End the engine and free its memory; running calls raise `EngineDeadError`. Closing twice is allowed."""
         self._engine.close()

@@ -79,6 +79,10 @@ class Backend(Protocol):
         """Tokens of the rendered conversation; None if the backend cannot count."""
         ...
 
+    def sees_images(self) -> bool | None:
+        """Whether questions may have images; None if the backend does not know."""
+        ...
+
     def about(self) -> str:
         """Quantization or precision, device, address of the page: those that are known, for the banner."""
         ...
@@ -128,6 +132,9 @@ class InProcessBackend:
 
     def count_tokens(self, messages: Sequence[Message]) -> int | None:
         return len(self._llm.render_chat(messages))
+
+    def sees_images(self) -> bool | None:
+        return self._llm.sees_images
 
     def about(self) -> str:
         model = self._llm.config.model
@@ -202,6 +209,10 @@ class HttpBackend:
         count = self._ask("/tokenize", {"messages": list(messages)}).get("count")
         self._counts_tokens = isinstance(count, int)
         return count if isinstance(count, int) else None
+
+    def sees_images(self) -> bool | None:
+        capabilities = self._ask("/api/show", {}).get("capabilities")
+        return "vision" in capabilities if isinstance(capabilities, list) else None
 
     def about(self) -> str:
         details = self._ask("/api/show", {}).get("details")

@@ -27,7 +27,8 @@ from ..options import (
 )
 from ..server_client import attach, names_a_model, refuse_settings
 from .backend import BASE_SETTINGS, Backend, HttpBackend, InProcessBackend
-from .conversation import Conversation, ask_once
+from .conversation import Conversation, ask_once, check_sight
+from .images import content_of, image_of_file, pasted_images
 from .line_editor import LineEditor, default_history_path
 from .screen import Screen, wants_color
 from .session import ChatSession
@@ -63,6 +64,9 @@ def chat(
         Text, _chat(metavar="TEXT", help="API key of that server (or set ENGINE_API_KEY).")
     ] = None,
     system: Annotated[Text, _chat("--system", "-s", metavar="TEXT", help="The system prompt.")] = None,
+    image: Annotated[
+        list[Path] | None, _chat(metavar="FILE", help="Image that goes with the question; may be repeated.")
+    ] = None,
     load: Annotated[
         Path | None, _chat(metavar="FILE", help="Continue a conversation saved by /save.")
     ] = None,
@@ -147,6 +151,9 @@ def chat(
             if backend is None:
                 backend = _start(merged, display, form)
     try:
+        if image:
+            check_sight(backend)
+        images = [image_of_file(path) for path in image or ()]
         if one_question is not None:
             shows = stats if stats is not None else sys.stderr.isatty() and not (quiet or as_json)
             screen = Screen(sys.stdout, sys.stderr, styles_markdown=markdown)
@@ -154,7 +161,7 @@ def chat(
                 session,
                 backend,
                 screen,
-                one_question,
+                content_of(one_question, images),
                 as_json=as_json,
                 shows_stats=shows,
                 stops_loops=stop_loops,
@@ -163,6 +170,7 @@ def chat(
         conversation = Conversation(
             session, backend, screen, shows_stats=stats is not False and not quiet, stops_loops=stop_loops
         )
+        conversation.images = images
         return _converse(conversation, display, quiet=quiet, history=history)
     finally:
         backend.close()
@@ -210,14 +218,31 @@ def run_repl(chat: Conversation, editor: LineEditor) -> int:
             continue
         try:
             with editor.held():
-                if is_command(line):
-                    run_command(chat, line)
-                else:
-                    chat.ask(message_of(line))
+                _run_line(chat, line)
         except LeaveChat:
             return ExitCode.SUCCESS
         except KeyboardInterrupt:  # between two answers, while a server is asked for a token count
             chat.screen.note("[stopped]")
+
+
+def _run_line(chat: Conversation, line: str) -> None:
+    """Run a command, or ask a question; the images whose paths a line has go with it, or with the next one.
+
+    Raises:
+        LeaveChat: the user wants to leave.
+    """
+    paths, rest = pasted_images(line)
+    if is_command(rest):  # the path is its argument
+        run_command(chat, line)
+        return
+    try:
+        for path in paths:
+            chat.attach_image(path)
+    except RequestError as error:
+        chat.screen.error(str(error))
+        return
+    if rest:
+        chat.ask(message_of(rest))
 
 
 def read_question(words: list[str], stdin: TextIO) -> str | None:

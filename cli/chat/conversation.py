@@ -12,8 +12,9 @@ from ...runtime.errors import EngineError, RequestError
 from ..exit_codes import ExitCode
 from .answer import Answer, call_line
 from .backend import Backend, HttpBackend
+from .images import content_of, image_of_file
 from .screen import Screen
-from .session import ChatSession
+from .session import ChatSession, Content, Part
 
 WARN_CONTEXT_SHARE: Final = 0.8
 _CONTEXT_CHOICES: Final = "/drop forgets the oldest exchange, /clear all of them"
@@ -27,6 +28,7 @@ class Conversation:
         shows_stats: a footer follows each answer.
         stops_loops: an answer that repeats itself without end is stopped.
         attached: texts of files that go with the next question.
+        images: those that go with it.
         own_files: saved chats that this one has written or read; `/save` replaces them without a question.
         pending: a question that goes back to the input line; `run_repl` takes it.
         num_answers, num_tokens: totals of this run.
@@ -48,6 +50,7 @@ class Conversation:
         self.shows_stats = shows_stats
         self.stops_loops = stops_loops
         self.attached: list[str] = []
+        self.images: list[Part] = []
         self.own_files: set[Path] = set()
         self.pending: str | None = None
         self.last: Answer | None = None
@@ -70,7 +73,7 @@ class Conversation:
         Errors are shown, not raised: the conversation goes on. A question that the user can send again as it is comes
         back to the input line; one that needs a command first does not, since it would be in the way.
         """
-        message = "\n\n".join([question, *self.attached])
+        message = content_of("\n\n".join([question, *self.attached]), self.images)
         try:
             if not self._fits(message):
                 return
@@ -85,12 +88,22 @@ class Conversation:
             self.screen.end_answer()
             self.screen.error(str(error))
 
-    def used_tokens(self, question: str | None = None) -> int | None:
+    def attach_image(self, path: Path) -> None:
+        """Let an image go with the next question.
+
+        Raises:
+            RequestError: it is no image, or the model sees none.
+        """
+        check_sight(self.backend)
+        self.images.append(image_of_file(path))
+        self.screen.note(f"The image {path.name} goes with the next question.")
+
+    def used_tokens(self, question: Content | None = None) -> int | None:
         """Tokens of the conversation as the model would read it now; None if the backend cannot count."""
         messages = self.session.messages(question)
         return self.backend.count_tokens(messages) if messages else 0
 
-    def _fits(self, question: str) -> bool:
+    def _fits(self, question: Content) -> bool:
         limit = self.backend.max_context
         used = self.used_tokens(question) if limit is not None else None
         if limit is None or used is None or used < limit:
@@ -104,7 +117,7 @@ class Conversation:
         )
         return False
 
-    def _stream(self, question: str, message: str) -> None:
+    def _stream(self, question: str, message: Content) -> None:
         answer = self.last = Answer(self.screen, clock=self._clock)
         messages = self.session.messages(message)
         answer.receive(self.backend, messages, self.session.settings, stops_loops=self.stops_loops)
@@ -112,6 +125,7 @@ class Conversation:
         if answer.text or answer.calls or not (answer.interrupted or answer.loop):
             self.session.add(message, answer.stored_text())
             self.attached.clear()
+            self.images.clear()
         else:
             self.pending = question
         self.num_answers += 1
@@ -140,11 +154,24 @@ class Conversation:
             self.screen.note(f"The context is {used / limit:.0%} full; {_CONTEXT_CHOICES}.")
 
 
+def check_sight(backend: Backend) -> None:
+    """Check that the model sees images, if that is known.
+
+    Raises:
+        RequestError: it does not.
+    """
+    if backend.sees_images() is False:
+        raise RequestError(
+            f"{backend.model} {backend.where} sees no images; chat with a model that does, such as SmolVLM: "
+            "docs/images.md lists them"
+        )
+
+
 def ask_once(
     session: ChatSession,
     backend: Backend,
     screen: Screen,
-    question: str,
+    question: Content,
     *,
     as_json: bool,
     shows_stats: bool,

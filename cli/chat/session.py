@@ -14,8 +14,11 @@ from .settings import PARAMETERS, ChatSettings
 
 FILE_VERSION: Final = 1
 
-Message = dict[str, str]
-"""`{"role": "user" | "assistant", "content": text}`."""
+Part = dict[str, Any]
+"""A text or an image (`data:` URL) of a message, as chat completions have it."""
+Content = str | list[Part]
+Message = dict[str, Any]
+"""`{"role": "user" | "assistant", "content": Content}`."""
 
 
 class ChatSession:
@@ -30,22 +33,22 @@ class ChatSession:
     def num_exchanges(self) -> int:
         return len(self._questions())
 
-    def messages(self, question: str | None = None) -> list[Message]:
+    def messages(self, question: Content | None = None) -> list[Message]:
         """The messages for the model: the system prompt, the conversation, and `question` at the end."""
         head = [{"role": "system", "content": self.system}] if self.system else []
         tail = [{"role": "user", "content": question}] if question is not None else []
         return [*head, *self._messages, *tail]
 
-    def add(self, question: str, answer: str) -> None:
+    def add(self, question: Content, answer: str) -> None:
         """Keep one exchange; of a stopped answer, keep the part that arrived."""
         self._messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
-    def take_back(self) -> str | None:
+    def take_back(self) -> Content | None:
         """Forget the last exchange; returns its question, None if there is none."""
         if not self._messages:
             return None
         start = self._questions()[-1]
-        question = self._messages[start]["content"]
+        question: Content = self._messages[start]["content"]
         del self._messages[start:]
         return question
 
@@ -77,9 +80,11 @@ class ChatSession:
     def export(self, path: Path, model: str) -> None:
         """Write the conversation as Markdown: a heading for each message; see `_write`."""
         names = {"system": "System", "user": "You", "assistant": model}
-        parts = [
-            f"## {names[message['role']]}\n\n{message['content'].strip()}\n" for message in self.messages()
-        ]
+        parts = []
+        for message in self.messages():
+            text, images = text_and_images(message["content"])
+            text = "\n\n".join([*["[image]"] * len(images), text.strip()])
+            parts.append(f"## {names[message['role']]}\n\n{text}\n")
         _write(path, "\n".join([f"# Chat with {model}\n", *parts]))
 
     def load(self, path: Path) -> None:
@@ -123,12 +128,30 @@ def _check_document(document: Any, path: Path) -> tuple[str | None, ChatSettings
         match entry:
             case {"role": str(role), "content": str(content)} if role == expected:
                 messages.append({"role": role, "content": content})
+            case {"role": "user", "content": list(parts)} if expected == "user" and all(map(_is_part, parts)):
+                messages.append({"role": "user", "content": parts})
             case _:
-                raise RequestError(f"{path}: message {number} is not a text message of the {expected}")
+                raise RequestError(f"{path}: message {number} is no message of the {expected}")
     system = document.get("system")
     if system is not None and not isinstance(system, str):
         raise RequestError(f"{path}: the system prompt is not text")
     return system, _check_settings(document.get("settings", {}), path), messages
+
+
+def text_and_images(content: Content) -> tuple[str, list[Part]]:
+    """A question as its text and its images."""
+    if isinstance(content, str):
+        return content, []
+    texts = [part["text"] for part in content if part["type"] == "text"]
+    return "\n\n".join(texts), [part for part in content if part["type"] == "image_url"]
+
+
+def _is_part(part: Any) -> bool:
+    """Whether this is a `Part`."""
+    match part:
+        case {"type": "text", "text": str()} | {"type": "image_url", "image_url": {"url": str()}}:
+            return True
+    return False
 
 
 def _check_settings(values: Any, path: Path) -> ChatSettings:

@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 from ...runtime.errors import RequestError
 from ...runtime.text import counted
 from .conversation import Conversation
+from .session import text_and_images
 from .settings import DEFAULTS, PARAMETERS
 
 
@@ -121,6 +122,7 @@ def _system(chat: Conversation, argument: str) -> None:
 def _clear(chat: Conversation, _argument: str) -> None:
     chat.session.clear()
     chat.attached.clear()
+    chat.images.clear()
     chat.screen.note("Forgot the conversation; system prompt and settings stay.")
 
 
@@ -130,6 +132,7 @@ def _regen(chat: Conversation, _argument: str) -> None:
 
 def _undo(chat: Conversation, _argument: str) -> None:
     question = " ".join(_take_back(chat).split())
+    chat.images.clear()
     chat.screen.note(f"Forgot: {question if len(question) <= 60 else f'{question[:57]}...'}")
 
 
@@ -169,6 +172,13 @@ def _file(chat: Conversation, argument: str) -> None:
         chat.ask(question)
     else:
         chat.screen.note(f"{path.name}, {len(text):,} characters, goes with the next question.")
+
+
+def _image(chat: Conversation, argument: str) -> None:
+    name, question = _first_word(argument)
+    chat.attach_image(_path(name, "/image FILE [QUESTION]"))
+    if question:
+        chat.ask(question)
 
 
 def _markdown(chat: Conversation, argument: str) -> None:
@@ -212,10 +222,12 @@ def _exit(_chat: Conversation, _argument: str) -> None:
 
 
 def _take_back(chat: Conversation) -> str:
+    """The text of the last question; its images go with the next one."""
     question = chat.session.take_back()
     if question is None:
         raise RequestError("there is no question yet")
-    return question
+    text, chat.images = text_and_images(question)
+    return text
 
 
 def _is_on(argument: str, command: str) -> bool:
@@ -287,6 +299,7 @@ _TABLE: Final = (
     SlashCommand("edit", "", "take the last question back onto the input line", _edit),
     SlashCommand("drop", "[COUNT]", "forget the oldest exchanges, to free context", _drop),
     SlashCommand("file", "FILE [QUESTION]", "send a text file along with a question", _file, PATH),
+    SlashCommand("image", "FILE [QUESTION]", "send an image along with a question", _image, PATH),
     SlashCommand("save", "[-f] FILE", "write the conversation to a JSON file", _save, PATH),
     SlashCommand("export", "[-f] FILE", "write the conversation as Markdown", _export, PATH),
     SlashCommand("load", "FILE", "go on with a saved conversation", _load, PATH),

@@ -15,7 +15,7 @@ import pytest
 from engine.cli.chat.backend import AnswerChunk
 from engine.cli.chat.conversation import Conversation
 from engine.cli.chat.screen import Screen
-from engine.cli.chat.session import ChatSession, Message
+from engine.cli.chat.session import ChatSession, Message, text_and_images
 from engine.cli.chat.settings import ChatSettings
 from engine.runtime.messages import Usage
 
@@ -35,6 +35,10 @@ class ScriptedBackend:
     seen: list[list[Message]] = field(default_factory=list)
     num_closed: int = 0
     is_closed: bool = False
+    sight: bool | None = True
+
+    def sees_images(self) -> bool | None:
+        return self.sight
 
     def answer(
         self, messages: Sequence[Message], settings: ChatSettings
@@ -60,7 +64,7 @@ class ScriptedBackend:
         self.is_closed = True
 
     def _count(self, messages: Sequence[Message]) -> int:
-        return sum(len(message["content"].split()) for message in messages)
+        return sum(len(text_and_images(message["content"])[0].split()) for message in messages)
 
 
 @dataclass

@@ -73,11 +73,11 @@ def test_a_saved_chat_comes_back_whole(session, tmp_path):
         ('{"version": 2, "messages": []}', "has version 2, this engine reads 1"),
         (
             '{"version": 1, "messages": [{"role": "assistant", "content": "x"}]}',
-            "message 0 is not a text message of the user",
+            "message 0 is no message of the user",
         ),
         (
             '{"version": 1, "messages": [{"role": "user", "content": 5}]}',
-            "message 0 is not a text message of the user",
+            "message 0 is no message of the user",
         ),
         ('{"version": 1, "messages": [], "system": 5}', "the system prompt is not text"),
         ('{"version": 1, "messages": [], "settings": {"heat": 1}}', "unknown settings heat"),

@@ -452,6 +452,11 @@ def test_images_of_other_apis_that_cannot_be_used(seeing, path, bad, cause):
     assert refused.status_code == 400 and cause in refused.text
 
 
+def test_clients_of_ollama_see_that_images_are_read(seeing, answering):
+    assert "vision" in seeing.client.post("/api/show", json={}).json()["capabilities"]
+    assert "vision" not in answering.client.post("/api/show", json={}).json()["capabilities"]
+
+
 def test_halves_of_a_pair_take_no_images(seeing):
     pair = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 7}
 

@@ -164,6 +164,7 @@ def _capabilities(engine: Engine) -> list[str]:
     formats = engine.planner.formats
     return [
         "completion",
+        *(["vision"] if engine.images.are_seen else []),
         *(["tools"] if engine.renderer is not None and formats.tools is not None else []),
         *(["thinking"] if formats.reasoning is not None else []),
     ]
