@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from .recording.eager_executor import Forward
     from .recording.executor import StepExecutor
     from .structures.causal_lm import CausalLM
-    from .vision.tower import Tower
+    from .vision.encoder_rows import ImageEncoder
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class LoadedModel:
     stage: Stage = WHOLE_MODEL
     avoid: AvoidedKernels = NOTHING_AVOIDED
     make_drafter: MakeDrafter | None = None
-    tower: Tower | None = None
+    tower: ImageEncoder | None = None
 
     def page_bytes(self, page_size: int) -> int:
         """Memory of one page on this rank."""
@@ -156,7 +156,8 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, graph_sizes: GraphS
     attention = _make_attention(loaded, kv_pool, slot_table.req_to_token, buffers)
     encoder_rows = None
     if loaded.tower is not None:
-        encoder_rows = EncoderRows(loaded.tower, capacity.num_encoder_rows, spec.hidden_size, device)
+        width = loaded.tower.spec.row_width(spec.hidden_size)
+        encoder_rows = EncoderRows(loaded.tower, capacity.num_encoder_rows, width, device)
     executor = _make_executor(
         loaded, graph_sizes, kv_pool, state_pool, attention, slot_table, relay, buffers, encoder_rows
     )

@@ -46,10 +46,24 @@ class FeaturedStates(NamedTuple):
 
 
 class ImageRows(NamedTuple):
-    """Rows of the encoder in a step: [n] int64 indices into the T, ascending, and [n, hidden] vectors."""
+    """Rows of the encoder in a step.
+
+    Attributes:
+        indices: [n] int64 into the T, ascending.
+        vectors: [n, (1 + d) * hidden]: the embeddings of these tokens, and what is added to them after each of the
+            first d layers, see `VisionSpec.deepstack_layers`.
+    """
 
     indices: Tensor
     vectors: Tensor
+
+    def num_parts(self, hidden_size: int) -> int:
+        """1 + d."""
+        return self.vectors.shape[1] // hidden_size
+
+    def part(self, number: int, hidden_size: int) -> Tensor:
+        """[n, hidden] the embeddings (0), or what is added after layer `number` - 1."""
+        return self.vectors[:, number * hidden_size : (number + 1) * hidden_size]
 
 
 @dataclass(frozen=True, slots=True)

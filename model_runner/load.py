@@ -22,6 +22,7 @@ from ..launch.resolve.stages import WHOLE_MODEL, is_of_other_stages, stage_spec
 from ..models.eagle3_head import Eagle3Spec
 from ..models.spec.model_spec import ModelSpec
 from ..models.spec.sizes import kv_dtype_of, max_drafts_of
+from ..models.weight_files.qwen_vision_tensors import QWEN_FORMS
 from ..runtime.errors import ConfigError
 from ..runtime.step_plan import MAX_DRAFT_STEP_TOKENS
 from .adapters.adapter_layers import AdapterLayers
@@ -50,6 +51,7 @@ from .recording.programs.program_planes import MAX_TOKENS
 from .sampling import backend_selection as sampler_selection
 from .structures.causal_lm import build_model
 from .trial import measure
+from .vision.qwen_vit import QwenTower
 from .vision.tower import Tower
 from .weights.dummy import DummyStore
 from .weights.format_selection import make_linear_format
@@ -269,7 +271,7 @@ class _Loaded(NamedTuple):
     model: CausalLM
     pooling_head: PoolingHead | None
     make_drafter: MakeDrafter | None = None
-    tower: Tower | None = None
+    tower: Tower | QwenTower | None = None
     reason: str = ""
 
 
@@ -338,7 +340,9 @@ def _load_own_model(
     model = build_model(context)
     pooling_head = _load_pooling_head(config, source, spec, weights, device)
     make_drafter = drafter_of(config.scheduler, context, model, rank_spec(spec, group.size))
-    tower = None if spec.vision is None else Tower(context, spec.vision)
+    tower: Tower | QwenTower | None = None
+    if spec.vision is not None:
+        tower = (QwenTower if spec.vision.family in QWEN_FORMS else Tower)(context, spec.vision)
     weights.finish()
     report.log()
     changes_experts = layers is not None and layers.change_experts

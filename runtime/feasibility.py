@@ -35,8 +35,12 @@ class Capacity(Record, frozen=True):
             be in a step before the token of its last step is settled, because the first stage does not know it.
         num_encoder_rows: rows of images that the runner's buffer holds, a multiple of `encoder_tile_rows`; 0: the
             model takes no images.
-        encoder_tile_rows: rows of each tile of an image; 0 without images.
+        encoder_tile_rows: rows of each tile of an image, or, if an image is one tile of any size, of a block: its rows
+            are in several of them. 0 without images.
         encoder_tile_parts: steps among which the work on a tile can be divided.
+        encoder_row_pixels: a row stands for so many pixels of an image in each direction, in models in which an image
+            is one tile of any size; 0: all tiles are equal.
+        has_rope_axes: tokens of images have positions on three axes, see `NewReq.rope`.
     """
 
     max_model_len: int
@@ -53,6 +57,8 @@ class Capacity(Record, frozen=True):
     num_encoder_rows: int = 0
     encoder_tile_rows: int = 0
     encoder_tile_parts: int = 1
+    encoder_row_pixels: int = 0
+    has_rope_axes: bool = False
 
     @property
     def max_total_tokens(self) -> int:
@@ -124,6 +130,12 @@ def reason_against(prompt_len: int, max_new_tokens: int, capacity: Capacity) -> 
     )
 
 
+def tile_rows(item: MediaItem, capacity: Capacity) -> int:
+    """Rows of each tile of an image."""
+    side = capacity.encoder_row_pixels
+    return item.shape[1] // side * (item.shape[2] // side) if side else capacity.encoder_tile_rows
+
+
 def reason_against_images(media: Sequence[MediaItem], capacity: Capacity) -> str | None:
     """Reason why a request with these images can never run; None if it can. An image that comes twice counts once."""
     if not media:
@@ -134,8 +146,10 @@ def reason_against_images(media: Sequence[MediaItem], capacity: Capacity) -> str
         )
     if not capacity.num_encoder_rows:
         return "the request has images, but this server computes text only; send text, or serve a model with a tower"
-    num_tiles = sum({item.digest: item.shape[0] for item in media}.values())
-    need = num_tiles * capacity.encoder_tile_rows
+    images = {item.digest: item for item in media}.values()
+    num_tiles = sum(item.shape[0] for item in images)
+    block = capacity.encoder_tile_rows
+    need = sum(item.shape[0] * -(-tile_rows(item, capacity) // block) * block for item in images)
     if need <= capacity.num_encoder_rows:
         return None
     return (

@@ -159,6 +159,8 @@ class Encode(Record, frozen=True):
         first_part, num_parts: the work on a single tile, if it is divided among steps: of its
             `Capacity.encoder_tile_parts` parts those from `first_part` on; the parts before are done, and no other tile
             has had these rows since. 0 parts: all.
+        blocks: [n] of a single tile whose rows are in several blocks of `Capacity.encoder_tile_rows`: the first row of
+            each, `first_row` the first of them. Empty: a tile is a block.
     """
 
     pixels: str
@@ -168,6 +170,12 @@ class Encode(Record, frozen=True):
     first_row: int
     first_part: int = 0
     num_parts: int = 0
+    blocks: bytes = b""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of rows of each tile."""
+        return len(self.blocks) // _INT32_BYTES or 1
 
 
 class RowUpdate(Record, frozen=True):

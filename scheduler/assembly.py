@@ -84,7 +84,7 @@ class SchedulerParts:
         )
         max_pinned_pages = int(cache.pin_fraction * capacity.num_pages)
         state_slots = _make_state_slots(capacity)
-        self.media_ids = MediaIds(capacity.encoder_tile_rows)
+        self.media_ids = MediaIds(capacity)
         self.block_events: BlockRecorder = BlockRecorder()
         if records_blocks:
             ids = self.media_ids

@@ -206,4 +206,5 @@ def _new_req(chunk: Chunk, pool: ReqToTokenPool, images: EncodeWork) -> NewReq:
         adapter_slot=req.adapter_slot,
         checkpoint=req.checkpoint,
         media=images.placements.get(req.rid, b""),
+        rope=b"" if req.images is None else req.images.rope,
     )

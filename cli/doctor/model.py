@@ -99,6 +99,11 @@ def check_task(facts: ModelFacts) -> Check:
     if pooling is None:
         assert vision is not None
         text = f"generate text, of images too: {vision.rows_per_tile} tokens a tile, 1 to {vision.most_tiles} tiles"
+        if side := vision.row_pixels:
+            most = vision.processing.max_pixels // side**2
+            text = (
+                f"generate text, of images too: a token for {side} x {side} pixels, at most {most:,} an image"
+            )
         if facts.source is not None and facts.source.tower:
             text += f"; the tower is {os.path.basename(facts.source.tower)}"
         if importlib.util.find_spec("PIL") is None:
@@ -148,7 +153,12 @@ def check_images(spec: ModelSpec, config: EngineConfig, host: HostFacts, product
     text = f"tiles of {vision.image_size} pixels"
     if tile_s:
         text = f"encoding a tile of {vision.image_size} pixels takes about {tile_s:.2g} s here"
-    if vision.most_tiles > 1:
+    if vision.row_pixels:
+        most, shown = vision.processing.max_pixels, vision.shown_pixels
+        text = f"images of at most {most:,} pixels, see --mm-max-pixels"
+        text += f"; encoding one of {shown:,} takes about {tile_s:.2g} s here" if tile_s else ""
+        text += f"; detail {media.mm_detail} if a request states none"
+    elif vision.most_tiles > 1:
         text += f", the largest image {vision.most_tiles} tiles"
         text += f" and {vision.most_tiles * tile_s:.2g} s" if tile_s else ""
         text += f"; detail {media.mm_detail} if a request states none"

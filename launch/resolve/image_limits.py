@@ -55,13 +55,16 @@ def image_limits(
     if pixels == "auto":
         pixels, notes["mm_max_pixels"] = vision.most_pixels, "the largest image of the model's processor"
         tile_s = vision.flops_per_tile(spec.hidden_size) / (num_threads * _flops(dtype, cpu_flags))
-        allowed = max(1, int(IMAGE_S / tile_s)) * vision.processing.tile_size**2
+        unit = vision.processing.tile_size**2
+        allowed = max(1, int(IMAGE_S / tile_s * vision.shown_pixels / unit)) * unit
         if device == "cpu" and allowed < pixels:
             pixels = allowed
-            notes["mm_max_pixels"] = f"{IMAGE_S:g} s an image: a tile takes about {tile_s:.2g} s on this CPU"
+            what = f"one of {vision.shown_pixels:,} pixels" if vision.row_pixels else "a tile"
+            notes["mm_max_pixels"] = f"{IMAGE_S:g} s an image: {what} takes about {tile_s:.2g} s on this CPU"
     if detail == "auto":
         detail = "low" if device == "cpu" else "high"
-        notes["mm_detail"] = "one tile an image on a CPU" if device == "cpu" else "as the model's processor"
+        low = "512 x 512 pixels" if vision.row_pixels else "one tile"
+        notes["mm_detail"] = f"{low} an image on a CPU" if device == "cpu" else "as the model's processor"
     return dataclasses.replace(media, mm_max_pixels=pixels, mm_detail=detail), notes
 
 

@@ -187,4 +187,6 @@ def capacity_of(config: EngineConfig, spec: ModelSpec) -> Capacity:
         num_encoder_rows=num_encoder_rows,
         encoder_tile_rows=0 if spec.vision is None else spec.vision.rows_per_tile,
         encoder_tile_parts=1 if spec.vision is None else spec.vision.num_parts,
+        encoder_row_pixels=0 if spec.vision is None else spec.vision.row_pixels,
+        has_rope_axes=spec.vision is not None and bool(spec.vision.rope_sections),
     )

@@ -210,7 +210,8 @@ class PoolSize:
         """The budget with the rows of images, and with the working memory of encoding a tile."""
         num_rows = self._config.cache.mm_encoder_cache_tokens
         assert num_rows != "auto", "decided before the pool"
-        rows = num_rows * self._spec.hidden_size * BYTES_OF_DTYPE[self._device.dtype]
+        width = vision.row_width(self._spec.hidden_size)
+        rows = num_rows * width * BYTES_OF_DTYPE[self._device.dtype]
         return replace(budget, workspace_bytes=budget.workspace_bytes + rows + vision.workspace_bytes)
 
     def _pool(self, budget: MemoryBudget) -> int:

@@ -19,7 +19,7 @@ from ...runtime.config.engine_config import EngineConfig
 from ...runtime.config.model_choice import Quantization
 from ...runtime.errors import ConfigError
 from .host_facts import HostFacts, usable_threads
-from .image_limits import image_limits
+from .image_limits import image_limits, with_image_limits
 from .kernel_checks import against_blocks, check_deterministic, runs_kernels
 from .kind_settings import encoder_settings, encoder_step_tokens, state_settings
 from .pool_size import Device, PoolDecision, PoolSize
@@ -36,6 +36,7 @@ CPU_MEM_FRACTION: Final = 0.4  # other programs use the same memory
 CUDA_MEM_FRACTION: Final = 0.94  # of what is left once weights, steps and recordings are measured: `fit_pool`
 CUDA_ESTIMATED_FRACTION: Final = 0.88  # of an estimate, before the weights are loaded
 MAX_AUTO_GRAPH_BATCH: Final = 256
+_MOST_ROWS: Final = 16_384  # of images of any size, if the largest one has no more
 MOST_IMAGES: Final = 8  # of the largest size that stay computed: as many as a request may have
 
 T = TypeVar("T")
@@ -103,6 +104,8 @@ class _Resolver:
         )
         self.config = replace(self.config, media=media)
         self.notes.update(notes)
+        if self.spec.vision is not None and self.spec.vision.row_pixels:
+            self.spec = with_image_limits(self.spec, media)  # its rows and working memory are limited, too
         self.set_encoder_rows()
         pool = self.pool(device, dtype, num_threads, chunk, fraction)
         config = replace(
@@ -275,8 +278,13 @@ class _Resolver:
                 )
             rows = 0
         elif asked == "auto":
-            rows = MOST_IMAGES * vision.most_tiles * vision.rows_per_tile
-            self.note("mm_encoder_cache_tokens", rows, f"{MOST_IMAGES} of the largest images")
+            rows, reason = MOST_IMAGES * vision.most_rows, f"{MOST_IMAGES} of the largest images"
+            if vision.row_pixels and rows > _MOST_ROWS:
+                rows, reason = (
+                    max(vision.most_rows, _MOST_ROWS),
+                    "an image of the most pixels, or several smaller ones",
+                )
+            self.note("mm_encoder_cache_tokens", rows, reason)
         else:
             rows = asked // vision.rows_per_tile * vision.rows_per_tile
             if not rows:

@@ -4,21 +4,21 @@
 read becomes rows of NaN, so every request with the image ends with an error, and no other one does.
 """
 
-# Shapes: R rows of the buffer, K hidden size of the language model, T new tokens in the batch.
+# Shapes: R rows of the buffer, K numbers of a row (`VisionSpec.row_width`), T new tokens in the batch.
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 if TYPE_CHECKING:
+    from ...models.spec.vision_spec import VisionSpec
     from ...runtime.step_plan import Encode
-    from .tower import Tower
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +49,26 @@ class ImageTokens(NamedTuple):
         return cls(np.concatenate(indices), np.concatenate(rows)) if indices else None
 
 
+class ImageEncoder(Protocol):
+    """A tower with its connectors.
+
+    Attributes:
+        spec: the sizes.
+        dtype: of the rows.
+    """
+
+    spec: VisionSpec
+    dtype: torch.dtype
+
+    def encode(self, tile: torch.Tensor) -> torch.Tensor:
+        """[height, width, 3] uint8, in RGB, on any device -> [rows of the tile, K]."""
+        ...
+
+    def parts_of(self, tile: torch.Tensor) -> Iterator[torch.Tensor | None]:
+        """The same in `VisionSpec.num_parts` parts: None after each of them but the last, which gives the rows."""
+        ...
+
+
 class EncoderRows:
     """See the module.
 
@@ -56,11 +76,11 @@ class EncoderRows:
         rows: [R, K] in the serving dtype.
     """
 
-    def __init__(self, tower: Tower, num_rows: int, size: int, device: torch.device) -> None:
+    def __init__(self, tower: ImageEncoder, num_rows: int, size: int, device: torch.device) -> None:
         """`size`: K."""
         self.rows = torch.zeros((num_rows, size), dtype=tower.dtype, device=device)
         self._tower = tower
-        self._failures: dict[int, str] = {}  # by the first row of a tile
+        self._failures: dict[int, str] = {}  # by the first row of a tile, or of a block
         self._begun: dict[
             int, Iterator[torch.Tensor | None]
         ] = {}  # the same: work of which other steps do the rest
@@ -71,31 +91,40 @@ class EncoderRows:
         for item in encodes:
             if item.first_part:
                 if item.first_row in self._begun:  # else it could not be read when it was begun
-                    self._go_on(item.first_row, item.num_parts)
+                    self._go_on(item, item.first_row)
                 continue
             tiles = self._read(item)
             for number in range(item.num_tiles):
                 first = item.first_row + number * per_tile
-                self._begun.pop(first, None)  # work on a tile that has lost its rows
+                blocks = np.frombuffer(item.blocks, dtype=np.int32).tolist() or [first]
+                for block in blocks:
+                    self._begun.pop(block, None)  # work on a tile that has lost its rows
                 if isinstance(tiles, str):
-                    self.rows[first : first + per_tile] = float("nan")
-                    self._failures[first] = tiles
+                    for block in blocks:
+                        self.rows[block : block + per_tile] = float("nan")
+                        self._failures[block] = tiles
                     continue
-                self._failures.pop(first, None)
+                for block in blocks:
+                    self._failures.pop(block, None)
                 if item.num_parts:
                     self._begun[first] = self._tower.parts_of(torch.from_numpy(tiles[number]))
-                    self._go_on(first, item.num_parts)
+                    self._go_on(item, first)
                     continue
-                self.rows[first : first + per_tile] = self._tower.encode(torch.from_numpy(tiles[number]))
+                self._store(blocks, self._tower.encode(torch.from_numpy(tiles[number])))
 
-    def _go_on(self, first_row: int, num_parts: int) -> None:
+    def _go_on(self, item: Encode, first_row: int) -> None:
         """Do parts of the work on a tile, which keeps its activations between them."""
-        work, per_tile = self._begun[first_row], self._tower.spec.rows_per_tile
-        for _ in range(num_parts):
+        work = self._begun[first_row]
+        for _ in range(item.num_parts):
             rows = next(work)
             if rows is not None:
-                self.rows[first_row : first_row + per_tile] = rows
+                self._store(np.frombuffer(item.blocks, dtype=np.int32).tolist() or [first_row], rows)
                 del self._begun[first_row]
+
+    def _store(self, blocks: Sequence[int], rows: torch.Tensor) -> None:
+        """Write the rows of a tile into its blocks."""
+        for block, part in zip(blocks, rows.split(self._tower.spec.rows_per_tile), strict=True):
+            self.rows[block : block + len(part)] = part
 
     def failure(self, rows: Int64s) -> str | None:
         """Why some of these rows could not be computed; None: nothing is known against them."""
@@ -107,10 +136,14 @@ class EncoderRows:
 
     def _read(self, item: Encode) -> npt.NDArray[np.uint8] | str:
         """The tiles of an encode, or why they cannot be read."""
-        side = self._tower.spec.image_size
-        if item.shape[1:] != (side, side, 3):
+        spec, (_, height, width, colors) = self._tower.spec, item.shape
+        side = spec.row_pixels or spec.image_size
+        fits = height % side == width % side == 0 if spec.row_pixels else height == width == side
+        if not fits or colors != 3:
             logger.error("an image has tiles of another size than the tower: %s %s", item.pixels, item.shape)
-            return f"the tiles of an image have the shape {item.shape[1:]}, but the model needs {(side, side, 3)}"
+            multiples = "multiples of " if spec.row_pixels else ""
+            needs = f"{multiples}{(side, side, 3)}"
+            return f"the tiles of an image have the shape {item.shape[1:]}, but the model needs {needs}"
         try:
             tiles = np.memmap(item.pixels, dtype=np.uint8, mode="r", shape=item.shape)
             return np.array(tiles[item.first_tile : item.first_tile + item.num_tiles])

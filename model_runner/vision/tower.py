@@ -119,7 +119,8 @@ class _TowerLayer:
 
     def up(self, x: Tensor) -> Tensor:
         """[P, K] -> [P, inner], activated."""
-        return self._activate(self._up(x), self._kind)
+        x = self._up(x)
+        return x * torch.sigmoid(1.702 * x) if self._kind == "quick_gelu" else self._activate(x, self._kind)
 
 
 def _table_rows(grid: int) -> Tensor:

@@ -59,7 +59,7 @@ def read_hf_spec(folder: Path, choice: TaskChoice = NO_CHOICE, name: str = "") -
         return _with_pooling(folder, spec, pooling)
     if part is None or choice.language_only:
         return spec
-    return structs.replace(spec, vision=read_vision(folder, config, spec.vocab_size))
+    return structs.replace(spec, vision=read_vision(folder, config, spec))
 
 
 def read_layers(folder: Path, config: Mapping[str, object], prefix: str = "") -> ModelSpec:

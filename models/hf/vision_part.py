@@ -9,12 +9,13 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 from ...runtime.errors import ConfigError
 from ..fields import Fields
 from ..model_files import read_json
-from ..spec.vision_spec import ImageProcessing, VisionActivation, VisionSpec
+from ..spec.model_spec import ModelSpec
+from ..spec.vision_spec import FRAMES, ImageProcessing, VisionActivation, VisionFamily, VisionSpec
 from .special_tokens import read_special_tokens
 
 logger = logging.getLogger(__name__)
@@ -22,15 +23,19 @@ logger = logging.getLogger(__name__)
 _PROCESSOR, _NESTED = "preprocessor_config.json", "processor_config.json"
 """The second one has the first one's fields in `image_processor` since transformers 5, and has precedence then."""
 _ACTIVATIONS: Final[dict[str, VisionActivation]] = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+_CLIP: Final = {"mean": (0.48145466, 0.4578275, 0.40821073), "std": (0.26862954, 0.26130258, 0.27577711)}
+"""Normalization of CLIP, the default of some processors."""
 _FILTERS: Final = {1: "Lanczos", 2: "bilinear", 3: "bicubic"}
 _TEXT_ONLY: Final = "or serve its text with --language-model-only"
 _MAX_SIDE: Final = 1 << 14
 _SQUARE: Final = {"height": 224, "width": 224}
+_HALF: Final = (0.5, 0.5, 0.5)
 
 
 class _Files(NamedTuple):
     """The parts of a folder that a reader of a family reads: config.json and its `vision_config`, the processor's
-    configuration, and the special tokens by name.
+    configuration, the special tokens by name, and of the language model the size of the vocabulary, the hidden size,
+    and the pairs of dimensions of a head that turn.
     """
 
     outer: Fields
@@ -38,15 +43,17 @@ class _Files(NamedTuple):
     processor: Fields
     tokens: Mapping[str, str]
     vocab_size: int
+    hidden_size: int
+    num_turning: int
 
 
-def read_vision(folder: Path, config: Mapping[str, object], vocab_size: int) -> VisionSpec | None:
+def read_vision(folder: Path, config: Mapping[str, object], spec: ModelSpec) -> VisionSpec | None:
     """The tower of a folder; None: it has none, or none that the engine computes.
 
     Args:
         folder: the model's.
         config: the contents of its config.json.
-        vocab_size: of its language model.
+        spec: of its language model.
 
     Raises:
         ConfigError: a field is wrong, or needs something that is not implemented.
@@ -65,7 +72,8 @@ def read_vision(folder: Path, config: Mapping[str, object], vocab_size: int) -> 
         return None
     path = folder / "config.json"
     outer, fields = Fields(path, config), Fields(path, inner, "vision_config.")
-    return read(_Files(outer, fields, processor, read_special_tokens(folder).named, vocab_size))
+    tokens, num_turning = read_special_tokens(folder).named, (spec.rotary_dim or spec.head_dim) // 2
+    return read(_Files(outer, fields, processor, tokens, spec.vocab_size, spec.hidden_size, num_turning))
 
 
 def _idefics3(files: _Files) -> VisionSpec:
@@ -123,7 +131,167 @@ def _gemma3(files: _Files) -> VisionSpec:
     )
 
 
+class _Qwen(NamedTuple):
+    """Defaults of transformers for a tower of Qwen, whose family and `model_type` of the tower these are.
+
+    `size`: the field with the width of the tower, which Qwen2-VL names in another way.
+    """
+
+    family: VisionFamily
+    layers: int
+    hidden: int
+    inner: int
+    patch: int
+    activation: str
+    sections: tuple[int, ...]
+    size: str = "hidden_size"
+    positions: int = 0
+    window: int = 0
+    whole: tuple[int, ...] = ()
+    deepstack: tuple[int, ...] = ()
+    alternates: bool = False
+
+
+_QWENS: Final = {
+    "qwen2_vl": _Qwen("qwen2_vl", 32, 1280, 0, 14, "quick_gelu", (16, 24, 24), size="embed_dim"),
+    "qwen2_5_vl": _Qwen(
+        "qwen2_5_vl", 32, 3584, 3420, 14, "silu", (16, 24, 24), window=112, whole=(7, 15, 23, 31)
+    ),
+    "qwen3_vl": _Qwen(
+        "qwen3_vl",
+        27,
+        1152,
+        4304,
+        16,
+        "gelu_pytorch_tanh",
+        (24, 20, 20),
+        positions=2304,
+        deepstack=(8, 16, 24),
+        alternates=True,
+    ),
+}
+_QWENS["qwen3_vl_moe"] = _QWENS["qwen3_vl"]
+_QWENS["qwen3_5"] = _QWENS["qwen3_5_moe"] = _QWENS["qwen3_vl"]._replace(sections=(11, 11, 10), deepstack=())
+
+
+def _qwen(files: _Files) -> VisionSpec:
+    fields, tokens, known = files.inner, files.tokens, _QWENS[files.outer.text("model_type")]
+    size = fields.integer(known.size, 1, 1 << 20, default=known.hidden)
+    num_heads = fields.integer(fields.given("num_heads", "num_attention_heads"), 1, 1 << 12, default=16)
+    if size % (4 * num_heads):
+        raise fields.error(
+            "num_heads", num_heads, f"they cannot divide the hidden size {size} into multiples of 4"
+        )
+    inner = size * fields.integer("mlp_ratio", 1, 64, default=4)
+    if known.inner:
+        inner = fields.integer("intermediate_size", 1, 1 << 22, default=known.inner)
+    _expect(fields, "hidden_act", known.activation)
+    _expect(fields, "temporal_patch_size", FRAMES)
+    _expect(fields, fields.given("in_channels", "in_chans"), 3)
+    out_size = "hidden_size" if known.size == "embed_dim" else "out_hidden_size"
+    if fields.integer(out_size, 1, 1 << 20, default=files.hidden_size) != files.hidden_size:
+        rule = f"but the language model has {files.hidden_size}; download the file again"
+        raise fields.error(out_size, fields.get(out_size), rule)
+    layers = fields.integer(fields.given("depth", "num_hidden_layers"), 1, 1 << 12, default=known.layers)
+    patch_size = fields.integer("patch_size", 1, _MAX_SIDE, default=known.patch)
+    factor = fields.integer("spatial_merge_size", 1, 64, default=2)
+    window = fields.integer("window_size", 1, _MAX_SIDE, default=known.window) if known.window else 0
+    if window and window < patch_size * factor:
+        raise fields.error(
+            "window_size", window, f"expected at least {patch_size * factor}, the pixels of a row"
+        )
+    positions = (
+        fields.integer("num_position_embeddings", 1, 1 << 20, default=known.positions)
+        if known.positions
+        else 0
+    )
+    if math.isqrt(positions) ** 2 != positions:
+        raise fields.error("num_position_embeddings", positions, "expected a square")
+    for name, value in (("patch_size", patch_size), ("merge_size", factor), ("temporal_patch_size", FRAMES)):
+        _expect(files.processor, name, value)
+    sections, alternates = _sections(files, known)
+    return VisionSpec(
+        family=known.family,
+        hidden_size=size,
+        intermediate_size=inner,
+        num_layers=layers,
+        num_heads=num_heads,
+        norm_eps=1e-6,
+        activation=_ACTIVATIONS.get(known.activation) or cast(VisionActivation, known.activation),
+        image_size=0,
+        patch_size=patch_size,
+        scale_factor=factor,
+        image_token_id=files.outer.integer("image_token_id", 0, files.vocab_size - 1, default=151_655),
+        image_token=tokens.get("image_token", "<|image_pad|>"),
+        begin_token=tokens.get("vision_bos_token", "<|vision_start|>"),
+        end_token=tokens.get("vision_eos_token", "<|vision_end|>"),
+        marker=tokens.get("image_token", "<|image_pad|>"),
+        processing=_any_size(files.processor, patch_size * factor),
+        num_positions=positions,
+        window_size=window,
+        whole_layers=_layer_ids(fields, "fullatt_block_indexes", known.whole, layers) if window else (),
+        deepstack_layers=_layer_ids(fields, "deepstack_visual_indexes", known.deepstack, layers)
+        if known.deepstack
+        else (),
+        rope_sections=sections,
+        rope_alternates=alternates,
+    )
+
+
+def _sections(files: _Files, known: _Qwen) -> tuple[tuple[int, ...], bool]:
+    """How the pairs of rotated dimensions of the language model are divided among axes."""
+    path, inner = files.outer.path, files.outer.get("text_config")
+    text = Fields(path, inner, "text_config.") if isinstance(inner, Mapping) else files.outer
+    name = text.given("rope_parameters", "rope_scaling")
+    rope = text.get(name)
+    fields = Fields(path, rope if isinstance(rope, Mapping) else {}, f"{name}.")
+    sections = fields.integers("mrope_section", 0, 1 << 12) or known.sections
+    alternates = fields.boolean("mrope_interleaved", default=known.alternates)
+    if len(sections) != 3 or sum(sections) != files.num_turning or alternates != known.alternates:
+        rule = f"expected three numbers with the sum {files.num_turning}, the pairs of a head that turn"
+        if alternates != known.alternates:
+            raise fields.error("mrope_interleaved", alternates, f"{known.family} has {known.alternates}")
+        raise fields.error("mrope_section", list(sections), rule)
+    return sections, alternates
+
+
+def _layer_ids(fields: Fields, name: str, default: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
+    found = fields.integers(name, 0, num_layers - 1) if fields.get(name) is not None else default
+    if list(found) != sorted(set(found)) or (found and found[-1] >= num_layers):
+        raise fields.error(
+            name, list(found), f"expected ascending numbers below {num_layers}, the layers of the tower"
+        )
+    return found
+
+
+def _expect(fields: Fields, name: str, value: object) -> None:
+    if (fields.get(name) if fields.get(name) is not None else value) != value:
+        raise fields.error(name, fields.get(name), f"expected {value!r}, {_TEXT_ONLY}")
+
+
+def _any_size(fields: Fields, multiple: int) -> ImageProcessing:
+    """How an image becomes one tile in its ratio, as Qwen2-VL's processor in transformers does."""
+    _expect(fields, "do_resize", True)
+    size = fields.get("size")
+    sides = Fields(fields.path, size if isinstance(size, Mapping) else {}, "size.")
+    least = sides.integer("shortest_edge", 1, 1 << 30, default=56 * 56)
+    most = sides.integer("longest_edge", 1, 1 << 30, default=28 * 28 * 1280)
+    least = fields.integer("min_pixels", 1, 1 << 30, default=least)
+    most = fields.integer("max_pixels", 1, 1 << 30, default=most)
+    if not multiple**2 <= most or least > most:
+        raise fields.error("max_pixels", most, f"expected at least min_pixels, {least}, and {multiple**2}")
+    return ImageProcessing(
+        longest_edge=None,
+        tile_size=multiple,
+        splits=True,
+        min_pixels=least,
+        max_pixels=most,
+        **_values(fields, resample=3, **_CLIP),
+    )
+
+
 _READERS: Final[dict[str, Callable[[_Files], VisionSpec]]] = {
+    **dict.fromkeys(_QWENS, _qwen),
     "idefics3": _idefics3,
     "smolvlm": _idefics3,
 }
@@ -196,8 +364,14 @@ def _other_size(fields: Fields, name: str, image_size: int) -> ConfigError:
     return fields.error(name, fields.get(name), rule)
 
 
-def _values(fields: Fields, *, resample: int) -> dict[str, Any]:
-    """The filter and the numbers that make values of pixels, with the default filter."""
+def _values(
+    fields: Fields,
+    *,
+    resample: int,
+    mean: tuple[float, float, float] = _HALF,
+    std: tuple[float, float, float] = _HALF,
+) -> dict[str, Any]:
+    """The filter and the numbers that make values of pixels; the arguments are the defaults."""
     resample = fields.integer("resample", 0, 5, default=resample)
     if resample not in _FILTERS:
         known = ", ".join(f"{number} ({name})" for number, name in _FILTERS.items())
@@ -207,8 +381,8 @@ def _values(fields: Fields, *, resample: int) -> dict[str, Any]:
     return {
         "resample": resample,
         "rescale_factor": fields.number("rescale_factor", 1e-9, 1e9, default=1 / 255) if rescales else 1.0,
-        "mean": _by_color(fields, "image_mean", 0.0) if normalizes else (0.0, 0.0, 0.0),
-        "std": _by_color(fields, "image_std", 1e-9) if normalizes else (1.0, 1.0, 1.0),
+        "mean": _by_color(fields, "image_mean", 0.0, mean) if normalizes else (0.0, 0.0, 0.0),
+        "std": _by_color(fields, "image_std", 1e-9, std) if normalizes else (1.0, 1.0, 1.0),
     }
 
 
@@ -221,10 +395,12 @@ def _longest_edge(fields: Fields, name: str, default: int) -> int:
     return Fields(fields.path, value, f"{name}.").integer("longest_edge", 1, _MAX_SIDE)
 
 
-def _by_color(fields: Fields, name: str, low: float) -> tuple[float, float, float]:
+def _by_color(
+    fields: Fields, name: str, low: float, default: tuple[float, float, float]
+) -> tuple[float, float, float]:
     value = fields.get(name)
     if value is None:
-        return (0.5, 0.5, 0.5)
+        return default
     numbers = value if isinstance(value, list) else [value] * 3
     if len(numbers) != 3 or any(
         isinstance(one, bool) or not isinstance(one, int | float) or not low <= one <= 1e9 for one in numbers

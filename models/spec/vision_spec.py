@@ -7,15 +7,23 @@ have the order of its pixels: row by row of what the tower makes of `scale_facto
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 from msgspec.structs import replace
 
-VisionActivation = Literal["gelu", "gelu_tanh"]
+VisionActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]
 """`gelu` is the exact one, by the error function."""
-VisionFamily = Literal["idefics3", "gemma3"]
+VisionFamily = Literal["idefics3", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 """Names the text around images (`tokenizer_manager/media/processors`) and the connector (`model_runner/vision`)."""
+
+
+BLOCK_ROWS: Final = 16
+"""Rows of images of any size that are given out together."""
+FRAMES: Final = 2
+"""Frames of a video in a patch of Qwen's towers, which see an image as so many equal frames."""
+SHOWN_PIXELS: Final = 1 << 20
+"""Pixels of an image of any size whose time is told."""
 
 
 class ImageProcessing(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,9 +31,10 @@ class ImageProcessing(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         longest_edge: an image is resized so that its longer side has so many pixels; None: it is not.
-        tile_size: height and width of a tile in pixels.
+        tile_size: height and width of a tile in pixels; of images of any size, what both are whole multiples of.
         splits: an image larger than a tile becomes several, and a small copy of the whole one; else one tile.
         resample: the filter of resizing, as Pillow numbers them: 1 Lanczos, 2 bilinear, 3 bicubic.
+        min_pixels, max_pixels: bounds of an image of any size, which keeps its ratio; 0: tiles have one size.
         rescale_factor, mean, std: a value of a pixel, 0..255, becomes (value * rescale_factor - mean) / std, by color.
     """
 
@@ -36,15 +45,17 @@ class ImageProcessing(msgspec.Struct, frozen=True, kw_only=True):
     rescale_factor: float
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
+    min_pixels: int = 0
+    max_pixels: int = 0
 
 
 class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Architecture of a SigLIP tower and its connector.
+    """Architecture of a tower, SigLIP or one of Qwen, and its connector.
 
     Attributes:
         family: of Idefics3 is SmolVLM, too.
         hidden_size, intermediate_size, num_layers, num_heads, norm_eps, activation: of the tower.
-        image_size: side of a tile in pixels.
+        image_size: side of a tile in pixels; 0: an image is one tile of any size.
         patch_size: side of a patch in pixels.
         scale_factor: the connector makes one row of so many patches in each direction.
         sees_whole: the tokens of an image attend to all of it, also to those after them.
@@ -53,6 +64,12 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
             each tile, the one after the last, and the one before the copy of the whole image.
         marker: what the chat template writes for an image.
         processing: how an image becomes tiles.
+        num_positions: rows of the table of positions, a square that is stretched over images of any size; 0: there is
+            none.
+        window_size: pixels in each direction that a layer attends to together, but for `whole_layers`; 0: all.
+        whole_layers: layers that attend to all patches.
+        deepstack_layers: layers after each of which a connector makes rows, too; the first of these are added to the
+            tokens of the image after the first layer of the language model, and so on (DeepStack, Meng et al. 2024).
         rope_sections: of a language model in which a token has a position on each of three axes (M-RoPE, Qwen2-VL,
             2024): time, row and column of images, all equal for text. Pairs of rotated dimensions that turn by each
             axis; empty: a token has one position.
@@ -78,6 +95,10 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
     global_token: str = ""
     marker: str
     processing: ImageProcessing
+    num_positions: int = 0
+    window_size: int = 0
+    whole_layers: tuple[int, ...] = ()
+    deepstack_layers: tuple[int, ...] = ()
     rope_sections: tuple[int, ...] = ()
     rope_alternates: bool = False
 
@@ -87,9 +108,28 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.image_size // self.patch_size
 
     @property
+    def row_pixels(self) -> int:
+        """Pixels in each direction for which a row stands; 0 where tiles have one size."""
+        return 0 if self.image_size else self.patch_size * self.scale_factor
+
+    @property
     def rows_per_tile(self) -> int:
-        """Rows that a tile becomes."""
-        return (self.grid // self.scale_factor) ** 2
+        """Rows that a tile becomes; of images of any size, the rows of a block, see `Capacity.encoder_tile_rows`."""
+        return (self.grid // self.scale_factor) ** 2 if self.image_size else BLOCK_ROWS
+
+    def rows_of(self, height: int, width: int) -> int:
+        """Rows that a tile of so many pixels becomes."""
+        side = self.row_pixels
+        return height // side * (width // side) if side else self.rows_per_tile
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of the largest image, in whole tiles or blocks."""
+        return self.most_tiles * self.rows_per_tile
+
+    def row_width(self, hidden_size: int) -> int:
+        """Numbers of a row of the encoder, for a language model of this hidden size."""
+        return (1 + len(self.deepstack_layers)) * hidden_size
 
     @property
     def num_parts(self) -> int:
@@ -103,7 +143,9 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def most_tiles(self) -> int:
-        """Tiles of the largest image after resizing; of images that are not resized, a guess."""
+        """Tiles, or blocks, of the largest image after resizing; of images that are not resized, a guess."""
+        if side := self.row_pixels:
+            return -(-(self.processing.max_pixels // side**2) // BLOCK_ROWS)
         if not self.processing.splits:
             return 1
         if self.processing.longest_edge is None:
@@ -111,14 +153,27 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
         return (-(-self.processing.longest_edge // self.processing.tile_size)) ** 2 + 1
 
     @property
+    def shown_pixels(self) -> int:
+        """Pixels of a tile, or of an image of any size that stands for all."""
+        return (
+            min(self.processing.max_pixels, SHOWN_PIXELS) if self.row_pixels else self.processing.tile_size**2
+        )
+
+    @property
     def most_pixels(self) -> int:
         """Pixels of all tiles of the largest image."""
+        if self.row_pixels:
+            return self.processing.max_pixels
         return self.most_tiles * self.processing.tile_size**2
 
     def limited(self, max_pixels: int) -> VisionSpec:
         """The same with images of so many pixels at most, or of one tile if that has more."""
         if max_pixels >= self.most_pixels or not self.processing.splits:
             return self
+        if side := self.row_pixels:
+            most = max(max_pixels, side**2)
+            least = min(self.processing.min_pixels, most)
+            return replace(self, processing=replace(self.processing, min_pixels=least, max_pixels=most))
         side = math.isqrt(max(max_pixels // self.processing.tile_size**2 - 1, 1))
         if side == 1:
             return replace(self, processing=replace(self.processing, splits=False))
@@ -128,18 +183,35 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def joined_size(self) -> int:
         """Width of the connector's input: Idefics3 puts patches side by side, Gemma 3 takes their mean."""
-        return self.hidden_size * (self.scale_factor**2 if self.family == "idefics3" else 1)
+        return self.hidden_size * (1 if self.family == "gemma3" else self.scale_factor**2)
 
     @property
     def workspace_bytes(self) -> int:
-        """Working memory of encoding a tile: activations, and scores of attention that is not fused."""
-        patches = self.grid**2
+        """Working memory of encoding a tile: activations, and scores of attention that is not fused.
+
+        Images of any size can be large: their attention is fused.
+        """
         width = self.patch_values + 6 * self.hidden_size + 2 * self.intermediate_size
+        if self.row_pixels:
+            return 4 * self.processing.max_pixels // self.patch_size**2 * width
+        patches = self.grid**2
         return 4 * patches * (width + self.num_heads * patches)
 
     def flops_per_tile(self, row_size: int) -> float:
-        """Floating-point operations that encode a tile, `row_size` wide: those of products, also of attention."""
+        """Floating-point operations that encode a tile, `row_size` wide: those of products, also of attention.
+
+        Of images of any size, an image of `shown_pixels`.
+        """
         size, patches = self.hidden_size, self.grid**2
-        layer = 2 * patches * (4 * size * size + 2 * size * self.intermediate_size) + 4 * patches**2 * size
-        ends = 2 * patches * self.patch_values * size + 2 * self.rows_per_tile * self.joined_size * row_size
-        return float(self.num_layers * layer + ends)
+        if self.row_pixels:
+            patches = self.shown_pixels // self.patch_size**2
+        matrices = 4 * size + (3 if self.family == "qwen2_5_vl" else 2) * self.intermediate_size
+        layer = 2 * patches * size * matrices
+        num_windowed = self.num_layers - len(self.whole_layers) if self.window_size else 0
+        seen = (self.num_layers - num_windowed) * patches + num_windowed * (
+            self.window_size // self.patch_size
+        ) ** 2
+        rows, joined = patches // self.scale_factor**2, self.joined_size
+        inner = 2 * rows * joined * (joined + row_size) if self.row_pixels else 2 * rows * joined * row_size
+        ends = 2 * patches * self.patch_values * size + (1 + len(self.deepstack_layers)) * inner
+        return float(self.num_layers * layer + 4 * patches * seen * size + ends)

@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 from .needed_tensors import Module
+from .qwen_vision_tensors import QWEN_FORMS, QWEN_TOWER, qwen_vision_modules
 
 if TYPE_CHECKING:
     from ..spec.model_spec import ModelSpec
 
-TOWER: Final = ("vision_model.", "connector.", "multi_modal_projector.")
+TOWER: Final = ("vision_model.", "connector.", "multi_modal_projector.", QWEN_TOWER)
 """The first parts of all names."""
 PATCHES: Final = "vision_model.embeddings.patch_embedding"
 """[hidden, 3, side, side]: a product with each patch, which files have as a convolution."""
@@ -69,6 +70,9 @@ def vision_modules(spec: ModelSpec) -> Iterator[Module]:
     """All modules of the tower and of its connector; none in a model without them."""
     vision = spec.vision
     if vision is None:
+        return
+    if vision.family in QWEN_FORMS:
+        yield from qwen_vision_modules(vision, spec.hidden_size)
         return
     size, inner, side = vision.hidden_size, vision.intermediate_size, vision.patch_size
     yield Module(PATCHES, (size, 3, side, side), has_bias=True)

@@ -110,7 +110,7 @@ class Admission:
                 kv_tokens,
                 *self._waiting_work(),
                 page_size,
-                num_with_images=self._num_with_images() if parts.encoder_cache.num_tiles else 0,
+                num_with_images=self._num_with_images() if parts.encoder_cache.num_blocks else 0,
             ),
         )
         return PrefillAdder(

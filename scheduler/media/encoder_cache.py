@@ -1,9 +1,10 @@
 """`EncoderCache`: the rows of the encoder's buffer in the runner: which tile of an image has which, and until when.
 
 A tile is encoded before the step, or in the step, that first reads its rows; its work may be divided among steps. Rows
-are given out by whole tiles, so nothing fragments. The unit of the cache is a tile, by the digest of its image and its
-number: a request that needs the end of an image, because the prefix cache has the beginning, takes only the rows of the
-rest. A tile is
+are given out by blocks of the size of a tile, so nothing fragments. The unit of the cache is a tile, by the digest of
+its image and its number: a request that needs the end of an image, because the prefix cache has the beginning, takes
+only the rows of the rest. Where an image is one tile of any size, its rows are in several blocks, which need not be
+consecutive. A tile is
 
     free      it has no owner
     promised  a request was admitted that will read it, and it is not encoded yet
@@ -39,13 +40,16 @@ TileKey = tuple[bytes, int]
 
 
 class _Tile:
-    """An owner of rows; `users`: places in prompts that will read them; `num_parts`: of its work that are planned."""
+    """An owner of blocks of rows, in order.
 
-    __slots__ = ("is_encoded", "key", "num_parts", "slot", "users")
+    `users`: places in prompts that will read them; `num_parts`: of its work that are planned.
+    """
 
-    def __init__(self, key: TileKey, slot: int) -> None:
+    __slots__ = ("is_encoded", "key", "num_parts", "slots", "users")
+
+    def __init__(self, key: TileKey, slots: list[int]) -> None:
         self.key = key
-        self.slot = slot
+        self.slots = slots
         self.users = self.num_parts = 0
         self.is_encoded = False
 
@@ -89,14 +93,14 @@ class EncoderCache:
 
         Args:
             num_rows: of the buffer, a multiple of `tile_rows`; 0: the model takes no images.
-            tile_rows: of each tile.
+            tile_rows: of each tile, or of a block of rows.
             tile_parts: steps among which the work on a tile can be divided.
         """
         self.planned: dict[TileKey, PlannedTile] = {}
         self._tile_parts = tile_parts
         self._tile_rows = tile_rows
-        self.num_tiles = num_rows // tile_rows if tile_rows else 0
-        self._free = list(range(self.num_tiles - 1, -1, -1))
+        self.num_blocks = num_rows // tile_rows if tile_rows else 0
+        self._free = list(range(self.num_blocks - 1, -1, -1))
         self._tiles: dict[TileKey, _Tile] = {}
         self._idle: OrderedDict[TileKey, None] = OrderedDict()  # the longest idle first
         self._needs: dict[Req, deque[tuple[PromptTile, _Tile]]] = {}  # in order of position
@@ -114,9 +118,9 @@ class EncoderCache:
         """
         if req.images is None:
             return None
-        wanted = {tile.key for tile in req.images.tiles if tile.end > ready_len}
-        need = len(wanted - self._tiles.keys())
-        have = len(self._free) + len(self._idle) - len(wanted & self._idle.keys())
+        wanted = {tile.key: tile.num_blocks for tile in req.images.tiles if tile.end > ready_len}
+        need = sum(num for key, num in wanted.items() if key not in self._tiles)
+        have = len(self._free) + self._blocks_of(key for key in self._idle if key not in wanted)
         if need <= have:
             return None
         limit, rows = Reason.MEDIA_LIMIT, self._tile_rows
@@ -133,16 +137,19 @@ class EncoderCache:
         for wants in wanted:
             found = self._tiles.get(wants.key)
             if found is None:
-                found = self._tiles[wants.key] = _Tile(wants.key, self._take_slot())
+                found = self._tiles[wants.key] = _Tile(wants.key, self._take_slots(wants.num_blocks))
             self.hits_total += found.is_encoded
             found.users += 1
             needs.append((wants, found))
 
-    def _take_slot(self) -> int:
-        if self._free:
-            return self._free.pop()
-        key, _ = self._idle.popitem(last=False)
-        return self._tiles.pop(key).slot
+    def _take_slots(self, num: int) -> list[int]:
+        while len(self._free) < num:
+            key, _ = self._idle.popitem(last=False)
+            self._drop(self._tiles[key])
+        return [self._free.pop() for _ in range(num)]
+
+    def _blocks_of(self, keys: Iterable[TileKey]) -> int:
+        return sum(len(self._tiles[key].slots) for key in keys)
 
     def started(self, req: Req) -> None:
         pass
@@ -162,7 +169,7 @@ class EncoderCache:
 
     def _drop(self, tile: _Tile) -> None:
         del self._tiles[tile.key]
-        self._free.append(tile.slot)
+        self._free += reversed(tile.slots)
 
     # ------------------------------------------------------------ steps
 
@@ -188,7 +195,7 @@ class EncoderCache:
             tile = self._tiles.get(key)
             if tile is None or not tile.users:
                 ahead = ahead or rid
-                tile = tile or self._begin_ahead(key, may_evict=rid == ahead)
+                tile = tile or self._begin_ahead(wants, may_evict=rid == ahead)
             if tile is None:
                 continue
             num_parts = min(num_parts, self._tile_parts - tile.num_parts)
@@ -204,20 +211,22 @@ class EncoderCache:
             self._give_back(chunk.req, chunk.start + chunk.length)
         return EncodeWork(tuple(encodes), placements, num_tiles)
 
-    def _begin_ahead(self, key: TileKey, *, may_evict: bool) -> _Tile | None:
+    def _begin_ahead(self, wants: PromptTile, *, may_evict: bool) -> _Tile | None:
         """Rows for a tile of a request that waits for it; None: there are none.
 
         Only the first such request of a step evicts, and no tile that it may need. Else two requests could evict each
         other's tiles forever, and none of them would start.
         """
-        if not self._free:
-            idle = (each for each in self._idle if each not in self.planned and each[0] != key[0])
-            spare = next(idle, None) if may_evict else None
-            if spare is None:
+        key, num = wants.key, wants.num_blocks
+        if len(self._free) < num:
+            idle = [each for each in self._idle if each not in self.planned and each[0] != key[0]]
+            if not may_evict or len(self._free) + self._blocks_of(idle) < num:
                 return None
-            del self._idle[spare]
-            self._drop(self._tiles[spare])
-        tile = self._tiles[key] = _Tile(key, self._free.pop())
+            while len(self._free) < num:
+                spare = idle.pop(0)
+                del self._idle[spare]
+                self._drop(self._tiles[spare])
+        tile = self._tiles[key] = _Tile(key, self._take_slots(num))
         self._idle[key] = None
         return tile
 
@@ -230,18 +239,25 @@ class EncoderCache:
             del self._needs[req]
 
     def _placement(self, needs: Iterable[tuple[PromptTile, _Tile]]) -> bytes:
-        spans = [
-            (position, length, tile.slot * self._tile_rows + first_row)
-            for wants, tile in needs
-            for position, length, first_row in wants.spans
-        ]
+        spans, size = [], self._tile_rows
+        for wants, tile in needs:
+            for position, length, first_row in wants.spans:
+                end = position + length
+                while position < end:  # cut where blocks end
+                    number, offset = divmod(first_row, size)
+                    count = min(end - position, size - offset)
+                    spans.append((position, count, tile.slots[number] * size + offset))
+                    position, first_row = position + count, first_row + count
         return np.array(spans, dtype=np.int32).tobytes()
 
     def _add_encode(self, encodes: list[Encode], wants: PromptTile, tile: _Tile, num_parts: int) -> None:
         """Add work on a tile; whole tiles that follow each other in image and buffer are one `Encode`."""
-        item, number, first_row = wants.item, wants.number, tile.slot * self._tile_rows
+        firsts = np.array(tile.slots, dtype=np.int32) * self._tile_rows
+        item, number, first_row = wants.item, wants.number, int(firsts[0])
+        blocks = firsts.tobytes() if len(firsts) > 1 else b""
         if num_parts < self._tile_parts:
-            encodes.append(Encode(item.pixels, item.shape, number, 1, first_row, tile.num_parts, num_parts))
+            parts = (tile.num_parts, num_parts)
+            encodes.append(Encode(item.pixels, item.shape, number, 1, first_row, *parts, blocks))
             return
         if encodes and not encodes[-1].num_parts:
             last = encodes[-1]
@@ -251,7 +267,7 @@ class EncoderCache:
                     item.pixels, item.shape, last.first_tile, last.num_tiles + 1, last.first_row
                 )
                 return
-        encodes.append(Encode(item.pixels, item.shape, number, 1, first_row))
+        encodes.append(Encode(item.pixels, item.shape, number, 1, first_row, blocks=blocks))
 
     def settled(self, step_id: int, failed: Sequence[Req], *, out_of_memory: bool = False) -> None:
         """A step is settled. If it ran `out_of_memory` or requests of it `failed`, its tiles count as not encoded.
@@ -290,13 +306,14 @@ class EncoderCache:
         Raises:
             LedgerError: rows are missing or counted twice.
         """
-        free, idle = len(self._free), len(self._idle)
-        used = sum(tile.users > 0 and tile.is_encoded for tile in self._tiles.values())
-        promised = sum(tile.users > 0 and not tile.is_encoded for tile in self._tiles.values())
-        if free + idle + used + promised != self.num_tiles:
+        free, idle, used, promised = len(self._free), self._blocks_of(self._idle), 0, 0
+        for tile in self._tiles.values():
+            used += len(tile.slots) * (tile.users > 0 and tile.is_encoded)
+            promised += len(tile.slots) * (tile.users > 0 and not tile.is_encoded)
+        if free + idle + used + promised != self.num_blocks:
             raise LedgerError(
                 f"row equation: free {free} + idle {idle} + used {used} + promised {promised} = "
-                f"{free + idle + used + promised}, but the encoder's buffer has rows for {self.num_tiles} tiles"
+                f"{free + idle + used + promised}, but the encoder's buffer has {self.num_blocks} blocks of rows"
             )
 
     def check_idle(self) -> None:
@@ -306,10 +323,11 @@ class EncoderCache:
             LedgerError: some are.
         """
         self.check()
-        if self._needs or len(self._free) + len(self._idle) != self.num_tiles:
+        taken = self.num_blocks - len(self._free) - self._blocks_of(self._idle)
+        if self._needs or taken:
             raise LedgerError(
-                f"no request is left, but {self.num_tiles - len(self._free) - len(self._idle)} tiles are used or "
-                f"promised, for {[req.rid for req in self._needs]}"
+                f"no request is left, but {taken} blocks of rows are used or promised, for "
+                f"{[req.rid for req in self._needs]}"
             )
 
     def audit(self, with_row: Iterable[Req]) -> None:
@@ -324,9 +342,9 @@ class EncoderCache:
                 f"rows are promised to {sorted(req.rid for req in lost)}, which have no row of the pool"
             )
         users = Counter(tile.key for needs in self._needs.values() for _, tile in needs)
-        slots = [*self._free, *(tile.slot for tile in self._tiles.values())]
-        if sorted(slots) != list(range(self.num_tiles)):
-            raise LedgerError(f"slots of tiles with an owner, in order: {sorted(slots)}")
+        slots = [*self._free, *(slot for tile in self._tiles.values() for slot in tile.slots)]
+        if sorted(slots) != list(range(self.num_blocks)):
+            raise LedgerError(f"blocks of rows with an owner, in order: {sorted(slots)}")
         for key, tile in self._tiles.items():
             if tile.users != users[key] or (key in self._idle) != (not tile.users):
                 raise LedgerError(
@@ -357,7 +375,7 @@ class TileBudget:
             return limit
         if req.images.tiles[-1].end > start or self._cache.planned:
             limit = min(limit, self._time.most_tokens_with_tiles(start))
-        num_parts, seen = 0, set[TileKey]()
+        num_parts, work, seen = 0, 0, set[TileKey]()
         for tile in req.images.tiles:
             if tile.end <= start:
                 continue
@@ -366,9 +384,9 @@ class TileBudget:
             left = self._cache.parts_left(tile.key)
             if not left or tile.key in seen:
                 continue
-            num_parts += left
+            num_parts, work = num_parts + left, work + left * tile.num_blocks
             is_free = num_parts == 1 and not self._cache.planned
-            if not is_free and not self._time.has_parts(num_parts, start, tile.end - start):
+            if not is_free and not self._time.has_parts(work, start, tile.end - start):
                 return max(0, tile.start - start)
             seen.add(tile.key)
         return limit
@@ -396,12 +414,12 @@ class TileBudget:
         for tile in req.images.tiles:
             if end < tile.end and tile.start < next_page and (left := self._cache.parts_left(tile.key)):
                 least = not (self._cache.planned or has_tokens)
-                self._add(req, tile, min(left, max(self._time.most_parts(), least)))
+                self._add(req, tile, min(left, max(self._time.most_parts() // tile.num_blocks, least)))
                 return
 
     def _add(self, req: Req, tile: PromptTile, num_parts: int) -> None:
         if num_parts:
-            self._time.spend_parts(num_parts)
+            self._time.spend_parts(num_parts * tile.num_blocks)
             planned = self._cache.planned.get(tile.key)
             so_far = 0 if planned is None else planned.num_parts
             self._cache.planned[tile.key] = PlannedTile(tile, req.rid, so_far + num_parts)

@@ -19,9 +19,10 @@ from array import array
 from collections.abc import Sequence
 from typing import Final
 
+from ...runtime.feasibility import Capacity, tile_rows
 from ...runtime.media import runs_of, with_image_ids
 from ...runtime.messages import MediaItem
-from ..requests.prompt_images import PromptImages, tiles_of
+from ..requests.prompt_images import PromptImages, rope_axes, tiles_of
 
 FIRST_ID: Final = -2
 """The first image's; -1 separates answers in `SuffixIndex`."""
@@ -30,9 +31,9 @@ FIRST_ID: Final = -2
 class MediaIds:
     """See the module."""
 
-    def __init__(self, tile_rows: int) -> None:
-        """`tile_rows`: of each tile; 0: the model takes no images."""
-        self._tile_rows = tile_rows
+    def __init__(self, capacity: Capacity) -> None:
+        """`capacity`: of the runner; it says how many rows images have."""
+        self._capacity = capacity
         self._ids: dict[bytes, int] = {}
         self._images: list[tuple[bytes, int]] = []  # digest and placeholder, by FIRST_ID - id
 
@@ -41,12 +42,20 @@ class MediaIds:
         if not media:
             return None
         ids = [self._id_of(item, memoryview(input_ids).cast("i")) for item in media]
-        tiles = [tiles_of(item, self._tile_rows) for item in media]
+        sizes = [tile_rows(item, self._capacity) for item in media]
+        tiles = [
+            tiles_of(item, rows, -(-rows // self._capacity.encoder_tile_rows))
+            for item, rows in zip(media, sizes, strict=True)
+        ]
+        rope = b""
+        if self._capacity.has_rope_axes:
+            rope = rope_axes(media, len(memoryview(input_ids).cast("i")), self._capacity.encoder_row_pixels)
         return PromptImages(
             input_ids,
             with_image_ids(input_ids, media, ids),
             tuple(tile for each in tiles for tile in each),
             tuple(each[-1].end for each in tiles),
+            rope,
         )
 
     def _id_of(self, item: MediaItem, input_ids: memoryview) -> int:

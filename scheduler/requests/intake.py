@@ -17,6 +17,7 @@ from ...runtime.feasibility import (
     reason_against,
     reason_against_images,
     reason_against_pooling,
+    tile_rows,
 )
 from ...runtime.grammar_use import GrammarUse
 from ...runtime.media import runs_of
@@ -91,7 +92,7 @@ def _against_runs(message: GenerateRequest, capacity: Capacity) -> str | None:
                     f"within the {prompt_len} tokens of the prompt"
                 )
             end, num_rows = start + length, num_rows + length
-        expected = item.shape[0] * capacity.encoder_tile_rows
+        expected = item.shape[0] * tile_rows(item, capacity)
         if num_rows != expected:
             return f"media[{number}].runs has {num_rows} tokens, but its tiles have {expected} rows"
     return None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from ...runtime.media import runs_of
 from ...runtime.messages import MediaItem
@@ -15,11 +18,13 @@ class PromptTile(NamedTuple):
         item: the image.
         number: of the tile in the image, from 0.
         spans: (position, length, first row within the tile), in order; the rows of a tile may be interrupted by text.
+        num_blocks: blocks of the encoder's buffer that hold its rows, see `EncoderCache`.
     """
 
     item: MediaItem
     number: int
     spans: tuple[tuple[int, int, int], ...]
+    num_blocks: int = 1
 
     @property
     def key(self) -> tuple[bytes, int]:
@@ -46,16 +51,21 @@ class PromptImages(NamedTuple):
         keyed_ids: the same with an id of its own for each image.
         tiles: of all images, in order of position.
         ends: position after each image.
+        rope: `NewReq.rope`.
     """
 
     input_ids: bytes
     keyed_ids: bytes
     tiles: tuple[PromptTile, ...]
     ends: tuple[int, ...]
+    rope: bytes = b""
 
 
-def tiles_of(item: MediaItem, tile_rows: int) -> list[PromptTile]:
-    """The tiles of an image: its runs, cut where the rows of a tile end. The runs have `tile_rows` rows for each."""
+def tiles_of(item: MediaItem, tile_rows: int, num_blocks: int = 1) -> list[PromptTile]:
+    """The tiles of an image: its runs, cut where the rows of a tile end. The runs have `tile_rows` rows for each.
+
+    `num_blocks`: of each tile.
+    """
     spans: list[list[tuple[int, int, int]]] = [[] for _ in range(item.shape[0])]
     row = 0
     for start, length in runs_of(item):
@@ -64,4 +74,29 @@ def tiles_of(item: MediaItem, tile_rows: int) -> list[PromptTile]:
             count = min(length, tile_rows - first_row)
             spans[number].append((start, count, first_row))
             start, length, row = start + count, length - count, row + count
-    return [PromptTile(item, number, tuple(each)) for number, each in enumerate(spans)]
+    return [PromptTile(item, number, tuple(each), num_blocks) for number, each in enumerate(spans)]
+
+
+def rope_axes(media: Sequence[MediaItem], prompt_len: int, row_pixels: int) -> bytes:
+    """[3, prompt_len] int32: the positions of a prompt's tokens in time, row and column (M-RoPE).
+
+    Those of text count up, equal on all axes. An image begins with the next number on all axes; the second and third
+    add the row and the column in its grid. Text goes on after the largest of the image's numbers.
+
+    Args:
+        row_pixels: see `Capacity.encoder_row_pixels`.
+    """
+    axes = np.empty((3, prompt_len), dtype=np.int32)
+    end = follows = 0
+    for item in media:
+        height, width = item.shape[1] // row_pixels, item.shape[2] // row_pixels
+        grid = np.stack(
+            [np.zeros(height * width, dtype=np.int32), *np.divmod(np.arange(height * width), width)]
+        )
+        ((start, length),) = runs_of(item)
+        axes[:, end:start] = follows + np.arange(start - end)
+        follows += start - end
+        axes[:, start : start + length] = follows + grid
+        end, follows = start + length, follows + max(height, width)
+    axes[:, end:] = follows + np.arange(prompt_len - end)
+    return axes.tobytes()

@@ -17,12 +17,12 @@ Chunks are cut where the predicted time reaches `prompts_s`. The terms:
 
 While no request decodes there is no time limit, and chunks are as large as configured.
 
-Tiles of images are a third kind of work: their time, learned as seconds per part of a tile, is a part of `prompts_s`,
-and at most `tiles_s`. It is the time of the decodes alone, so that an image makes no step longer than twice a plain
-one; while several requests wait for images, it is max(target_s - decodes alone, decodes alone). The tokens of a prompt
-up to its last image are limited by it, too. A part is a quarter of a layer of the tower, so the work on a tile is
-divided among steps as tokens are. A step in which no token of a prompt can be computed before a tile does at least one
-part.
+Tiles of images are a third kind of work: their time, learned as seconds per part of a tile of one block of rows, is a
+part of `prompts_s`, and at most `tiles_s`. It is the time of the decodes alone, so that an image makes no step longer
+than twice a plain one; while several requests wait for images, it is max(target_s - decodes alone, decodes alone). The
+tokens of a prompt up to its last image are limited by it, too. A part is a quarter of a layer of the tower, so the work
+on a tile is divided among steps as tokens are. A step in which no token of a prompt can be computed before a tile does
+at least one part.
 
 The predicted time of a step has a fixed part and a part per decoding request, per token of their KV, per prompt token,
 and per (query, key) pair of the prompts' attention. The coefficients are learned from the measured time of every step
@@ -251,7 +251,10 @@ class StepTarget:
     def measured(self, batch: ScheduleBatch, seconds: float, encode_s: float = 0.0) -> None:
         """Learn from a step that took `seconds`, without swaps, and besides `encode_s` for tiles of images."""
         if batch.plan.encodes:
-            parts = sum(each.num_tiles * (each.num_parts or self._tile_parts) for each in batch.plan.encodes)
+            parts = sum(
+                each.num_tiles * each.num_blocks * (each.num_parts or self._tile_parts)
+                for each in batch.plan.encodes
+            )
             if encode_s > 0 and not self._parts.coefficients[0]:
                 logger.info(
                     "encoding a tile of an image takes %.2g s here", encode_s / parts * self._tile_parts

@@ -415,6 +415,8 @@ def make_driver() -> Callable[..., Driver]:
             spec.vocab_size,
             num_host_pages,
             num_encoder_rows=num_encoder_rows,
+            encoder_tile_rows=0 if spec.vision is None else spec.vision.rows_per_tile,
+            encoder_row_pixels=0 if spec.vision is None else spec.vision.row_pixels,
         )
         config = ModelConfig(
             dtype=dtype,

@@ -31,6 +31,7 @@ from engine.runtime.pooling import PoolingParams
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import (
     RUNNER_DRAFT,
+    Encode,
     ForwardMode,
     GetMasks,
     GoOn,
@@ -273,7 +274,7 @@ class FakeRunner:
             for row in ints(plan.rows):
                 self.rows[row].lost = True
             for encode in plan.encodes:  # it may have been the encoder that found no memory
-                for row in range(encode.first_row, encode.first_row + encode.num_tiles * self.tile_rows):
+                for row in self.rows_to_write(encode):
                     self.encoded[row] = GARBAGE
             return Launched(StepResult(plan.step_id, forward_s=0.01, out_of_memory="tried to allocate 2 GiB"))
         return Launched(self.forward(plan, masks) if plan.num_rounds == 1 else self.burst(plan, go_on, masks))
@@ -308,14 +309,22 @@ class FakeRunner:
                 self.parts[encode.first_row] = (encode.pixels, encode.first_tile, next_part)
                 assert next_part <= self.tile_parts
                 if next_part < self.tile_parts:
-                    for row in range(self.tile_rows):
-                        self.encoded[encode.first_row + row] = GARBAGE
+                    for row in self.rows_to_write(encode):
+                        self.encoded[row] = GARBAGE
                     continue
             for tile in range(encode.num_tiles):
                 self.num_encodes[encode.pixels, encode.first_tile + tile] += 1
             first = encode.first_tile * self.tile_rows
-            for row in range(encode.num_tiles * self.tile_rows):
-                self.encoded[encode.first_row + row] = row_value(encode.pixels, first + row)
+            for number, row in enumerate(self.rows_to_write(encode)):
+                self.encoded[row] = row_value(encode.pixels, first + number)
+
+    def rows_to_write(self, encode: Encode) -> list[int]:
+        """The rows of its tiles, in order."""
+        blocks = ints(encode.blocks) or [
+            encode.first_row + n * self.tile_rows for n in range(encode.num_tiles)
+        ]
+        assert blocks[0] == encode.first_row and (not encode.blocks or encode.num_tiles == 1)
+        return [block + n for block in blocks for n in range(self.tile_rows)]
 
     def start_state(self, new: NewReq, prefix_len: int) -> None:
         """A row begins with the state after its prefix."""

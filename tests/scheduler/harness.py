@@ -148,6 +148,7 @@ class Harness:
         num_stages: int = 1,
         num_encoder_rows: int = 0,
         encoder_tile_rows: int = 0,
+        encoder_row_pixels: int = 0,
         encoder_tile_parts: int = 1,
         radix_cache: bool = True,
         overlap: int = 0,
@@ -173,6 +174,7 @@ class Harness:
             num_stages=num_stages,
             num_encoder_rows=num_encoder_rows,
             encoder_tile_rows=encoder_tile_rows,
+            encoder_row_pixels=encoder_row_pixels,
             encoder_tile_parts=encoder_tile_parts,
         )
         self.store_ids: dict[str, int] = {}  # of loaded adapters, by fingerprint
@@ -260,20 +262,26 @@ class Harness:
         self.collect()
         return rid
 
+    def image_rows(self, num_tiles: int) -> int:
+        """Rows of an image of so many tiles; of any size it is one tile of so many blocks, the last one not full."""
+        num_rows = num_tiles * self.capacity.encoder_tile_rows
+        return max(1, num_rows - 1) if self.capacity.encoder_row_pixels else num_rows
+
     def with_images(
         self, prompt: list[int], images: Sequence[Image]
     ) -> tuple[list[int], bytes, tuple[MediaItem, ...]]:
         """A prompt with the values of images, the ids that are sent for it, and its images."""
         values, ids, media = list(prompt), list(prompt), []
         for image in images:
-            num_rows = image.num_tiles * self.capacity.encoder_tile_rows
+            num_rows, side = self.image_rows(image.num_tiles), self.capacity.encoder_row_pixels
+            shape = (1, side, num_rows * side, 3) if side else (image.num_tiles, 4, 4, 3)
             values[image.position : image.position] = [
                 row_value(image.pixels, row) for row in range(num_rows)
             ]
             ids[image.position : image.position] = [PLACEHOLDER] * num_rows
             runs = np.array([image.position, num_rows], dtype=np.int32).tobytes()
             digest = image.name.ljust(32, ".").encode()
-            media.append(MediaItem(digest, runs, image.pixels, (image.num_tiles, 4, 4, 3)))
+            media.append(MediaItem(digest, runs, image.pixels, shape))
         return values, np.array(ids, dtype=np.int32).tobytes(), tuple(media)
 
     def load_adapter(self, fingerprint: str, *, read: bool = True) -> int:

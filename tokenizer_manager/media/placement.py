@@ -107,8 +107,7 @@ class ImagePlacement:
             RequestError: a text has become the placeholder, which a normalizer of the tokenizer may do.
         """
         runs = _found_runs(ids, self._vision.image_token_id)
-        num_tiles = sum(image.shape[0] for image in images)
-        if sum(length for _, length in runs) != num_tiles * self._vision.rows_per_tile:
+        if sum(length for _, length in runs) != sum(map(self._num_rows, images)):
             raise RequestError(
                 f"a text of the messages is read as {self._vision.image_token} by this model; write it in another way",
                 param="messages",
@@ -116,13 +115,17 @@ class ImagePlacement:
             )
         items = []
         for image in images:
-            left, own = image.shape[0] * self._vision.rows_per_tile, array("i")
+            left, own = self._num_rows(image), array("i")
             while left:
                 start, length = runs.pop(0)
                 own.extend((start, length))
                 left -= length
             items.append(MediaItem(image.digest, own.tobytes(), image.path, image.shape))
         return tuple(items)
+
+    def _num_rows(self, image: PreparedImage) -> int:
+        tiles, height, width, _ = image.shape
+        return tiles * self._vision.rows_of(height, width)
 
 
 def num_image_tokens(media: Sequence[MediaItem]) -> int:

@@ -49,7 +49,7 @@ class PreparedImage(Message, frozen=True):
         digest: 32 bytes, of the processor's version and the tiles.
         path: the file with the tiles.
         shape: (tiles, height, width, 3).
-        rows, columns: the places of the tiles in the image; 0, 0 if there is only the whole image.
+        rows, columns: see `Processor.tiles_of`.
     """
 
     digest: bytes
@@ -105,10 +105,10 @@ def prepare(job: PrepareImage) -> ImageReply:
 
     try:
         image = decode_image(job.content, job.max_pixels)
+        processor = PROCESSORS[job.family]
+        tiles, rows, columns = processor.tiles_of(image, job.processing, splits=job.splits)
     except BadImage as error:
         return ImageRefused(error.code, str(error))
-    processor = PROCESSORS[job.family]
-    tiles, rows, columns = processor.tiles_of(image, job.processing, splits=job.splits)
     num, height, width, colors = tiles.shape
     digest = hashlib.sha256(processor.VERSION + repr(tiles.shape).encode())
     digest.update(tiles.data)

@@ -390,7 +390,9 @@ def test_a_model_that_sees_images_needs_pillow(monkeypatch, has_pillow):
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name: object() if has_pillow or name != "PIL" else None
     )
-    spec: Any = SimpleNamespace(pooling=None, vision=SimpleNamespace(rows_per_tile=64, most_tiles=17))
+    spec: Any = SimpleNamespace(
+        pooling=None, vision=SimpleNamespace(row_pixels=0, rows_per_tile=64, most_tiles=17)
+    )
     facts: Any = SimpleNamespace(spec=spec, source=None)
 
     check = check_task(facts)

@@ -211,8 +211,8 @@ def test_parts_of_a_tile_give_the_bits_of_the_whole(
     other.write_bytes(seeing.tiles(2, 2).tobytes())
     shape = (2, *seeing.tiles(1).shape[1:])
 
-    def encode(path: Path, tile: int, row: int, *parts: int) -> Encode:
-        return Encode(str(path), shape, tile, 1, row * per_tile, *parts)
+    def encode(path: Path, tile: int, row: int, first_part: int = 0, num_parts: int = 0) -> Encode:
+        return Encode(str(path), shape, tile, 1, row * per_tile, first_part, num_parts)
 
     driver.step([], encodes=(Encode(str(image), shape, 0, 2, 0),))
     driver.step([], encodes=(encode(other, 0, 2, 0, num_parts - 1),))

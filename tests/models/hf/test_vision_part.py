@@ -149,3 +149,97 @@ def test_what_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         vision_of(tmp_path, CONFIG | config, PROCESSOR | processor)
+
+
+QWEN_TEXT = {
+    "vocab_size": 151_936,
+    "hidden_size": 2048,
+    "intermediate_size": 11_008,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128_000,
+    "rope_theta": 1e6,
+}
+QWEN_TOWER = {
+    "depth": 32,
+    "hidden_act": "silu",
+    "hidden_size": 1280,
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "in_chans": 3,
+    "out_hidden_size": 2048,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "spatial_patch_size": 14,
+    "window_size": 112,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+    "temporal_patch_size": 2,
+}
+QWEN: dict[str, Any] = {
+    **QWEN_TEXT,
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "model_type": "qwen2_5_vl",
+    "image_token_id": 151_655,
+    "vision_config": QWEN_TOWER,
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+}
+QWEN_PROCESSOR = {
+    "min_pixels": 3136,
+    "max_pixels": 12_845_056,
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
+
+
+def test_the_tower_of_qwen2_5_vl_3b(tmp_path: Path) -> None:
+    """Of the published folder, which has the fields of the language model beside `vision_config`."""
+    vision = vision_of(tmp_path, QWEN, QWEN_PROCESSOR)
+
+    assert vision is not None and vision.family == "qwen2_5_vl"
+    assert (vision.row_pixels, vision.window_size, vision.whole_layers) == (28, 112, (7, 15, 23, 31))
+    assert (vision.rope_sections, vision.rope_alternates) == ((16, 24, 24), False)
+    assert (vision.most_rows, vision.rows_of(56, 84), vision.row_width(2048)) == (16_384, 6, 2048)
+    assert vision.marker == "<|image_pad|>" and vision.processing.resample == 3
+    assert (vision.processing.min_pixels, vision.processing.max_pixels) == (3136, 12_845_056)
+    tower = num_parameters(read_hf_spec(tmp_path)) - num_parameters(
+        structs.replace(read_hf_spec(tmp_path), vision=None)
+    )
+    assert 660e6 < tower < 680e6  # as published: 668 million
+    limited = vision.limited(100_000)
+    assert limited.processing.max_pixels == 100_000 and limited.most_rows == 128
+    assert vision.limited(1).processing.min_pixels == vision.limited(1).processing.max_pixels == 28 * 28
+
+
+@pytest.mark.parametrize(
+    ("config", "tower", "processor", "message"),
+    [
+        (
+            {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 20]}},
+            {},
+            {},
+            r"mrope_section is \[16, 24, 20\], expected three numbers with the sum 64",
+        ),
+        ({}, {"out_hidden_size": 3584}, {}, "out_hidden_size is 3584, but the language model has 2048"),
+        ({}, {"temporal_patch_size": 1}, {}, "temporal_patch_size is 1, expected 2, or serve its text"),
+        ({}, {"fullatt_block_indexes": [7, 32]}, {}, r"fullatt_block_indexes is \[7, 32\], expected"),
+        ({}, {"window_size": 14}, {}, "window_size is 14, expected at least 28"),
+        ({}, {"num_heads": 17}, {}, "num_heads is 17, they cannot divide the hidden size 1280"),
+        ({}, {}, {"patch_size": 16}, "patch_size is 16, expected 14"),
+        ({}, {}, {"max_pixels": 100}, "max_pixels is 100, expected at least min_pixels, 3136"),
+        ({}, {}, {"do_resize": False}, "do_resize is False, expected True"),
+    ],
+)
+def test_what_is_refused_of_qwen(
+    tmp_path: Path,
+    config: dict[str, Any],
+    tower: dict[str, Any],
+    processor: dict[str, Any],
+    message: str,
+) -> None:
+    changed = QWEN | {"vision_config": QWEN_TOWER | tower} | config
+    with pytest.raises(ConfigError, match=message):
+        vision_of(tmp_path, changed, QWEN_PROCESSOR | processor)

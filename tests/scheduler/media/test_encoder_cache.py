@@ -576,3 +576,42 @@ def test_a_run_with_images_is_replayed_without_pixels(tmp_path: Path, overlap: i
     (run,) = read_runs(path)
     result = replay(run)
     assert result.is_equal, result.difference
+
+
+# ---------------------------------------------------------------- images of any size
+
+
+def any_size(num_blocks: int, **options: Any) -> Harness:
+    """An image is one tile, of as many blocks as it has tiles otherwise; the last one is not full."""
+    return make(num_blocks, encoder_row_pixels=2, **options)
+
+
+def test_an_image_of_any_size_is_encoded_once_into_blocks_that_need_not_follow_each_other():
+    harness = any_size(6)
+    for name, num_blocks in (("one", 1), ("two", 2), ("other", 1)):
+        harness.submit(prompt=[1, 2, 3], images=[Image(name, num_blocks, 1)], max_new_tokens=1)
+    harness.run_until_idle()
+    harness.submit(prompt=[1, 9, 3], images=[Image("two", 2, 2)], max_new_tokens=1)
+    harness.submit(
+        prompt=[1, 7, 3], images=[Image("four", 4, 1)], max_new_tokens=1
+    )  # the two others are evicted
+    harness.run_until_idle()
+
+    assert encodes(harness) == {"one": 1, "two": 1, "other": 1, "four": 1}
+    assert hits(harness) == 1
+
+
+def test_blocks_of_images_are_promised_together():
+    harness = any_size(5)
+    harness.submit("a", prompt=[1, 2], images=[Image("three", 3, 1)], max_new_tokens=8)
+    harness.submit("b", prompt=[3, 4], images=[Image("wide", 3, 1)], max_new_tokens=1)
+    harness.submit("c", prompt=[5, 6], images=[Image("wider", 6, 1)], max_new_tokens=1)
+    finish_of_c = harness.answers["c"].finish
+    assert (
+        finish_of_c is not None
+        and "1 tile with 48 rows, and the encoder cache holds 40" in finish_of_c.message
+    )
+
+    harness.run_until_idle()
+
+    assert encodes(harness) == {"three": 1, "wide": 1}

@@ -31,6 +31,7 @@ class ImagesMachine(RuleBasedStateMachine):
     @initialize(
         page_size=st.sampled_from([1, 2, 4, 16]),
         tile_rows=st.sampled_from([1, 3, 8]),
+        row_pixels=st.sampled_from([0, 2]),
         num_pages=st.integers(8, 80),
         max_running_requests=st.integers(1, 6),
         radix_cache=st.booleans(),
@@ -50,6 +51,7 @@ class ImagesMachine(RuleBasedStateMachine):
         self,
         page_size: int,
         tile_rows: int,
+        row_pixels: int,
         num_pages: int,
         tile_s: float,
         tile_parts: int,
@@ -64,6 +66,7 @@ class ImagesMachine(RuleBasedStateMachine):
             max_model_len=120,
             num_encoder_rows=8 * tile_rows,
             encoder_tile_rows=tile_rows,
+            encoder_row_pixels=row_pixels,
             encoder_tile_parts=tile_parts,
             memory=3 if config["speculative"] != "off" else None,
             **host,
@@ -95,12 +98,11 @@ class ImagesMachine(RuleBasedStateMachine):
         prompt_logprobs: int | None,
     ) -> None:
         harness, position, images = self.harness, before, []
-        tile_rows = harness.capacity.encoder_tile_rows
         for name in names:
             images.append(Image(name, TILES[name], position))
-            position += TILES[name] * tile_rows + between
+            position += harness.image_rows(TILES[name]) + between
         prompt = [*range(20, 20 + before + between * len(names)), *own, 1]
-        num_tokens = len(prompt) + sum(TILES[name] for name in names) * tile_rows
+        num_tokens = len(prompt) + sum(harness.image_rows(TILES[name]) for name in names)
         _, _, media = harness.with_images(prompt, images)
         expected = fits(num_tokens, max_new_tokens, harness.capacity)
         expected = expected and reason_against_images(media, harness.capacity) is None

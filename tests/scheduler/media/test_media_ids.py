@@ -7,6 +7,7 @@ from array import array
 import numpy as np
 import pytest
 
+from engine.runtime.feasibility import Capacity
 from engine.runtime.messages import MediaItem
 from engine.scheduler.media.media_ids import FIRST_ID, MediaIds
 from engine.scheduler.prefix_cache.block_events import BlocksStored
@@ -19,6 +20,7 @@ from ..fake_runner import PLACEHOLDER
 from ..harness import Harness, Image
 
 ROWS = 4
+CAPACITY = Capacity(64, 16, 4, 4, 100, encoder_tile_rows=ROWS)
 
 
 def item(name: bytes, *runs: int, tiles: int = 1) -> MediaItem:
@@ -37,7 +39,7 @@ def make(**options: object) -> Harness:
 
 
 def test_ids_count_down_by_digest_and_are_never_reused():
-    ids = MediaIds(ROWS)
+    ids = MediaIds(CAPACITY)
     assert array("i", keyed(ids, b"cat"))[2:6].tolist() == [FIRST_ID] * 4
     assert array("i", keyed(ids, b"dog"))[2:6].tolist() == [FIRST_ID - 1] * 4
     assert array("i", keyed(ids, b"cat"))[2:6].tolist() == [FIRST_ID] * 4
@@ -45,7 +47,7 @@ def test_ids_count_down_by_digest_and_are_never_reused():
 
 
 def test_outside_an_image_is_its_digest_and_its_placeholder():
-    one, other = MediaIds(ROWS), MediaIds(ROWS)
+    one, other = MediaIds(CAPACITY), MediaIds(CAPACITY)
     text = array("i", [1, 2, 3]).tobytes()
     cat, dog = keyed(one, b"cat"), keyed(one, b"dog")
     others_dog, others_cat = keyed(other, b"dog"), keyed(other, b"cat")
@@ -58,7 +60,7 @@ def test_outside_an_image_is_its_digest_and_its_placeholder():
 
 
 def test_keys_of_tiers_are_those_of_another_process():
-    one, other = MediaIds(ROWS), MediaIds(ROWS)
+    one, other = MediaIds(CAPACITY), MediaIds(CAPACITY)
     keyed(other, b"first")
     root = root_key(b"weights", "")
     cat, others_cat, others_dog = keyed(one, b"cat"), keyed(other, b"cat"), keyed(other, b"dog")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Protocol
 
-from . import gemma3, idefics3
+from . import gemma3, idefics3, qwen2_vl
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,7 +29,11 @@ class Processor(Protocol):
     ) -> tuple[npt.NDArray[np.uint8], int, int]:
         """The tiles of an RGB image, [tiles, height, width, 3], and in how many rows and columns they stand.
 
-        Rows and columns are 0 if there is only the whole image. `splits`: an image larger than a tile becomes several.
+        Rows and columns are 0 if there is only the whole image of a fixed size. `splits`: an image larger than a tile
+        becomes several; one of any size keeps more pixels than a small copy has.
+
+        Raises:
+            BadImage: the image cannot be used.
         """
         ...
 
@@ -42,4 +46,10 @@ class Processor(Protocol):
         ...
 
 
-PROCESSORS: Final[dict[VisionFamily, Processor]] = {"idefics3": idefics3, "gemma3": gemma3}
+PROCESSORS: Final[dict[VisionFamily, Processor]] = {
+    "idefics3": idefics3,
+    "gemma3": gemma3,
+    "qwen2_vl": qwen2_vl,
+    "qwen2_5_vl": qwen2_vl,
+    "qwen3_vl": qwen2_vl,
+}
