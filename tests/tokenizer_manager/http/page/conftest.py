@@ -33,7 +33,7 @@ def open_page(serve: Serve, browser: Browser) -> Iterator[Callable[..., Opened]]
         path: str = "/",
         **settings: Any,
     ) -> Opened:
-        served = serve(script, capacity=ROOMY, **settings)
+        served = serve(script, **{"capacity": ROOMY, **settings})
         tab = browser.open(served.url + path, size=size, features=features)
         if path == "/" and not settings.get("api_key"):
             tab.wait("document.documentElement.dataset.ready")

@@ -16,6 +16,8 @@ from tests.adapter_files import loaded, write_adapter
 from tests.browser import Tab
 from tests.tokenizer_manager.fake_engine import SPEC, row, say_all
 
+from ...media.image_files import file_of, picture
+from ..test_images import _settings, text_of
 from .chat_page import ANSWERED, ask, kept, open_settings, prompt_of
 from .test_endpoints import pdf
 
@@ -85,6 +87,72 @@ def test_a_dropped_file_and_a_long_paste_are_files_and_a_short_paste_is_text(ope
     assert "Pasted text 1" in tab.text("#attached")
     assert "5,000 characters" in tab.text("#attached")
     assert send_event(tab, "paste", "short")
+
+
+@pytest.mark.parametrize("way", ["paste", "drop", "button"])
+def test_an_image_is_pasted_dropped_or_chosen_and_sent(open_page, way):
+    tab, served = open_page(say_all("A cat."), **_settings())
+    content = base64.b64encode(file_of(picture(30, 20))).decode()
+    make = (
+        f"const data = new DataTransfer(); data.items.add(new File([Uint8Array.from(atob('{content}'), "
+        "(each) => each.charCodeAt(0))], 'cat.png', { type: 'image/png' }));"
+    )
+    act = {
+        "paste": "document.querySelector('#question').dispatchEvent(new ClipboardEvent('paste', "
+        "{ clipboardData: data, bubbles: true, cancelable: true }));",
+        "drop": "dispatchEvent(new DragEvent('drop', { dataTransfer: data, bubbles: true, cancelable: true }));",
+        "button": "const field = document.querySelector('#files'); field.files = data.files; "
+        "field.dispatchEvent(new Event('change'));",
+    }[way]
+
+    tab.run(f"(() => {{ {make} {act} }})()")
+    drawn = (
+        "(canvas) => canvas && canvas.width === 30 && "
+        "canvas.getContext('2d').getImageData(0, 0, 30, 20).data.some(Boolean)"
+    )
+    tab.wait(f"({drawn})(document.querySelector('#attached canvas.small'))")
+    ask(tab, "What is it?")
+    tab.wait(ANSWERED)
+
+    request = served.engine.next_request()
+    [item] = request.media
+    assert item.shape[0] > 1 and "What is it?" in text_of(request)
+    assert text_of(request).startswith("user:<fake_token_around_image>")
+    assert tab.run(f"({drawn})(document.querySelector('.user canvas.large'))")
+    assert tab.text(".user .plain") == "What is it?" and tab.run("document.querySelector('#attached').hidden")
+
+    tab.go(served.url + "/")  # it is kept, and sent again
+    tab.wait("document.documentElement.dataset.ready")
+    tab.wait(f"({drawn})(document.querySelector('.user canvas.large'))")
+    ask(tab, "And?")
+    assert served.engine.next_request().media == (item,)
+
+
+def test_a_model_without_a_tower_says_so_when_an_image_is_added(open_page):
+    tab, _ = open_page()
+    tab.run(
+        "(() => { const data = new DataTransfer(); data.items.add(new File(['x'], 'cat.png', { type: 'image/png' })); "
+        "document.querySelector('#question').dispatchEvent(new ClipboardEvent('paste', { clipboardData: data, "
+        "bubbles: true, cancelable: true })); })()"
+    )
+    tab.wait("document.querySelector('#status').textContent.includes('cat.png: this model sees no images')")
+    assert tab.run("document.querySelector('#attached').hidden")
+
+
+def test_images_of_an_imported_file_are_sent(open_page):
+    tab, served = open_page(say_all("A cat."), **_settings())
+    content = base64.b64encode(file_of(picture(30, 20))).decode()
+    parts = [
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{content}"}},
+        {"type": "text", "text": "What?"},
+    ]
+    messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": "x"}]
+    put_files(tab, "#import-file", {"a.json": json.dumps({"messages": messages}).encode()})
+    tab.wait("document.querySelector('.user canvas.large')?.width === 30")
+    assert tab.text(".user .plain") == "What?"
+    ask(tab, "And?")
+
+    assert len(served.engine.next_request().media) == 1
 
 
 def headings(tab) -> list[str]:

@@ -24,7 +24,7 @@ for (const node of document.querySelectorAll("[data-icon]")) node.prepend(icon(n
 startTheme($("#theme"));
 
 const server = new Server(showState), keys = new KeyDialog(server), settings = new Settings();
-const model = { name: "Model", maxContext: null, choice: null };
+const model = { name: "Model", maxContext: null, seesImages: false, choice: null };
 const store = new Store({
   onProblem: (text) => { $("#problem").textContent = text; $("#problem").hidden = !text; },
   onChange: () => { history.draw(); chat.refresh(); },
@@ -108,6 +108,7 @@ async function start() {
     showModels(data);
     if ((data[0].task ?? "generate") !== "generate") showCompare(data[0]);
     else {
+      model.seesImages = (await server.post("api/show", {})).capabilities?.includes("vision") ?? false;
       await chat.restore();
       const old = store.takeOld();
       if (old.length) await chat.begin(old);

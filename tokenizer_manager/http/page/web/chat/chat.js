@@ -22,7 +22,7 @@ export class Chat {
   #list = $("#messages");
   #scroller = $("#scroller");
 
-  // `model` has name, maxContext, and choice: the adapter, or null.
+  // `model` has name, maxContext, seesImages, and choice: the adapter, or null.
   constructor(server, keys, store, settings, model) {
     Object.assign(this, { server, keys, store, settings, model });
     this.conversation = new Conversation(store);
@@ -39,6 +39,7 @@ export class Chat {
     this.composer = new Composer({
       onSend: (question) => { this.conversation.add({ role: "user", ...question }); this.#remember(); this.#answer(); },
       readPdf: (file) => this.keys.withKey(() => server.upload("page/pdf", file)).then(({ text }) => text),
+      seesImages: () => this.model.seesImages,
       say: (text) => this.say(text),
     });
     $("#stop").addEventListener("click", () => this.stop());

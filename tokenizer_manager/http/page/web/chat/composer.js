@@ -2,6 +2,7 @@
 
 import { $, count, iconButton, make } from "../dom.js";
 import { icon } from "../icons.js";
+import { dataUrlOf, isImage, thumbnail } from "./image.js";
 
 const LONG_PASTE = 4000;  // characters
 const MAX_CHARS = 2_000_000;
@@ -11,9 +12,10 @@ export class Composer {
   #list = $("#attached");
   #files = [];
 
-  // `onSend({ content, attachments })`, `readPdf(file)` gives the text of a PDF file, `say(text)` shows a problem.
-  constructor({ onSend, readPdf, say }) {
-    Object.assign(this, { onSend, readPdf, say });
+  // `onSend({ content, attachments })`, `readPdf(file)` gives the text of a PDF file, `seesImages()` whether the model
+  // does, `say(text)` shows a problem.
+  constructor({ onSend, readPdf, seesImages, say }) {
+    Object.assign(this, { onSend, readPdf, seesImages, say });
     $("#composer").addEventListener("submit", (event) => { event.preventDefault(); this.send(); });
     $("#attach").addEventListener("click", () => $("#files").click());
     $("#files").addEventListener("change", (event) => { this.attach(event.target.files); event.target.value = ""; });
@@ -54,7 +56,8 @@ export class Composer {
   async attach(files) {
     for (const file of [...files]) {  // the field's list is emptied meanwhile
       try {
-        this.#add(file.name, await this.#textOf(file));
+        if (isImage(file) && !this.seesImages()) throw new Error("this model sees no images. It reads text and PDF files.");
+        this.#add(isImage(file) ? { name: file.name, image: await dataUrlOf(file) } : { name: file.name, text: await this.#textOf(file) });
       } catch (error) {
         this.say(`${file.name}: ${error.message}`);
       }
@@ -76,20 +79,21 @@ export class Composer {
     } catch {
       text = "\0";
     }
-    if (text.includes("\0")) throw new Error("this is no text. The model reads text and PDF files; pictures and sounds it cannot.");
+    if (text.includes("\0")) throw new Error(`this is no text. The model reads text and PDF files${this.seesImages() ? ", and sees images" : ""}.`);
     if (text.length > MAX_CHARS) throw new Error("this file is too large.");
     return text;
   }
 
-  #add(name, text) {
-    this.#files = [...this.#files, { name, text }];
+  #add(file) {
+    this.#files = [...this.#files, file];
     this.#showFiles();
   }
 
   #showFiles() {
     this.#list.hidden = !this.#files.length;
-    this.#list.replaceChildren(...this.#files.map((each) => make("li", {}, icon("file"), make("span", {}, each.name),
-      make("span", { className: "hint" }, `${count(each.text.length)} characters`),
+    this.#list.replaceChildren(...this.#files.map((each) => make("li", {},
+      each.image ? thumbnail(each, "small") : icon("file"), make("span", {}, each.name),
+      each.image ? null : make("span", { className: "hint" }, `${count(each.text.length)} characters`),
       iconButton("close", `Remove ${each.name}`, () => {
         this.#files = this.#files.filter((other) => other !== each);
         this.#showFiles();
@@ -105,7 +109,7 @@ export class Composer {
     } else if (text.length > LONG_PASTE) {
       event.preventDefault();
       const number = this.#files.filter((each) => each.name.startsWith("Pasted text")).length + 1;
-      this.#add(`Pasted text ${number}`, text);
+      this.#add({ name: `Pasted text ${number}`, text });
     }
   }
 

@@ -4,7 +4,8 @@ import { newId } from "../history/store.js";
 
 const MAX_TITLE = 60;
 
-// A message: id, conversation, parent, created, role, content; a question may have attachments; an answer also has
+// A message: id, conversation, parent, created, role, content; a question may have attachments, each with a
+// name and a text or an image (a data: URL); an answer also has
 // model, reasoning, tool_calls, note, footer, json; a result of a tool has tool_call_id.
 export class Conversation {
   #all = new Map();
@@ -36,7 +37,7 @@ export class Conversation {
     const message = Object.assign(fields, { id: newId(), conversation: this.id, parent: this.about.leaf, created: Date.now() });
     this.#all.set(message.id, message);
     this.about.leaf = message.id;
-    if (message.role === "user") this.about.title ||= message.content.trim().split("\n")[0].slice(0, MAX_TITLE);
+    if (message.role === "user") this.about.title ||= (message.content.trim() || (message.attachments?.[0].name ?? "")).split("\n")[0].slice(0, MAX_TITLE);
     this.keep(message);
     return message;
   }
@@ -89,7 +90,10 @@ export class Conversation {
   }
 }
 
-// A question with its files, as `engine chat` sends them.
+// A question with its files and images, as `engine chat` sends them.
 function withFiles({ content, attachments = [] }) {
-  return [content, ...attachments.map(({ name, text }) => `${name}:\n\`\`\`\n${text.trimEnd()}\n\`\`\``)].filter(Boolean).join("\n\n");
+  const files = attachments.filter(({ image }) => !image), images = attachments.filter(({ image }) => image);
+  const text = [content, ...files.map(({ name, text }) => `${name}:\n\`\`\`\n${text.trimEnd()}\n\`\`\``)].filter(Boolean).join("\n\n");
+  if (!images.length) return text;
+  return [...images.map(({ image }) => ({ type: "image_url", image_url: { url: image } })), ...(text ? [{ type: "text", text }] : [])];
 }

@@ -3,6 +3,7 @@
 import { button, copyButton, count, iconButton, make, modelLabel } from "../dom.js";
 import { icon } from "../icons.js";
 import { callView } from "./call_view.js";
+import { thumbnail } from "./image.js";
 import { Rendered } from "./rendered.js";
 
 export class MessageView {
@@ -125,8 +126,9 @@ export class MessageView {
   }
 }
 
-// A file of a question, folded.
-function fileView({ name, text }) {
+// A file of a question, folded; an image is open.
+function fileView({ name, text, image }) {
+  if (image) return thumbnail({ name, image }, "large");
   return make("details", { className: "file" }, make("summary", {}, icon("file"), name,
     make("span", { className: "hint" }, `${count(text.length)} characters`)), make("pre", { tabIndex: 0 }, text));
 }

@@ -106,7 +106,7 @@ export class History {
       const { messages, model, models } = JSON.parse(await file.text());
       if (!Array.isArray(messages) || !messages.every((each) => typeof each?.role === "string")) throw new Error("it has no list of messages");
       const kept = messages.filter(({ role }) => PLAIN_ROLES.includes(role)).map(({ role, content, tool_calls, tool_call_id }) => ({ role,
-        content: textOf(content), ...(tool_calls?.length ? { tool_calls } : {}), ...(tool_call_id ? { tool_call_id } : {}) }));
+        content: textOf(content), ...imagesOf(content), ...(tool_calls?.length ? { tool_calls } : {}), ...(tool_call_id ? { tool_call_id } : {}) }));
       kept.filter(({ role }) => role === "assistant").forEach((answer, i) => {
         const name = Array.isArray(models) ? models[i] : model;
         if (typeof name === "string" && name) answer.model = name;
@@ -122,4 +122,10 @@ export class History {
 }
 
 // The text of a message's content, which may be a list of parts.
-const textOf = (content) => typeof content === "string" ? content : (content ?? []).map((part) => part?.text ?? "").join("\n");
+const textOf = (content) => typeof content === "string" ? content : (content ?? []).map((part) => part?.text).filter(Boolean).join("\n");
+
+// Its images, as attachments.
+function imagesOf(content) {
+  const urls = Array.isArray(content) ? content.map((part) => part?.image_url?.url ?? part?.image_url).filter((url) => typeof url === "string") : [];
+  return urls.length ? { attachments: urls.map((image, i) => ({ name: `image ${i + 1}`, image })) } : {};
+}
