@@ -7,15 +7,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Protocol
 
-from ...models.weight_files.vision_tensors import POOLED, POOLED_NORM, POOLED_PROJECTION, PROJECTION
+from ...models.weight_files.vision_tensors import (
+    MLP_FIRST,
+    MLP_NORM,
+    MLP_SECOND,
+    POOLED,
+    POOLED_NORM,
+    POOLED_PROJECTION,
+    PROJECTION,
+)
 from ..layers.linear import Linear
-from ..layers.norm import UnitOffsetRMSNorm
+from ..layers.norm import LayerNorm, UnitOffsetRMSNorm
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ...models.spec.vision_spec import VisionFamily, VisionSpec
     from ..model_context import ModelContext
+
+
+_NORM_EPS: Final = 1e-5  # torch's default
 
 
 class Connector(Protocol):
@@ -60,6 +71,25 @@ class PooledConnector:
         return self._project(self._norm(pooled), None)
 
 
+class MLPConnector:
+    """Two linear layers, for each patch (LLaVA) or for normed patches side by side (InternVL)."""
+
+    def __init__(self, context: ModelContext, spec: VisionSpec) -> None:
+        self._grid, self._factor = spec.grid, spec.scale_factor
+        size, row_size = spec.joined_size, context.spec.hidden_size
+        self._norm = (
+            LayerNorm(context, MLP_NORM, size, _NORM_EPS, bias=True) if spec.family == "internvl" else None
+        )
+        self._first = Linear(context, [MLP_FIRST], size, [row_size], bias=True)
+        self._second = Linear(context, [MLP_SECOND], row_size, [row_size], bias=True)
+        self._activate = context.ops.activate
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._norm is not None:
+            x = self._norm(joined(x, self._grid, self._factor))
+        return self._second(self._activate(self._first(x), "gelu"))
+
+
 def joined(x: Tensor, grid: int, factor: int) -> Tensor:
     """The pixel shuffle of Idefics3: each f x f patches become one row; [P, K] -> [P / f^2, f^2 * K]."""
     rows = grid // factor
@@ -69,4 +99,6 @@ def joined(x: Tensor, grid: int, factor: int) -> Tensor:
 CONNECTORS: Final[dict[VisionFamily, type[Connector]]] = {
     "idefics3": JoinedConnector,
     "gemma3": PooledConnector,
+    "llava": MLPConnector,
+    "internvl": MLPConnector,
 }

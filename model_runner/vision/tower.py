@@ -1,4 +1,5 @@
-"""`Tower`: tiles of images to rows for a prompt: SigLIP (Zhai et al. 2023) with the connector of a family.
+"""`Tower`: tiles of images to rows for a prompt: SigLIP (Zhai et al. 2023), CLIP (Radford et al. 2021)
+or InternViT (Chen et al. 2024), with the connector of a family.
 
 A tile is computed alone, always in the same shapes, so its rows have the same bits in every batch. With several ranks
 each one has the whole tower and computes all tiles. Names of tensors: `vision_tensors`.
@@ -14,10 +15,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...models.weight_files.vision_tensors import (
+    CLASS,
+    CLASS_PART,
     FINAL_NORM,
+    FIRST_NORM,
     PATCHES,
     POSITIONS,
     QKV,
+    SCALES,
+    class_shape,
+    positions_shape,
     tower_layer,
 )
 from ..layers.linear import Linear
@@ -50,13 +57,19 @@ class Tower:
         self._device, self._add = context.device, ops.add
         kernel = weights.tensor(f"{PATCHES}.weight", (size, 3, side, side))
         self._patches = ops.pack_linear(kernel.flatten(1))
-        self._patches_bias = weights.tensor(f"{PATCHES}.bias", (size,))
-        table = weights.tensor(f"{POSITIONS}.weight", (spec.grid**2, size))
+        self._patches_bias = None if spec.body == "clip" else weights.tensor(f"{PATCHES}.bias", (size,))
+        table = weights.tensor(f"{POSITIONS}.weight", positions_shape(spec)).view(-1, size)
         self._positions = (
             table[_table_rows(spec.grid).to(table.device)] if spec.family == "idefics3" else table
         )
         self._layers = [_TowerLayer(context, spec, layer_id) for layer_id in range(spec.num_layers)]
-        self._final_norm = LayerNorm(context, FINAL_NORM, size, spec.norm_eps, bias=True)
+        self._class = self._first_norm = self._final_norm = None
+        if spec.body != "siglip":
+            self._class = weights.tensor(f"{CLASS}.{CLASS_PART}", class_shape(spec)).view(1, size)
+        if spec.body == "clip":
+            self._first_norm = LayerNorm(context, FIRST_NORM, size, spec.norm_eps, bias=True)
+        if spec.ends_normed:
+            self._final_norm = LayerNorm(context, FINAL_NORM, size, spec.norm_eps, bias=True)
         self._connector = CONNECTORS[spec.family](context, spec)
         self._mean, self._std = (
             torch.tensor(values, dtype=torch.float32, device=context.device)
@@ -72,7 +85,11 @@ class Tower:
     def parts_of(self, tile: Tensor) -> Iterator[Tensor | None]:
         """The same in `VisionSpec.num_parts` parts: None after each of them but the last, which gives the rows."""
         x = self._patches(self._patches_of(tile), self._patches_bias)
+        if self._class is not None:
+            x = torch.cat((self._class, x))
         residual = self._add(x, self._positions.clone())
+        if self._first_norm is not None:
+            residual = self._first_norm(residual)
         norms = [layer.attention_norm for layer in self._layers[1:]] + [self._final_norm]
         x = self._layers[0].attention_norm(residual)
         yield None
@@ -83,10 +100,14 @@ class Tower:
             yield None
             inner = layer.up(x)
             yield None
-            x, residual = next_norm.add(layer.down(inner), residual)
-            if next_norm is not self._final_norm:
+            x = layer.down(inner)
+            if next_norm is None:
+                x = self._add(x, residual)
+            else:
+                x, residual = next_norm.add(x, residual)
+            if layer is not self._layers[-1]:
                 yield None
-        yield self._connector(x)
+        yield self._connector(x if self._class is None or self.spec.keeps_class else x[1:])
 
     def _patches_of(self, tile: Tensor) -> Tensor:
         """[P, 3 * S * S] normalized values, by color, then by row; rounded as transformers' processors do."""
@@ -105,22 +126,31 @@ class _TowerLayer:
         name, size, inner = tower_layer(layer_id), spec.hidden_size, spec.intermediate_size
         self.attention_norm = LayerNorm(context, f"{name}layer_norm1", size, spec.norm_eps, bias=True)
         self.mlp_norm = LayerNorm(context, f"{name}layer_norm2", size, spec.norm_eps, bias=True)
-        self.qkv = Linear(context, [name + one for one in QKV], size, [size] * 3, bias=True)
+        self.qkv = Linear(context, [name + one for one in QKV], size, [size] * 3, bias=spec.has_qkv_bias)
         self._out = Linear(context, [f"{name}self_attn.out_proj"], size, [size], bias=True)
         self._up = Linear(context, [f"{name}mlp.fc1"], size, [inner], bias=True)
-        self.down = Linear(context, [f"{name}mlp.fc2"], inner, [size], bias=True)
+        self._down = Linear(context, [f"{name}mlp.fc2"], inner, [size], bias=True)
         self._num_heads, self._activate, self._kind = spec.num_heads, context.ops.activate, spec.activation
         head_dim = size // spec.num_heads
         self._attention = context.ops.whole_attention(spec.num_heads, head_dim, head_dim**-0.5)
+        self._scales = None
+        if spec.body == "internvit":
+            self._scales = [context.weights.tensor(name + part, (size,)) for part in SCALES]
 
     def attend(self, qkv: Tensor) -> Tensor:
         """[P, 3 * K] -> [P, K]."""
-        return self._out(self._attention(qkv.view(len(qkv), 3, self._num_heads, -1)))
+        x = self._out(self._attention(qkv.view(len(qkv), 3, self._num_heads, -1)))
+        return x if self._scales is None else x * self._scales[0]
 
     def up(self, x: Tensor) -> Tensor:
         """[P, K] -> [P, inner], activated."""
         x = self._up(x)
         return x * torch.sigmoid(1.702 * x) if self._kind == "quick_gelu" else self._activate(x, self._kind)
+
+    def down(self, x: Tensor) -> Tensor:
+        """[P, inner] -> [P, K]."""
+        x = self._down(x)
+        return x if self._scales is None else x * self._scales[1]
 
 
 def _table_rows(grid: int) -> Tensor:

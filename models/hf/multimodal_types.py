@@ -14,6 +14,17 @@ _BODY: Final = ("language_model.model.", "model.language_model.", "language_mode
 """Names for `model.`: of transformers before 4.52, since then, and in files without an output head."""
 _HEAD: Final = "language_model.lm_head."
 _TOWER, _TOWER_BODY, _TOWER_HEAD = "vision_tower.", "vision_model.", "vision_model.head."
+_INTERNVIT: Final = {
+    ".embeddings.cls_token": ".embeddings.class_embedding",
+    ".embeddings.patch_embeddings.projection.": ".embeddings.patch_embedding.",
+    ".embeddings.position_embeddings": ".embeddings.position_embedding.weight",
+    ".encoder.layer.": ".encoder.layers.",
+    ".attention.projection_layer.": ".self_attn.out_proj.",
+    ".attention.": ".self_attn.",
+    ".layernorm_before.": ".layer_norm1.",
+    ".layernorm_after.": ".layer_norm2.",
+}
+"""Names of InternViT in transformers, and those of SigLIP."""
 _VISION: Final = (_TOWER, "multi_modal_projector.")
 _AUDIO: Final = ("audio_tower.", "multi_modal_projector.")
 _CONNECTED: Final = ("vision_model.", "connector.")
@@ -93,6 +104,8 @@ def _usual_tower_name(name: str) -> str | None:
     usual = name
     if name.startswith(_TOWER):
         usual = _TOWER_BODY + name.removeprefix(_TOWER).removeprefix(_TOWER_BODY)
+        for own, other in _INTERNVIT.items():
+            usual = usual.replace(own, other)
     return None if usual.startswith(_TOWER_HEAD) else usual
 
 

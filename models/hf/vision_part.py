@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
 
+from msgspec import structs
+
 from ...runtime.errors import ConfigError
 from ..fields import Fields
 from ..model_files import read_json
@@ -22,14 +24,19 @@ logger = logging.getLogger(__name__)
 
 _PROCESSOR, _NESTED = "preprocessor_config.json", "processor_config.json"
 """The second one has the first one's fields in `image_processor` since transformers 5, and has precedence then."""
-_ACTIVATIONS: Final[dict[str, VisionActivation]] = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+_ACTIVATIONS: Final[dict[str, VisionActivation]] = {
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+}
 _CLIP: Final = {"mean": (0.48145466, 0.4578275, 0.40821073), "std": (0.26862954, 0.26130258, 0.27577711)}
 """Normalization of CLIP, the default of some processors."""
 _FILTERS: Final = {1: "Lanczos", 2: "bilinear", 3: "bicubic"}
 _TEXT_ONLY: Final = "or serve its text with --language-model-only"
 _MAX_SIDE: Final = 1 << 14
 _SQUARE: Final = {"height": 224, "width": 224}
-_HALF: Final = (0.5, 0.5, 0.5)
+_Color = tuple[float, float, float]
+_HALF: Final[_Color] = (0.5, 0.5, 0.5)
 
 
 class _Files(NamedTuple):
@@ -290,31 +297,194 @@ def _any_size(fields: Fields, multiple: int) -> ImageProcessing:
     )
 
 
-_READERS: Final[dict[str, Callable[[_Files], VisionSpec]]] = {
+def _llava(files: _Files) -> VisionSpec | None:
+    """A tower of CLIP, or of SigLIP, of which the output of a layer before the last is used."""
+    inner, outer = files.inner, files.outer
+    kind = inner.text("model_type", default="clip_vision_model")
+    if kind not in _LLAVA_TOWERS:
+        logger.warning(
+            "%s: vision_config.model_type is %r, and of a llava model only %s are computed: only text is served",
+            outer.path,
+            kind,
+            " and ".join(_LLAVA_TOWERS),
+        )
+        return None
+    is_clip = kind == "clip_vision_model"
+    facts = _tower(
+        inner,
+        hidden_size=768,
+        num_heads=12,
+        patch_size=32 if is_clip else 16,
+        activation="quick_gelu" if is_clip else "gelu_pytorch_tanh",
+        norm_eps=1e-5 if is_clip else 1e-6,
+    )
+    facts["num_layers"] = _layers_used(outer, facts["num_layers"], -2)
+    keeps = _keeps_first_row(outer)
+    if not is_clip and not keeps:
+        raise outer.error(
+            "vision_feature_select_strategy",
+            "default",
+            f"but SigLIP has no row for the class to leave out, {_TEXT_ONLY}",
+        )
+    _check_mlp(outer)
+    image = files.tokens.get("image_token", "<image>")
+    id_name = outer.given("image_token_index", "image_token_id")
+    image_size = facts["image_size"]
+    return VisionSpec(
+        family="llava",
+        body="clip" if is_clip else "siglip",
+        ends_normed=False,
+        keeps_class=is_clip and keeps,
+        scale_factor=1,
+        image_token_id=outer.integer(id_name, 0, files.vocab_size - 1, default=32_000),
+        image_token=image,
+        begin_token="",
+        end_token="",
+        marker=image,
+        processing=_crop(files.processor, image_size) if is_clip else _square(files.processor, image_size),
+        **facts,
+    )
+
+
+def _internvl(files: _Files) -> VisionSpec:
+    """A tower of InternViT, each 2 x 2 patches of which become a row."""
+    inner, outer, tokens = files.inner, files.outer, files.tokens
+    sides = {name: _side(inner, name, default) for name, default in (("image_size", 448), ("patch_size", 14))}
+    for name, wanted in (("norm_type", "layer_norm"), ("use_qk_norm", False), ("use_mean_pooling", True)):
+        value = inner.get(name)
+        if value is not None and value != wanted:
+            raise inner.error(name, value, f"expected {wanted!r}: a tower of InternViT-300M, {_TEXT_ONLY}")
+    facts = _tower(
+        _with(inner, sides),
+        hidden_size=1024,
+        num_heads=16,
+        patch_size=14,
+        activation="gelu",
+        intermediate_size=4096,
+        num_layers=24,
+    )
+    facts["num_layers"] = _layers_used(outer, facts["num_layers"], -1)
+    if _keeps_first_row(outer):
+        raise outer.error(
+            "vision_feature_select_strategy", "full", f"only default is supported, {_TEXT_ONLY}"
+        )
+    ratio = outer.number("downsample_ratio", 0.01, 1.0, default=0.5)
+    grid, factor = facts["image_size"] // facts["patch_size"], int(1 / ratio)
+    if factor * ratio != 1 or grid % factor:
+        rule = f"expected 1 divided by a number that divides the {grid} patches of a tile's side"
+        raise outer.error("downsample_ratio", ratio, rule)
+    if outer.text("projector_hidden_act", default="gelu") != "gelu":
+        raise outer.error(
+            "projector_hidden_act", outer.get("projector_hidden_act"), f"only gelu is, {_TEXT_ONLY}"
+        )
+    most = files.processor.integer("max_patches", 1, 1 << 10, default=12)
+    image = tokens.get("context_image_token", "<IMG_CONTEXT>")
+    processing = _square(files.processor, facts["image_size"], resample=3, **_CLIP)
+    return VisionSpec(
+        family="internvl",
+        body="internvit",
+        ends_normed=False,
+        has_qkv_bias=inner.boolean("attention_bias", default=False),
+        scale_factor=factor,
+        image_token_id=outer.integer("image_token_id", 0, files.vocab_size - 1, default=151_667),
+        image_token=image,
+        begin_token=tokens.get("start_image_token", "<img>"),
+        end_token=tokens.get("end_image_token", "</img>"),
+        marker=image,
+        processing=structs.replace(
+            processing,
+            splits=most > 1,  # the processor asks for it, whatever crop_to_patches says
+            min_tiles=files.processor.integer("min_patches", 1, most, default=1),
+            max_tiles=most,
+        ),
+        **facts,
+    )
+
+
+_LLAVA_TOWERS: Final = ("clip_vision_model", "siglip_vision_model")
+_READERS: Final[dict[str, Callable[[_Files], VisionSpec | None]]] = {
     **dict.fromkeys(_QWENS, _qwen),
     "idefics3": _idefics3,
     "smolvlm": _idefics3,
+    "llava": _llava,
+    "internvl": _internvl,
 }
 
 
-def _tower(fields: Fields, *, hidden_size: int, num_heads: int, patch_size: int) -> dict[str, Any]:
-    """The sizes of a SigLIP tower; the arguments are the defaults in transformers."""
+def _layers_used(fields: Fields, num_layers: int, default: int) -> int:
+    """Layers up to the one whose output goes on: the last is -1."""
+    layer = fields.get("vision_feature_layer")
+    if isinstance(layer, list) and len(layer) == 1:
+        layer = layer[0]
+    if layer is None:
+        layer = default
+    used = layer + (num_layers + 1 if layer < 0 else 0) if isinstance(layer, int) else 0
+    if isinstance(layer, bool) or not 1 <= used <= num_layers:
+        rule = f"expected the number of one of the {num_layers} layers, {_TEXT_ONLY}"
+        raise fields.error("vision_feature_layer", layer, rule)
+    return used
+
+
+def _keeps_first_row(fields: Fields) -> bool:
+    strategy = fields.text("vision_feature_select_strategy", default="default")
+    if strategy not in ("default", "full"):
+        raise fields.error("vision_feature_select_strategy", strategy, "expected default or full")
+    return strategy == "full"
+
+
+def _check_mlp(fields: Fields) -> None:
+    if fields.text("projector_hidden_act", default="gelu") != "gelu":
+        raise fields.error(
+            "projector_hidden_act",
+            fields.get("projector_hidden_act"),
+            f"only gelu is supported, {_TEXT_ONLY}",
+        )
+    if not fields.boolean("multimodal_projector_bias", default=True):
+        raise fields.error("multimodal_projector_bias", False, f"only true is supported, {_TEXT_ONLY}")
+
+
+def _side(fields: Fields, name: str, default: int) -> int:
+    """A side of a square, which files have twice or once."""
+    value = fields.get(name)
+    if isinstance(value, list):
+        if len(value) != 2 or value[0] != value[1]:
+            raise fields.error(name, value, f"expected the same number twice, {_TEXT_ONLY}")
+        value = value[0]
+    return Fields(fields.path, {name: value}, "vision_config.").integer(name, 1, _MAX_SIDE, default=default)
+
+
+def _with(fields: Fields, values: Mapping[str, object]) -> Fields:
+    return Fields(fields.path, {**{name: fields.get(name) for name in fields}, **values}, "vision_config.")
+
+
+def _tower(
+    fields: Fields,
+    *,
+    hidden_size: int,
+    num_heads: int,
+    patch_size: int,
+    activation: str = "gelu_pytorch_tanh",
+    norm_eps: float = 1e-6,
+    intermediate_size: int = 3072,
+    num_layers: int = 12,
+) -> dict[str, Any]:
+    """The sizes of a tower; the arguments are the defaults in transformers, mostly those of SigLIP."""
     image_size = fields.integer("image_size", 1, _MAX_SIDE, default=224)
     size = fields.integer("hidden_size", 1, 1 << 20, default=hidden_size)
     num_heads = fields.integer("num_attention_heads", 1, 1 << 12, default=num_heads)
     if size % num_heads:
         raise fields.error("num_attention_heads", num_heads, f"they cannot divide the hidden size {size}")
-    activation = fields.text("hidden_act", default="gelu_pytorch_tanh")
+    activation = fields.text("hidden_act", default=activation)
     if activation not in _ACTIVATIONS:
         raise fields.error(
             "hidden_act", activation, f"expected one of {', '.join(_ACTIVATIONS)}, {_TEXT_ONLY}"
         )
     return {
         "hidden_size": size,
-        "intermediate_size": fields.integer("intermediate_size", 1, 1 << 22, default=3072),
-        "num_layers": fields.integer("num_hidden_layers", 1, 1 << 12, default=12),
+        "intermediate_size": fields.integer("intermediate_size", 1, 1 << 22, default=intermediate_size),
+        "num_layers": fields.integer("num_hidden_layers", 1, 1 << 12, default=num_layers),
         "num_heads": num_heads,
-        "norm_eps": fields.number("layer_norm_eps", 1e-30, 1.0, default=1e-6),
+        "norm_eps": fields.number("layer_norm_eps", 1e-30, 1.0, default=norm_eps),
         "activation": _ACTIVATIONS[activation],
         "image_size": image_size,
         "patch_size": fields.integer("patch_size", 1, image_size, default=patch_size),
@@ -346,7 +516,36 @@ def _tiles(fields: Fields, image_size: int) -> ImageProcessing:
     )
 
 
-def _square(fields: Fields, image_size: int) -> ImageProcessing:
+def _crop(fields: Fields, image_size: int) -> ImageProcessing:
+    """How the middle of an image becomes one square tile, as in CLIP's processor in transformers."""
+    if fields.boolean("do_pad", default=False):
+        raise fields.error("do_pad", True, f"only false is supported, {_TEXT_ONLY}")
+    for name in ("do_resize", "do_center_crop"):
+        if not fields.boolean(name, default=True):
+            raise fields.error(name, False, f"only true is supported, {_TEXT_ONLY}")
+    for name, wanted in (("size", ["shortest_edge"]), ("crop_size", ["height", "width"])):
+        value = fields.get(name)
+        sizes = (
+            [value] * 2
+            if isinstance(value, int)
+            else [*value.values()]
+            if isinstance(value, Mapping)
+            else [224]
+        )
+        if (isinstance(value, Mapping) and sorted(value) != wanted) or set(sizes) != {image_size}:
+            raise _other_size(fields, name, image_size)
+    return ImageProcessing(
+        longest_edge=None,
+        tile_size=image_size,
+        splits=False,
+        crops=True,
+        **_values(fields, resample=3, **_CLIP),
+    )
+
+
+def _square(
+    fields: Fields, image_size: int, *, resample: int = 2, mean: _Color = _HALF, std: _Color = _HALF
+) -> ImageProcessing:
     """How an image becomes one square tile, as Gemma 3's processor in transformers does without pan and scan."""
     for name, wanted in (("do_pan_and_scan", False), ("do_resize", True)):
         if fields.boolean(name, default=wanted) != wanted:
@@ -355,7 +554,10 @@ def _square(fields: Fields, image_size: int) -> ImageProcessing:
     if (size if size is not None else _SQUARE) != {"height": image_size, "width": image_size}:
         raise _other_size(fields, "size", image_size)
     return ImageProcessing(
-        longest_edge=None, tile_size=image_size, splits=False, **_values(fields, resample=2)
+        longest_edge=None,
+        tile_size=image_size,
+        splits=False,
+        **_values(fields, resample=resample, mean=mean, std=std),
     )
 
 

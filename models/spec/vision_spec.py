@@ -13,8 +13,10 @@ import msgspec
 from msgspec.structs import replace
 
 VisionActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]
-"""`gelu` is the exact one, by the error function."""
-VisionFamily = Literal["idefics3", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
+"""`gelu` is the exact one, by the error function; the quick one is x * sigmoid(1.702 x)."""
+VisionBody = Literal["siglip", "clip", "internvit"]
+"""The layers of a tower for tiles of one size."""
+VisionFamily = Literal["idefics3", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "internvl"]
 """Names the text around images (`tokenizer_manager/media/processors`) and the connector (`model_runner/vision`)."""
 
 
@@ -35,6 +37,9 @@ class ImageProcessing(msgspec.Struct, frozen=True, kw_only=True):
         splits: an image larger than a tile becomes several, and a small copy of the whole one; else one tile.
         resample: the filter of resizing, as Pillow numbers them: 1 Lanczos, 2 bilinear, 3 bicubic.
         min_pixels, max_pixels: bounds of an image of any size, which keeps its ratio; 0: tiles have one size.
+        crops: the shorter side is resized to that of a tile, and the middle is kept; else the ratio changes.
+        min_tiles, max_tiles: of an image whose tiles have the ratio nearest to its own (InternVL); 0: they are chosen
+            by `longest_edge`.
         rescale_factor, mean, std: a value of a pixel, 0..255, becomes (value * rescale_factor - mean) / std, by color.
     """
 
@@ -47,10 +52,13 @@ class ImageProcessing(msgspec.Struct, frozen=True, kw_only=True):
     std: tuple[float, float, float]
     min_pixels: int = 0
     max_pixels: int = 0
+    crops: bool = False
+    min_tiles: int = 0
+    max_tiles: int = 0
 
 
 class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Architecture of a tower, SigLIP or one of Qwen, and its connector.
+    """Architecture of a tower and its connector.
 
     Attributes:
         family: of Idefics3 is SmolVLM, too.
@@ -70,6 +78,11 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
         whole_layers: layers that attend to all patches.
         deepstack_layers: layers after each of which a connector makes rows, too; the first of these are added to the
             tokens of the image after the first layer of the language model, and so on (DeepStack, Meng et al. 2024).
+        body: the kind of its layers. SigLIP has patches only; the others begin with a row for the class of the image,
+            and InternViT scales what its layers add.
+        ends_normed: a norm follows the last layer.
+        keeps_class: the row of the class is one of the rows of a tile.
+        has_qkv_bias: of its layers.
         rope_sections: of a language model in which a token has a position on each of three axes (M-RoPE, Qwen2-VL,
             2024): time, row and column of images, all equal for text. Pairs of rotated dimensions that turn by each
             axis; empty: a token has one position.
@@ -101,6 +114,15 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
     deepstack_layers: tuple[int, ...] = ()
     rope_sections: tuple[int, ...] = ()
     rope_alternates: bool = False
+    body: VisionBody = "siglip"
+    ends_normed: bool = True
+    keeps_class: bool = False
+    has_qkv_bias: bool = True
+
+    @property
+    def num_tower_rows(self) -> int:
+        """Rows inside the tower: patches, and the class."""
+        return self.grid**2 + (self.body != "siglip")
 
     @property
     def grid(self) -> int:
@@ -115,7 +137,9 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def rows_per_tile(self) -> int:
         """Rows that a tile becomes; of images of any size, the rows of a block, see `Capacity.encoder_tile_rows`."""
-        return (self.grid // self.scale_factor) ** 2 if self.image_size else BLOCK_ROWS
+        if not self.image_size:
+            return BLOCK_ROWS
+        return (self.grid // self.scale_factor) ** 2 + self.keeps_class
 
     def rows_of(self, height: int, width: int) -> int:
         """Rows that a tile of so many pixels becomes."""
@@ -148,6 +172,8 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
             return -(-(self.processing.max_pixels // side**2) // BLOCK_ROWS)
         if not self.processing.splits:
             return 1
+        if self.processing.max_tiles:
+            return self.processing.max_tiles + (self.processing.max_tiles > 1)
         if self.processing.longest_edge is None:
             return 17
         return (-(-self.processing.longest_edge // self.processing.tile_size)) ** 2 + 1
@@ -174,15 +200,19 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
             most = max(max_pixels, side**2)
             least = min(self.processing.min_pixels, most)
             return replace(self, processing=replace(self.processing, min_pixels=least, max_pixels=most))
-        side = math.isqrt(max(max_pixels // self.processing.tile_size**2 - 1, 1))
-        if side == 1:
+        num_tiles = max(max_pixels // self.processing.tile_size**2 - 1, 1)
+        side = math.isqrt(num_tiles)
+        if side == 1 and (num_tiles == 1 or not self.processing.max_tiles):
             return replace(self, processing=replace(self.processing, splits=False))
+        if self.processing.max_tiles:
+            least = min(self.processing.min_tiles, num_tiles)
+            return replace(self, processing=replace(self.processing, min_tiles=least, max_tiles=num_tiles))
         edge = side * self.processing.tile_size
         return replace(self, processing=replace(self.processing, longest_edge=edge))
 
     @property
     def joined_size(self) -> int:
-        """Width of the connector's input: Idefics3 puts patches side by side, Gemma 3 takes their mean."""
+        """Width of the connector's input: patches side by side; Gemma 3 takes their mean."""
         return self.hidden_size * (1 if self.family == "gemma3" else self.scale_factor**2)
 
     @property

@@ -29,6 +29,7 @@ from .stored_forms import (
     usual_block_name,
     without_image_layers,
 )
+from .vision_tensors import is_unused_of_tower
 
 if TYPE_CHECKING:
     from ..spec.model_spec import ModelSpec
@@ -213,7 +214,12 @@ def _usual_names_in(folder: Path, names: Iterable[str], spec: ModelSpec | None) 
             usual = usual_names(stored)
         else:
             usual = usual_names(stored, spec.files.language_of, sees=spec.vision is not None)
-        return {stored: usual[name] for stored, name in own.items() if name in usual}
+        vision = None if spec is None else spec.vision
+        return {
+            stored: usual[name]
+            for stored, name in own.items()
+            if name in usual and not is_unused_of_tower(vision, usual[name])
+        }
     except ConfigError as error:
         raise ConfigError(f"{folder}: {error}") from None
 

@@ -13,6 +13,7 @@ from .qwen_vision_tensors import QWEN_FORMS, QWEN_TOWER, qwen_vision_modules
 
 if TYPE_CHECKING:
     from ..spec.model_spec import ModelSpec
+    from ..spec.vision_spec import VisionSpec
 
 TOWER: Final = ("vision_model.", "connector.", "multi_modal_projector.", QWEN_TOWER)
 """The first parts of all names."""
@@ -20,6 +21,15 @@ PATCHES: Final = "vision_model.embeddings.patch_embedding"
 """[hidden, 3, side, side]: a product with each patch, which files have as a convolution."""
 POSITIONS: Final = "vision_model.embeddings.position_embedding"
 FINAL_NORM: Final = "vision_model.post_layernorm"
+CLASS, CLASS_PART = "vision_model.embeddings", "class_embedding"
+FIRST_NORM: Final = "vision_model.pre_layrnorm"
+"""Of CLIP, misspelled in its files."""
+SCALES: Final = ("lambda_1", "lambda_2")
+"""Parameters of a layer of InternViT."""
+MLP_NORM, MLP_FIRST, MLP_SECOND = (
+    f"multi_modal_projector.{name}" for name in ("layer_norm", "linear_1", "linear_2")
+)
+"""Of LLaVA; of InternVL with the norm."""
 PROJECTION: Final = "connector.modality_projection.proj"
 """Of Idefics3."""
 POOLED, POOLED_NORM, POOLED_PROJECTION = (
@@ -66,6 +76,30 @@ def gguf_tower_names(spec: ModelSpec) -> Iterator[tuple[str, str]]:
             yield f"{hf}.{part}", f"{gguf}.{part}"
 
 
+def is_unused_of_tower(vision: VisionSpec | None, name: str) -> bool:
+    """Whether a tensor is of a layer after the one whose output is used, or of the norm after the last layer."""
+    if vision is None or not name.startswith("vision_model."):
+        return False
+    if name.startswith(f"{FINAL_NORM}."):
+        return not vision.ends_normed
+    number = name.removeprefix(tower_layer(0).removesuffix("0.")).partition(".")[0]
+    return number.isdecimal() and int(number) >= vision.num_layers
+
+
+def positions_shape(vision: VisionSpec) -> tuple[int, ...]:
+    """Shape of the table of positions in files; InternViT's have an axis of length 1 before it."""
+    return (*_batch(vision), vision.num_tower_rows, vision.hidden_size)
+
+
+def class_shape(vision: VisionSpec) -> tuple[int, ...]:
+    """Shape of the row of the class in files."""
+    return (*_batch(vision), *_batch(vision), vision.hidden_size)
+
+
+def _batch(vision: VisionSpec) -> tuple[int, ...]:
+    return (1,) if vision.body == "internvit" else ()
+
+
 def vision_modules(spec: ModelSpec) -> Iterator[Module]:
     """All modules of the tower and of its connector; none in a model without them."""
     vision = spec.vision
@@ -75,18 +109,31 @@ def vision_modules(spec: ModelSpec) -> Iterator[Module]:
         yield from qwen_vision_modules(vision, spec.hidden_size)
         return
     size, inner, side = vision.hidden_size, vision.intermediate_size, vision.patch_size
-    yield Module(PATCHES, (size, 3, side, side), has_bias=True)
-    yield Module(POSITIONS, (vision.grid**2, size))
+    yield Module(PATCHES, (size, 3, side, side), has_bias=vision.body != "clip")
+    yield Module(POSITIONS, positions_shape(vision))
+    if vision.body != "siglip":
+        yield Module(CLASS, class_shape(vision), part=CLASS_PART)
+    if vision.body == "clip":
+        yield Module(FIRST_NORM, (size,), has_bias=True)
     for layer_id in range(vision.num_layers):
         name = tower_layer(layer_id)
         for norm in ("layer_norm1", "layer_norm2"):
             yield Module(name + norm, (size,), has_bias=True)
-        for linear in (*QKV, "self_attn.out_proj"):
-            yield Module(name + linear, (size, size), has_bias=True)
+        for linear in QKV:
+            yield Module(name + linear, (size, size), has_bias=vision.has_qkv_bias)
+        yield Module(f"{name}self_attn.out_proj", (size, size), has_bias=True)
+        for part in SCALES if vision.body == "internvit" else ():
+            yield Module(name.removesuffix("."), (size,), part=part)
         yield Module(f"{name}mlp.fc1", (inner, size), has_bias=True)
         yield Module(f"{name}mlp.fc2", (size, inner), has_bias=True)
-    yield Module(FINAL_NORM, (size,), has_bias=True)
-    if vision.family == "gemma3":
+    if vision.ends_normed:
+        yield Module(FINAL_NORM, (size,), has_bias=True)
+    if vision.family in ("llava", "internvl"):
+        if vision.family == "internvl":
+            yield Module(MLP_NORM, (vision.joined_size,), has_bias=True)
+        yield Module(MLP_FIRST, (spec.hidden_size, vision.joined_size), has_bias=True)
+        yield Module(MLP_SECOND, (spec.hidden_size, spec.hidden_size), has_bias=True)
+    elif vision.family == "gemma3":
         yield Module(POOLED, (size, spec.hidden_size), part=POOLED_PROJECTION)
         yield Module(POOLED_NORM, (size,))
     else:

@@ -108,8 +108,8 @@ def test_what_is_served_as_text(tmp_path: Path, caplog: pytest.LogCaptureFixture
     (tmp_path / "preprocessor_config.json").unlink()
     assert vision_of(tmp_path, processor=None) is None
     assert "there is no preprocessor_config.json" in caplog.text
-    llava = CONFIG | {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}
-    assert vision_of(tmp_path, llava) is None
+    other = CONFIG | {"model_type": "aya_vision", "architectures": ["AyaVisionForConditionalGeneration"]}
+    assert vision_of(tmp_path, other) is None
 
 
 def test_the_tower_counts_as_memory(tmp_path: Path) -> None:

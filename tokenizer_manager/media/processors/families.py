@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Protocol
 
-from . import gemma3, idefics3, qwen2_vl
+from . import gemma3, idefics3, internvl, llava, qwen2_vl
 
 if TYPE_CHECKING:
     import numpy as np
@@ -52,4 +52,6 @@ PROCESSORS: Final[dict[VisionFamily, Processor]] = {
     "qwen2_vl": qwen2_vl,
     "qwen2_5_vl": qwen2_vl,
     "qwen3_vl": qwen2_vl,
+    "llava": llava,
+    "internvl": internvl,
 }

@@ -1,0 +1,196 @@
+"""`read_vision`: the towers of LLaVA and InternVL folders as they are published, and what of them is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.models.weight_files.vision_tensors import is_unused_of_tower
+from engine.runtime.errors import ConfigError
+
+from .test_vision_part import TEXT, vision_of
+
+LLAVA: dict[str, Any] = {
+    "architectures": ["LlavaForConditionalGeneration"],
+    "model_type": "llava",
+    "image_token_index": 32_000,
+    "projector_hidden_act": "gelu",
+    "text_config": TEXT,
+    "vision_config": {
+        "hidden_size": 1024,
+        "image_size": 336,
+        "intermediate_size": 4096,
+        "model_type": "clip_vision_model",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 24,
+        "patch_size": 14,
+        "projection_dim": 768,
+        "vocab_size": 32_000,
+    },
+    "vision_feature_layer": -2,
+    "vision_feature_select_strategy": "default",
+}
+CLIP: dict[str, Any] = {
+    "crop_size": {"height": 336, "width": 336},
+    "do_center_crop": True,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "resample": 3,
+    "size": {"shortest_edge": 336},
+}
+INTERNVL: dict[str, Any] = {
+    "architectures": ["InternVLForConditionalGeneration"],
+    "model_type": "internvl",
+    "image_token_id": 49_190,
+    "downsample_ratio": 0.5,
+    "text_config": TEXT | {"model_type": "qwen2"},
+    "vision_config": {
+        "attention_bias": True,
+        "hidden_act": "gelu",
+        "hidden_size": 1024,
+        "image_size": [448, 448],
+        "intermediate_size": 4096,
+        "model_type": "internvl_vision",
+        "norm_type": "layer_norm",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 24,
+        "patch_size": [14, 14],
+        "use_mean_pooling": True,
+        "use_qk_norm": False,
+    },
+    "vision_feature_layer": -1,
+}
+TILES: dict[str, Any] = {
+    "crop_to_patches": False,
+    "max_patches": 12,
+    "min_patches": 1,
+    "resample": 3,
+    "size": {"height": 448, "width": 448},
+}
+
+
+def test_llava_1_5(tmp_path: Path) -> None:
+    vision = vision_of(tmp_path, LLAVA, CLIP)
+
+    assert vision is not None and (vision.family, vision.body, vision.activation) == (
+        "llava",
+        "clip",
+        "quick_gelu",
+    )
+    assert (vision.rows_per_tile, vision.num_layers, vision.num_tower_rows) == (576, 23, 577)
+    assert not vision.ends_normed and vision.norm_eps == 1e-5 and vision.most_tiles == 1
+    assert vision.processing.crops and vision.image_token_id == 32_000
+    assert is_unused_of_tower(vision, "vision_model.encoder.layers.23.mlp.fc1.weight")
+    assert is_unused_of_tower(vision, "vision_model.post_layernorm.bias")
+    assert not is_unused_of_tower(vision, "vision_model.encoder.layers.22.mlp.fc1.weight")
+
+
+def test_llava_with_siglip_keeps_all_rows(tmp_path: Path) -> None:
+    siglip = {
+        "model_type": "siglip_vision_model",
+        "image_size": 384,
+        "patch_size": 14,
+        "num_hidden_layers": 26,
+    }
+    config = LLAVA | {"vision_config": siglip, "vision_feature_select_strategy": "full"}
+
+    vision = vision_of(tmp_path, config, {"size": {"height": 384, "width": 384}})
+
+    assert vision is not None and (vision.body, vision.rows_per_tile, vision.num_layers) == (
+        "siglip",
+        729,
+        25,
+    )
+
+
+def test_internvl_3(tmp_path: Path) -> None:
+    vision = vision_of(tmp_path, INTERNVL, TILES)
+
+    assert vision is not None and (vision.family, vision.body, vision.activation) == (
+        "internvl",
+        "internvit",
+        "gelu",
+    )
+    assert (vision.rows_per_tile, vision.num_layers, vision.most_tiles) == (256, 24, 13)
+    assert vision.processing.splits and vision.joined_size == 4096 and vision.has_qkv_bias
+    limited = [vision.limited(num * 448**2).most_tiles for num in (1, 2, 3, 4, 13, 99)]
+    assert limited == [1, 1, 3, 4, 13, 13]
+    assert (vision.begin_token, vision.image_token, vision.end_token) == ("<img>", "<IMG_CONTEXT>", "</img>")
+
+
+def test_other_towers_of_llava_are_served_as_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert vision_of(tmp_path, LLAVA | {"vision_config": {"model_type": "pixtral"}}, CLIP) is None
+    assert "vision_config.model_type is 'pixtral', and of a llava model only clip_vision_model" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("base", "config", "tower", "processor", "message"),
+    [
+        (
+            LLAVA,
+            {"vision_feature_layer": [-2, -5]},
+            {},
+            {},
+            r"vision_feature_layer is \[-2, -5\], expected the number",
+        ),
+        (LLAVA, {"vision_feature_layer": -25}, {}, {}, "expected the number of one of the 24 layers"),
+        (LLAVA, {"vision_feature_select_strategy": "cls"}, {}, {}, "is 'cls', expected default or full"),
+        (
+            LLAVA,
+            {},
+            {"model_type": "siglip_vision_model"},
+            {},
+            "SigLIP has no row for the class to leave out",
+        ),
+        (
+            LLAVA,
+            {"multimodal_projector_bias": False},
+            {},
+            {},
+            "multimodal_projector_bias is False, only true",
+        ),
+        (LLAVA, {"projector_hidden_act": "relu"}, {}, {}, "projector_hidden_act is 'relu', only gelu"),
+        (LLAVA, {}, {}, {"crop_size": {"height": 336, "width": 224}}, "the tower sees tiles of 336 pixels"),
+        (
+            LLAVA,
+            {},
+            {},
+            {"size": {"longest_edge": 336}},
+            "size is .*, but the tower sees tiles of 336 pixels",
+        ),
+        (LLAVA, {}, {}, {"do_center_crop": False}, "do_center_crop is False, only true is supported"),
+        (LLAVA, {}, {}, {"do_pad": True}, "do_pad is True, only false is supported"),
+        (INTERNVL, {}, {"norm_type": "rms_norm"}, {}, "norm_type is 'rms_norm', expected 'layer_norm'.*300M"),
+        (INTERNVL, {}, {"use_qk_norm": True}, {}, "use_qk_norm is True, expected False"),
+        (
+            INTERNVL,
+            {},
+            {"image_size": [448, 224]},
+            {},
+            r"image_size is \[448, 224\], expected the same number",
+        ),
+        (
+            INTERNVL,
+            {"downsample_ratio": 0.3},
+            {},
+            {},
+            "downsample_ratio is 0.3, expected 1 divided by a number",
+        ),
+        (INTERNVL, {}, {}, {"size": {"height": 224, "width": 224}}, "the tower sees tiles of 448 pixels"),
+        (INTERNVL, {}, {}, {"min_patches": 13}, "min_patches is 13, expected a whole number from 1 to 12"),
+    ],
+)
+def test_what_is_refused(
+    tmp_path: Path,
+    base: dict[str, Any],
+    config: dict[str, Any],
+    tower: dict[str, Any],
+    processor: dict[str, Any],
+    message: str,
+) -> None:
+    whole = base | config | {"vision_config": base["vision_config"] | tower}
+
+    with pytest.raises(ConfigError, match=message):
+        vision_of(tmp_path, whole, (CLIP if base is LLAVA else TILES) | processor)
