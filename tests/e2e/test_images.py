@@ -5,9 +5,15 @@ from __future__ import annotations
 import base64
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import anthropic
+import httpx
+import ollama
 import openai
 import PIL.Image
 import pytest
@@ -15,7 +21,7 @@ import pytest
 from tests.tiny_smolvlm import IMAGE_ID, ROWS_PER_TILE, TinySmolVLM
 from tests.tokenizer_manager.media.image_files import file_of, picture
 
-from .serving import EngineServe
+from .serving import EngineServe, run_engine
 
 pytestmark = [pytest.mark.real_process, pytest.mark.slow]
 LENGTH = 12
@@ -40,7 +46,7 @@ def tiny(tmp_path_factory) -> TinySmolVLM:
 
 @pytest.fixture(scope="module")
 def engine(tiny: TinySmolVLM) -> Iterator[EngineServe]:
-    with EngineServe(str(tiny.folder), *SETTINGS) as engine:
+    with EngineServe(str(tiny.folder), *SETTINGS, "--allowed-local-media-path", str(tiny.folder)) as engine:
         yield engine.wait_until_ready()
         assert engine.stop() == 0, engine.log
         assert engine.leftovers() == []
@@ -151,6 +157,132 @@ def test_a_stream_with_an_image_survives_a_crash(tiny, engine, client):
             os.kill(engine.pids["scheduler"], signal.SIGKILL)
 
     assert tokens == [tiny.bytes_of(token_id) for token_id in tiny.answer(theirs, images, length)]
+
+
+def test_a_stream_survives_a_crash_while_its_image_is_encoded(tiny):
+    own, theirs, images = chat(["What?", picture(48, 31, seed=13)])
+    tokens: list[list[int]] = []
+    with EngineServe(str(tiny.folder), *SETTINGS, "--chaos", "slow=1") as engine:
+        engine.wait_until_ready()
+        client = openai.OpenAI(base_url=f"{engine.url}/v1", api_key="-")
+        with ThreadPoolExecutor(1) as thread:
+            asked = thread.submit(ask, client, own, 4, stream=True)
+            begun = engine.metrics_when(lambda metrics: metrics["encoder_tiles_total"] > 0)
+            killed = engine.pids["scheduler"]
+            os.kill(killed, signal.SIGKILL)
+            for chunk in asked.result():
+                for choice in chunk.choices:
+                    tokens += [token.bytes for token in choice.logprobs.content] if choice.logprobs else []
+
+        assert begun["encoder_tiles_total"] < 5, "the image has five tiles"
+        assert tokens == [tiny.bytes_of(token_id) for token_id in tiny.answer(theirs, images, 4)]
+        assert engine.pids["scheduler"] != killed
+
+
+@pytest.fixture
+def answer_of_chat(client: openai.OpenAI) -> str:
+    """The answer of chat completions, which is that of transformers, to an image and a text."""
+    content: str = ask(client, chat([IMAGE, "What?"])[0]).choices[0].message.content
+    return content
+
+
+IMAGE = picture(48, 31, seed=14)
+DATA = base64.b64encode(file_of(IMAGE)).decode()
+
+
+def _responses(engine: EngineServe, model: str) -> str:
+    parts: list[Any] = [
+        {"type": "input_image", "image_url": f"data:image/png;base64,{DATA}", "detail": "auto"},
+        {"type": "input_text", "text": "What?"},
+    ]
+    with openai.OpenAI(base_url=f"{engine.url}/v1", api_key="-") as client:
+        return client.responses.create(
+            model=model,
+            input=[{"role": "user", "content": parts}],
+            temperature=0,
+            max_output_tokens=LENGTH,
+        ).output_text
+
+
+def _anthropic(engine: EngineServe, model: str) -> str:
+    blocks: list[Any] = [
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": DATA}},
+        {"type": "text", "text": "What?"},
+    ]
+    with anthropic.Anthropic(base_url=engine.url, api_key="-") as client:
+        counted = client.messages.count_tokens(model=model, messages=[{"role": "user", "content": blocks}])
+        message = client.messages.create(
+            model=model,
+            max_tokens=LENGTH,
+            messages=[{"role": "user", "content": blocks}],
+            extra_body={"temperature": 0},
+        )
+    usage = message.usage
+    assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+    [block] = message.content
+    assert block.type == "text"
+    return block.text
+
+
+def _ollama_chat(engine: EngineServe, model: str) -> str:
+    with ollama.Client(engine.url) as client:
+        reply = client.chat(
+            model,
+            [ollama.Message(role="user", content="What?", images=[ollama.Image(value=file_of(IMAGE))])],
+            options={"temperature": 0, "num_predict": LENGTH},
+        )
+    return reply.message.content or ""
+
+
+def _ollama_generate(engine: EngineServe, model: str) -> str:
+    with ollama.Client(engine.url) as client:
+        assert "vision" in (client.show(model).capabilities or [])
+        options = {"temperature": 0, "num_predict": LENGTH}
+        return client.generate(model, "What?", images=[file_of(IMAGE)], options=options).response
+
+
+def _generate(engine: EngineServe, _model: str) -> str:
+    body = {
+        "text": "<|im_start|>User:<image>What?<end_of_utterance>\nAssistant:",
+        "add_special_tokens": False,
+        "image_data": DATA,
+        "sampling_params": {"temperature": 0, "max_new_tokens": LENGTH},
+    }
+    text: str = httpx.post(f"{engine.url}/generate", json=body, timeout=60).raise_for_status().json()["text"]
+    return text
+
+
+def _command(engine: EngineServe, _model: str) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "a.png")
+        path.write_bytes(file_of(IMAGE))
+        options = ("--temperature", "0", "--max-tokens", str(LENGTH), "--quiet")
+        ran = run_engine(Path(folder), "chat", "--url", engine.url, "--image", str(path), *options, "What?")
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.removesuffix("\n")
+
+
+@pytest.mark.parametrize("way", [_responses, _anthropic, _ollama_chat, _ollama_generate, _generate, _command])
+def test_every_api_gives_the_same_answer(engine, client, answer_of_chat, way):
+    assert way(engine, client.models.list().data[0].id) == answer_of_chat
+
+
+def test_a_file_of_the_listed_folder_is_read_and_nothing_is_fetched(tiny, engine, client, answer_of_chat):
+    (tiny.folder / "a.png").write_bytes(file_of(IMAGE))
+
+    def messages(url: str) -> list[Any]:
+        parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What?"}]
+        return [{"role": "user", "content": parts}]
+
+    answer = ask(client, messages(f"file://{tiny.folder}/a.png"))
+
+    assert answer.choices[0].message.content == answer_of_chat
+    for url, cause in (
+        (f"file://{tiny.folder}/../b.png", "is not below --allowed-local-media-path"),
+        ("https://example.org/a.png", "--allowed-media-domains example.org"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=cause):
+            ask(client, messages(url))
 
 
 def test_damaged_images_are_refused_and_the_server_lives(engine, client):
