@@ -9,7 +9,7 @@ read it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,6 +45,18 @@ class FeaturedStates(NamedTuple):
     features: Tensor
 
 
+class PlacesImages(Protocol):
+    """What a model calls where rows of images enter."""
+
+    def place(self, embedded: Tensor) -> Tensor:
+        """Put the rows into the embeddings of tokens, [T, hidden], which may be overwritten."""
+        ...
+
+    def add_after(self, layer_id: int, residual: Tensor) -> Tensor:
+        """The stream after a layer, [T, hidden], with what the rows add there."""
+        ...
+
+
 class ImageRows(NamedTuple):
     """Rows of the encoder in a step.
 
@@ -61,7 +73,15 @@ class ImageRows(NamedTuple):
         """1 + d."""
         return self.vectors.shape[1] // hidden_size
 
-    def part(self, number: int, hidden_size: int) -> Tensor:
+    def place(self, embedded: Tensor) -> Tensor:
+        return embedded.index_copy_(0, self.indices, self._part(0, embedded.shape[1]))
+
+    def add_after(self, layer_id: int, residual: Tensor) -> Tensor:
+        if layer_id + 1 >= self.num_parts(residual.shape[1]):
+            return residual
+        return residual.index_add(0, self.indices, self._part(layer_id + 1, residual.shape[1]))
+
+    def _part(self, number: int, hidden_size: int) -> Tensor:
         """[n, hidden] the embeddings (0), or what is added after layer `number` - 1."""
         return self.vectors[:, number * hidden_size : (number + 1) * hidden_size]
 
@@ -96,5 +116,5 @@ class ForwardBatch:
     adapters: AdapterBatch | None = None
     states: StateBatch | None = None
     incoming: StageStates | None = None
-    images: ImageRows | None = None
+    images: PlacesImages | None = None
     rope_positions: Tensor | None = None

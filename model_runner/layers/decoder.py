@@ -88,10 +88,8 @@ class Decoder:
         features = []
         for layer_id, layer in enumerate(self.layers):
             x, residual = layer(x, residual, *angles[layer_id], batch, next(row_selections))
-            if batch.images is not None and layer_id + 1 < batch.images.num_parts(residual.shape[1]):
-                residual = residual.index_add(
-                    0, batch.images.indices, batch.images.part(layer_id + 1, residual.shape[1])
-                )
+            if batch.images is not None:
+                residual = batch.images.add_after(layer_id, residual)
             if layer_id in self.feature_layers:
                 features.append(x + residual)  # `add` may overwrite the stream
         assert x is not None, "a model has layers"
@@ -107,7 +105,7 @@ class Decoder:
         adapters = batch.adapters
         embedded = self.embedding(batch.input_ids, None if adapters is None else adapters.tokens)
         if batch.images is not None:
-            embedded = embedded.index_copy(0, batch.images.indices, batch.images.part(0, embedded.shape[1]))
+            embedded = batch.images.place(embedded)
         return None, embedded
 
     def final_states(self, hidden: Tensor) -> Tensor:

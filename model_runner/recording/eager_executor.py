@@ -76,8 +76,7 @@ class EagerExecutor:
         """Uploads are retried once if the device has no memory for them; the rest is not."""
         inputs, rows = self._buffers.retried(self._upload, batch)
         self.link.receive(batch.num_tokens)
-        forward = self.forward if inputs.images is None else self._model.forward  # programs take no images
-        hidden, adapters = forward(inputs), inputs.adapters
+        hidden, adapters = self.forward(inputs), inputs.adapters
         if isinstance(hidden, StageStates):
             self.link.send(hidden)
             return StepOutput(None, rows.sampled)

@@ -11,12 +11,16 @@ arguments on a plane over (T, W), they become a program with three columns, from
 computed. Otherwise, and for models that compute in another way, there is no program, and the reason is logged. Some
 kernels change from a number of tokens on; then there is one program for fewer tokens that need logits than this number,
 and one for the others.
+
+Rows of images enter between two calls: a step with images runs the calls before that place, puts the rows into the
+memory of the embeddings, and runs the rest.
 """
 
 # Shapes: T tokens of a step, W of them need logits (see `ForwardBatch`), K hidden size.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import time
 from functools import partial
@@ -29,13 +33,13 @@ from torch import Tensor
 from ...adapter_runs import AdapterBatch, AdapterRuns, recorded_plan
 from ...attention.backend import BatchLayout, PlannedAttention
 from ...distributed.pp_link import NO_LINK, StageLink
-from ...forward_batch import FeaturedStates, ForwardBatch, StageStates
+from ...forward_batch import FeaturedStates, ForwardBatch, ImageRows, StageStates
 from ...kernels.cpu.library import load_library
 from ...memory.state_pool import StateBatch, StatePool
 from ...states.state_runs import StateRuns, recorded_state_plan
 from ..eager_executor import Forward
 from .arena import Arena
-from .native_program import NativeProgram, Traced, trace, traced_calls
+from .native_program import Call, NativeProgram, Traced, trace, traced_calls
 from .program_planes import (
     BORDERS,
     LEAST_TOKENS,
@@ -48,11 +52,11 @@ from .program_planes import (
 )
 
 if TYPE_CHECKING:
-    import ctypes
     from collections.abc import Sequence
 
     from ....runtime.config.device_config import KernelConfig
     from ...attention.backend import AttentionBackend
+    from ...forward_batch import PlacesImages
     from ...memory.kv_pool import KVPool
     from ...structures.causal_lm import CausalLM
     from .program_planes import Words
@@ -92,6 +96,9 @@ class ProgrammedForward:
         program = next((program for program in programs if program.steps.include(size)), None)
         if program is None or not isinstance(attention, PlannedAttention):
             return self._model.forward(batch)
+        has_axes = batch.rope_positions is not None and batch.rope_positions.dim() > 1
+        if has_axes or not (batch.images is None or program.takes(batch.images)):
+            return self._model.forward(batch)
         return program.run(batch, size, attention.plan_addresses)
 
 
@@ -101,6 +108,7 @@ class ForwardProgram:
     Attributes:
         steps: the steps that it can compute.
         program: its calls, with the arguments of the last step.
+        image_place: where rows of images enter; None: the model takes none.
     """
 
     def __init__(
@@ -114,6 +122,7 @@ class ForwardProgram:
         plan_words: list[Words],
         adapters: AdapterBatch | None,
         states: StateBatch | None = None,
+        image_place: _ImagePlace | None = None,
     ) -> None:
         """Take the traced calls.
 
@@ -136,6 +145,12 @@ class ForwardProgram:
         self._plan_words = plan_words
         self._adapters = adapters
         self._states = states
+        self.image_place = image_place
+
+    def takes(self, images: PlacesImages) -> bool:
+        """Whether rows of images enter only where the program has a place for them."""
+        place = self.image_place
+        return place is not None and isinstance(images, ImageRows) and images.num_parts(place.size) == 1
 
     def run(self, batch: ForwardBatch, size: StepSize, plan_addresses: list[int]) -> Tensor | StageStates:
         """Compute a step; the result is valid until the next run. `plan_addresses`: see `PlannedAttention`."""
@@ -158,7 +173,12 @@ class ForwardProgram:
         self._words[self._changing] = self._planes.at(size)
         for words, address in zip(self._plan_words, plan_addresses, strict=True):
             self._words[words] = address
-        self.program.run()
+        if batch.images is None or self.image_place is None:
+            self.program.run()
+        else:
+            self.program.run(0, self.image_place.num_calls)
+            batch.images.place(self.image_place.embedded(size.tokens))
+            self.program.run(self.image_place.num_calls)
         if isinstance(self._result, StageStates):
             x, residual = self._result.x, self._result.residual
             return StageStates(x[: size.tokens], residual[: size.tokens])
@@ -167,6 +187,35 @@ class ForwardProgram:
 
 def _copy_plan(to: AdapterRuns, runs: AdapterRuns) -> None:
     to.plan[: len(runs.plan)] = runs.plan
+
+
+class _ImagePlace:
+    """A `PlacesImages` that notes where a traced model calls it, and puts nothing there.
+
+    Attributes:
+        num_calls: the calls before that place; 0: it was not called.
+        address, size: of the embeddings.
+    """
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        """Take the list to which the calls are added."""
+        self._calls = calls
+        self.num_calls = self.address = self.size = 0
+        self._dtype = torch.float32
+
+    def place(self, embedded: Tensor) -> Tensor:
+        self.num_calls, self.address = len(self._calls), embedded.data_ptr()
+        self.size, self._dtype = embedded.shape[1], embedded.dtype
+        return embedded
+
+    def add_after(self, layer_id: int, residual: Tensor) -> Tensor:
+        return residual
+
+    def embedded(self, num_tokens: int) -> Tensor:
+        """The embeddings of a step, [T, hidden]; the memory is the arena's."""
+        num_bytes = num_tokens * self.size * self._dtype.itemsize
+        memory = np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(self.address))
+        return torch.from_numpy(memory).view(self._dtype).view(num_tokens, self.size)
 
 
 class _Blocks:
@@ -242,6 +291,7 @@ class _Tracer:
             self.states = StateBatch(state_pool, StateRuns(recorded_state_plan(MAX_TOKENS)))
         self.numbers = torch.zeros((5, MAX_TOKENS), dtype=torch.int64)
         self.plan_addresses: list[int] = []
+        self.image_place = _ImagePlace(())
 
     def trace(self, size: StepSize, blocks: _Blocks) -> Traced[Tensor | StageStates]:
         """The calls of a step of this size.
@@ -255,6 +305,8 @@ class _Tracer:
         if isinstance(attention, PlannedAttention):
             self.plan_addresses = attention.plan_addresses
         input_ids, positions, out_cache_loc = self.numbers[:3, : size.tokens]
+        calls: list[Call] = []
+        self.image_place = _ImagePlace(calls)
         batch = ForwardBatch(
             input_ids=input_ids,
             positions=positions,
@@ -266,6 +318,7 @@ class _Tracer:
             adapters=self.adapters,
             states=self.states,
             incoming=self._link.incoming(size.tokens),
+            images=self.image_place,
         )
 
         def compute() -> Tensor | StageStates:
@@ -274,7 +327,7 @@ class _Tracer:
                 raise NoProgramError("it has features of several layers")
             return result
 
-        traced = trace(self._library, blocks, compute)
+        traced = trace(self._library, blocks, compute, calls=calls)
         if reasons := [*traced.reasons, *filter(None, [blocks.reason])]:
             raise NoProgramError(", ".join(dict.fromkeys(reasons)))
         return traced
@@ -299,6 +352,7 @@ def _make_program(tracer: _Tracer, library: ctypes.CDLL, steps: Steps) -> Forwar
     largest = tracer.trace(steps.largest, blocks)  # lays the blocks out
     result = blocks.whole(largest.result)
     functions = [call.function for call in largest.calls]
+    image_place = tracer.image_place
 
     def words_of(size: StepSize) -> Words:
         if size == steps.largest:
@@ -309,6 +363,8 @@ def _make_program(tracer: _Tracer, library: ctypes.CDLL, steps: Steps) -> Forwar
             raise NoProgramError(f"it calls other functions for {size}")
         if _addresses(traced.result) != _addresses(result):
             raise NoProgramError(f"its result has another address for {size}")
+        if tracer.image_place.address != image_place.address:
+            raise NoProgramError(f"its embeddings have another address for {size}")
         return _words(traced)
 
     planes = Planes.through(steps, words_of)
@@ -330,6 +386,7 @@ def _make_program(tracer: _Tracer, library: ctypes.CDLL, steps: Steps) -> Forwar
         plan_words=plan_words,
         adapters=tracer.adapters,
         states=tracer.states,
+        image_place=image_place if image_place.num_calls else None,
     )
 
 

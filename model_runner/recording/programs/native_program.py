@@ -79,9 +79,10 @@ class NativeProgram:
         self._run = library.run_program
         self._address = self._calls.ctypes.data
 
-    def run(self) -> None:
-        """Make all calls."""
-        self._run(self._address, self.num_calls)
+    def run(self, first: int = 0, last: int | None = None) -> None:
+        """Make the calls from `first` to before `last`; None: to the end."""
+        last = self.num_calls if last is None else last
+        self._run(self._address + first * self._calls.itemsize * 2, last - first)
 
 
 class RecordedProgram(NamedTuple, Generic[Result]):
@@ -130,7 +131,12 @@ def record(library: ctypes.CDLL, arena: Arena, compute: Callable[[], Result]) ->
 
 
 def trace(
-    library: ctypes.CDLL, memory: Memory, compute: Callable[[], Result], *, dry_run: bool = True
+    library: ctypes.CDLL,
+    memory: Memory,
+    compute: Callable[[], Result],
+    *,
+    dry_run: bool = True,
+    calls: list[Call] | None = None,
 ) -> Traced[Result]:
     """Note the library calls of a computation.
 
@@ -138,8 +144,9 @@ def trace(
         memory: the allocator for all its tensors.
         dry_run: the calls are not made, so the result's values are arbitrary. Operations of torch are executed, so
             the first one that cannot be recorded ends the computation: the rest would be useless work.
+        calls: a list to which the calls are added when they are made.
     """
-    calls: list[Call] = []
+    calls = [] if calls is None else calls
     watch = _Watch(memory, TorchCalls(library, memory.like), ends=dry_run)
 
     def on_call(function: NativeFunction, arguments: tuple[Any, ...]) -> None:

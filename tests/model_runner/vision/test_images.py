@@ -15,6 +15,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from engine.model_runner.kernels.cpu.library import reasons_against_library
 from engine.model_runner.model_runner import NOT_FINITE
 from engine.model_runner.vision.connectors import joined
 from engine.model_runner.vision.encoder_rows import ImageTokens
@@ -533,3 +534,24 @@ def test_pixel_shuffle_joins_squares() -> None:
     grid = torch.arange(16.0)[:, None]
 
     assert joined(grid, 4, 2).tolist() == [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]]
+
+
+@pytest.mark.skipif(bool(reasons_against_library()), reason="needs the C++ kernels")
+def test_prompts_with_images_run_as_programs(
+    make_seeing: MakeSeeing, make_driver: Any, pictures: Callable[[Seeing], Pictures], monkeypatch: Any
+) -> None:
+    """The model's own forward, which the program replaces, is not called; texts beside images are as they were."""
+    seeing = make_seeing()
+    kept, driver = pictures(seeing), make_driver(seeing.spec, seeing.folder, num_encoder_rows=64)
+    monkeypatch.delattr(type(driver.runner.model), "forward")
+    image = seeing.tiles(1)
+    tokens, text = seeing.prompt([image]), seeing.prompt([], seed=3)
+    item = kept.encode(image)
+    req, beside, alone = kept.start(driver, tokens, [item]), driver.start(text), driver.start(text)
+
+    driver.step([(req, 11), (beside, len(text))], encodes=(item,))
+    driver.step([(req, len(tokens) - 11)])
+    driver.step([(alone, len(text))])
+
+    assert req.output == [int(seeing.logprobs(tokens, [image])[-1].argmax())]
+    assert beside.output == alone.output == [int(seeing.logprobs(text, [])[-1].argmax())]
