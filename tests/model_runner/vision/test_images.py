@@ -67,6 +67,16 @@ class Seeing:
         assert self.spec.vision is not None
         return self.spec.vision.num_parts
 
+    row_pixels = 0
+
+    def rows_of(self, image: Tiles) -> int:
+        """Rows of each tile."""
+        return self.per_tile
+
+    def blocks_of(self, image: Tiles) -> int:
+        """Blocks of rows that it takes: one for each tile."""
+        return len(image)
+
     def tiles(self, seed: int, num: int = 1) -> Tiles:
         assert self.spec.vision is not None
         side = self.spec.vision.image_size
