@@ -70,7 +70,10 @@ class CompletingMatcher:
         self._path: list[int] | None = None
         self._slack = 0  # at least, if the path is known; tokens up to the next search, if it is not
         self._choices: NearChoices | None = None  # at this position
-        self._refused: set[int] = set()  # tokens left where a token was refused; shared with copies
+        self._history = 0  # hash of the accepted tokens
+        self._refused: set[int] = (
+            set()
+        )  # histories after which the model's token was refused; shared with copies
         self.is_cut = False
         self._locate(None if path is None else list(path))
 
@@ -109,7 +112,8 @@ class CompletingMatcher:
             num_accepted = self._inner.accept((token_id,))
             if not num_accepted or self._inner.error:
                 return count + num_accepted
-            self.is_cut = self.is_cut or self._num_left in self._refused
+            self.is_cut = self.is_cut or self._history in self._refused
+            self._history = hash((self._history, token_id))
             self._choices = None
             self._num_left -= 1
             if self._inner.ended:
@@ -129,11 +133,11 @@ class CompletingMatcher:
         if choices.allows(token_id):
             return True
         if self._inner.allows(token_id):
-            self._refused.add(self._num_left)
+            self._refused.add(self._history)
         return False
 
     def validate(self, token_ids: Sequence[int]) -> int:
-        """Number of these tokens that may come next; no effects but that a refused one makes the answer cut."""
+        """Number of these tokens that may come next. No effects: a draft is not the model's token."""
         num_valid = self._inner.validate(token_ids)
         if not self._comes_near(token_ids[:num_valid]):
             return num_valid
@@ -143,7 +147,6 @@ class CompletingMatcher:
             if choices is not None and not choices.allows(token_id):
                 is_split = not allows(choices.grammar_mask, token_id)
                 if not (is_split and choices.fits(token_id)):
-                    self._refused.add(ahead._num_left)
                     return count
             ahead.accept((token_id,))
         return num_valid

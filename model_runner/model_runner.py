@@ -185,8 +185,8 @@ class ModelRunner:
         pending = PendingStep(plan.step_id, timer, swap_timer, draft_timer, fetched, encode_timer, failures)
         return PendingMultiStep(pending, further) if further else pending
 
-    def _with_drafts(self, drafter: Drafter, plan: StepPlan) -> StepPlan:
-        """The plan with the drafts that it leaves to the runner."""
+    def _with_drafts(self, drafter: Drafter, plan: StepPlan, masks: GetMasks) -> StepPlan:
+        """The plan with the drafts that it leaves to the runner; the masks follow them."""
         if plan.new_reqs:
             drafter.start(plan.new_reqs)
         asked = self.builder.draft_rows(plan)
@@ -194,7 +194,9 @@ class ModelRunner:
             return plan
         draft_ids = np.frombuffer(plan.draft_ids, dtype=np.int32).copy()
         draft_ids[draft_ids == RUNNER_DRAFT] = drafter.draft(asked)
-        return structs.replace(plan, draft_ids=draft_ids.tobytes())
+        plan = structs.replace(plan, draft_ids=draft_ids.tobytes())
+        masks.drafted(plan.draft_ids)
+        return plan
 
     def store_tokens(self, sampled: RowTokens) -> None:
         """Store tokens that were sampled by another pipeline stage; later steps read them as input."""
@@ -285,7 +287,7 @@ class ModelRunner:
                 return None
             if self.drafter is not None:
                 with draft_timer:
-                    plan = self._with_drafts(self.drafter, plan)
+                    plan = self._with_drafts(self.drafter, plan, masks)
             batch = self.buffers.retried(self.builder.build, plan if plan.num_rounds == 1 else plan.round(0))
             return self._forward(batch, masks)
         except torch.OutOfMemoryError as error:

@@ -72,6 +72,15 @@ class GetMasks(Protocol):
         """The masks of the rows that cannot be checked after sampling."""
         ...
 
+    def drafted(self, draft_ids: bytes) -> None:
+        """Take the drafts of a step with drafts of the runner; before the first call for masks, which follow them.
+
+        Args:
+            draft_ids: all of the step, as in `StepPlan.draft_ids`. Grammars may refuse some: a row after a refused
+                draft has no mask, because no sampled token with a mask equals that draft.
+        """
+        ...
+
     def unmasked(self, token_ids: npt.NDArray[np.int64]) -> None:
         """Report the likeliest token without its mask, of each row of the last masks; for figures only.
 
@@ -95,6 +104,9 @@ class _NoMasks:
         return None
 
     def before(self) -> TokenMasks | None:
+        return None
+
+    def drafted(self, draft_ids: bytes) -> None:
         return None
 
     def unmasked(self, token_ids: npt.NDArray[np.int64]) -> None:

@@ -156,6 +156,9 @@ class SentMasks:
         """All of them."""
         return self._masks
 
+    def drafted(self, draft_ids: bytes) -> None:
+        raise AssertionError("a model with pipeline stages has no drafter")
+
     def unmasked(self, token_ids: npt.NDArray[np.int64]) -> None:
         self.token_ids = token_ids
 

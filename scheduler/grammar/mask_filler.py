@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from ...grammar.backend import Matcher
 from ...runtime.step_plan import TokenMasks
@@ -32,7 +33,7 @@ class _GuidedRows(NamedTuple):
     Attributes:
         batch_idx: the request in the batch.
         first: its first row of logits; one per draft follows.
-        draft_ids: its drafts.
+        draft_ids: its drafts, up to the first one that the matcher refuses.
         req, matcher: the request, and its matcher before the drafts.
     """
 
@@ -170,6 +171,8 @@ class MaskFiller:
             matcher = req.matcher
             if matcher is not None and here[batch_idx] and not matcher.ended and not matcher.error:
                 draft_ids = drafts[first_draft : first_draft + count]
+                if draft_ids:  # those of the runner may be any
+                    draft_ids = draft_ids[: matcher.validate(draft_ids)]
                 yield _GuidedRows(int(batch_idx), idx + first_draft, draft_ids, req, matcher)
             first_draft += count
 
@@ -193,7 +196,8 @@ def _is_other_split(rows: _GuidedRows, offset: int, token_id: int) -> bool:
     if offset:
         matcher = matcher.copy()
         matcher.accept(rows.draft_ids[:offset])
-    return matcher.validate((token_id,)) == 1
+    # `allows` of a refused token tells a matcher that cuts answers that it was the model's token.
+    return matcher.validate((token_id,)) == 1 or matcher.allows(token_id)
 
 
 class MaskMeter:
@@ -252,6 +256,9 @@ class StepMasks:
         self._settle_earlier()
         self._num_rounds += 1
         return self._meter.measured(lambda clock: self._filler.fill_unchecked(self._batch, clock))
+
+    def drafted(self, draft_ids: bytes) -> None:
+        self._batch = replace(self._batch, plan=replace(self._batch.plan, draft_ids=draft_ids))
 
     def unmasked(self, token_ids: npt.NDArray[np.int64]) -> None:
         found: list[RefusedToken] = []

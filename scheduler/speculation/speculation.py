@@ -27,7 +27,7 @@ exploration steps.
 
 The matcher of a request with a grammar cuts its drafts at the first token that the grammar refuses, and adds the tokens
 that the grammar forces, which come first and have probability 1 (`GrammarDrafts`). The step has a mask for each of
-their positions.
+their positions. The runner's drafts are cut when they are known, before the masks are filled (`GetMasks.drafted`).
 
 There are no drafts in these cases:
 - A request has penalties: the logits at a position depend on the tokens before it, which drafts only propose.
@@ -225,8 +225,8 @@ class NgramSpeculation(Speculation):
         except Exception:  # an error in one request's drafts must not end any request
             self._give_up(req)
             chances = []
-        if req.matcher is not None:  # the runner does not know the grammar
-            return self._guided_chances(req, chances, most)
+        if req.matcher is not None:
+            chances = self._guided_chances(req, chances, most)
         if self._runner is None:
             return chances
         most = min(self._max_drafts, self._memory.room(req))

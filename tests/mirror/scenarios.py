@@ -181,6 +181,9 @@ class Masks:
     def before(self) -> TokenMasks | None:
         return self._masks
 
+    def drafted(self, draft_ids: bytes) -> None:
+        raise AssertionError("there is no drafter")
+
     def unmasked(self, token_ids: npt.NDArray[np.int64]) -> None:
         """For figures only."""
 

@@ -110,6 +110,9 @@ class Asked:
         self.notes.append(f"before, after batch {len(self.executor.batches)}")
         return None
 
+    def drafted(self, draft_ids: bytes) -> None:
+        raise AssertionError("there is no drafter")
+
     def unmasked(self, token_ids: npt.NDArray[np.int64]) -> None:
         self.notes.append("unmasked")
 

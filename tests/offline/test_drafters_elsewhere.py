@@ -1,4 +1,4 @@
-"""Drafters of the runner where other tests have only drafts of the scheduler: bits, hybrids, adapters, clients that go.
+"""Drafters of the runner where other tests have only drafts of the scheduler: bits, hybrids, adapters, grammars.
 
 Answers and log-probabilities are those of plain decoding, as in `test_drafts.py`, which has the other lives.
 """
@@ -15,11 +15,13 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from engine import LLM
+from engine import LLM, SamplingParams
 from engine.models.hf.hf_config import read_hf_spec
+from engine.runtime.errors import RequestError
 from engine.scheduler.speculation.ngram_proposer import NgramProposer
 from engine.scheduler.speculation.runner_drafts import RunnerDrafts
 from tests.adapter_files import write_adapter
+from tests.e2e.random_schemas import question
 from tests.model_runner.drafting.eagle3_files import write_head
 from tests.scheduler.speculation.proposers import free_drafts
 
@@ -102,7 +104,6 @@ def only_the_runner() -> Iterator[None]:
         mock.patch.object(
             RunnerDrafts, "chances", lambda self, req, count: [0.9**n for n in range(1, count + 1)]
         ),
-        mock.patch.object(RunnerDrafts, "not_tried"),
     ):
         yield
 
@@ -181,3 +182,41 @@ def test_a_drafter_without_adapters_drafts_for_all(
         found, num_drafts = adapted(folder, adapters, **drafter, **settings)
     assert found == expected
     assert num_drafts > 50
+
+
+def guided(folder: Path, **settings: Any) -> tuple[list[Any], int, int]:
+    """Answers that match random schemas, several to each, some of them cut; drafts, and right ones."""
+    found, num_drafts, num_accepted = [], 0, 0
+    with LLM(str(folder), **SETTINGS | settings) as llm:
+        for number in range(24):
+            asked = question(number)
+            params = SamplingParams(
+                temperature=asked.temperature, seed=asked.seed, max_new_tokens=asked.max_tokens, logprobs=0
+            )
+            try:
+                outputs = llm.generate(PROMPTS[:3], params, json_schema=asked.schema)
+            except RequestError:  # its shortest answer is longer
+                continue
+            for output in outputs:
+                found.append((output.token_ids, output.finish_reason, output.error))
+                num_drafts += output.usage.draft_tokens
+                num_accepted += output.usage.accepted_draft_tokens
+    return found, num_drafts, num_accepted
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["settled", "overlap"])
+@pytest.mark.parametrize("method", ["ngram", "draft", "eagle3", "mtp"])
+def test_answers_that_match_a_schema_have_drafts(
+    wide: Path, glm: Path, head: Path, method: str, overlap: bool
+):
+    """The runner drafts without the grammar; a draft that the grammar refuses is never right."""
+    folder = glm if method == "mtp" else wide
+    drafter: dict[str, Any] = {"speculative": method, "overlap": overlap}
+    if method in ("draft", "eagle3"):
+        drafter["speculative_model"] = wide if method == "draft" else head
+    expected, *_ = guided(folder, overlap=overlap, multi_step_ms=0.0)
+    with free_drafts() if method == "ngram" else only_the_runner():
+        found, num_drafts, num_accepted = guided(folder, **drafter)
+    assert found == expected
+    assert {reason for _, reason, _ in expected} >= {"stop", "length"}
+    assert num_drafts > 300 and num_accepted > 20

@@ -451,6 +451,9 @@ class FakeRunner:
                 state = self.kv[out[offset]] = chain(state, draft)
                 row.slots[position] = out[offset]
                 offset += 1
+        if RUNNER_DRAFT in ints(plan.draft_ids):
+            made = [1 if draft == RUNNER_DRAFT else draft for drafts in drafts_of for draft in drafts]
+            masks.drafted(np.array(made, dtype=np.int32).tobytes())
         runs = self.sample_runs(plan, drafts_of, masks)
         next_ids, prompt_logprobs = [], {}
         errors: dict[int, str] = {}
@@ -659,6 +662,8 @@ class FakeRunner:
                     allowed = grammar.allowed(tokens)
                     if allowed and not grammar.is_free(len(tokens)):
                         assert by_row[first + k] == allowed, (self.rids[row_id], len(tokens))
+                    if k < len(drafts) and drafts[k] not in grammar.accepted(tokens):
+                        break  # the runner's; no token of this row equals it
                 for k in range(num_rows):
                     unchecked.pop(first + k, None)
             first += num_rows

@@ -263,6 +263,9 @@ class FixedMasks:
     def before(self) -> TokenMasks | None:
         return self.masks
 
+    def drafted(self, draft_ids: bytes) -> None:
+        raise AssertionError("there is no drafter")
+
     def unmasked(self, token_ids: npt.NDArray[np.int64]) -> None:
         if self.tell is not None:
             self.tell(token_ids)

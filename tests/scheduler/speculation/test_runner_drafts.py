@@ -204,19 +204,29 @@ def test_a_copied_text_takes_the_drafts_of_the_scheduler(make_harness):
     assert methods["ngram"] > 100 > methods["mtp"]
 
 
-def test_a_grammar_has_none_of_them(make_harness):
-    harness = make_harness(memory=None)
-    harness.submit("a", prompt=RANDOM, grammar=ToyGrammar(seed=2, length=30), max_new_tokens=40)
-    harness.submit("b", prompt=RANDOM, max_new_tokens=40)
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize("right", [0.0, 0.7, 1.0])
+def test_a_grammar_has_them_too(make_harness, right, overlap, late):
+    """They are made without the grammar, which refuses some; where it forces tokens, these are the drafts."""
+    grammar = ToyGrammar(seed=2, length=30, forced=((10, 14),))
+    harness, plain = make_harness(right, overlap=overlap), make_harness(speculative="off")
+    harness.runner.late = late
+    for each in (harness, plain):
+        each.submit("a", prompt=RANDOM, grammar=grammar, max_new_tokens=40)
+        each.submit("b", prompt=RANDOM, max_new_tokens=40)
     steps = harness.run_until_idle()
+    plain.run_until_idle()
+    for rid in ("a", "b"):
+        assert harness.answers[rid].tokens == plain.answers[rid].tokens
+        assert harness.answers[rid].finish == plain.answers[rid].finish
+    kinds: dict[str, set[bool]] = {"a": set(), "b": set()}
     for batch in steps:
-        counts = ints(batch.plan.num_drafts)
-        first = 0
+        counts, drafts = ints(batch.plan.num_drafts), ints(batch.plan.draft_ids)
         for req, count in zip(batch.reqs, counts, strict=False):
-            if req.rid == "a":
-                assert RUNNER_DRAFT not in ints(batch.plan.draft_ids)[first : first + count]
-            first += count
-    assert any(RUNNER_DRAFT in ints(batch.plan.draft_ids) for batch in steps)
+            kinds[req.rid] |= {draft == RUNNER_DRAFT for draft in drafts[:count]}
+            del drafts[:count]
+    assert kinds == {"a": {True, False}, "b": {True}}
 
 
 @pytest.mark.parametrize("wish", [{"speculative": False}, {"repetition_penalty": 1.1}])
