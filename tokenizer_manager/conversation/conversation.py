@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
+from msgspec.structs import replace
 
 from ...runtime.grammar_use import GrammarSpec
 from ..media.sources import ImageSource
@@ -142,6 +143,15 @@ def image_sources(messages: Sequence[Mapping[str, Any]]) -> tuple[ImageSource, .
     contents = [message.get("content") for message in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     return tuple(part["source"] for part in parts if part.get("type") == "image")
+
+
+def free_images(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Drop the files of images that have been placed: the conversation lives as long as its answer."""
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            if part.get("type") == "image":
+                part["source"] = replace(part["source"], content=b"")
 
 
 class History:

@@ -25,7 +25,7 @@ from ...runtime.messages import HintAction, HintOutcome
 from ...runtime.sampling_defaults import SamplingDefaults, effective_defaults
 from ..adapters.registry import AdapterRegistry
 from ..all_processes import AllProcesses
-from ..conversation.conversation import Conversation, image_sources
+from ..conversation.conversation import Conversation, free_images, image_sources
 from ..conversation.planner import AnswerPlan, Planner
 from ..conversation.template_choice import why_no_template
 from ..conversation.template_renderer import TemplateRenderer
@@ -265,6 +265,7 @@ class Engine(ServerFacts):
             check_room(constraint, max_tokens, request.length_param, self.tokenizer)
         plan = await self._plan(request, conversation, max_tokens)
         placed = await self.placed(plan, request.prompt_param)
+        free_images(conversation.messages)
         return replace(
             request,
             prompts=[placed.text if placed.ids is None else placed.ids.tolist()],

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import base64
+import gc
+import json
+import tracemalloc
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -455,6 +458,31 @@ def test_images_of_other_apis_that_cannot_be_used(seeing, path, bad, cause):
 def test_clients_of_ollama_see_that_images_are_read(seeing, answering):
     assert "vision" in seeing.client.post("/api/show", json={}).json()["capabilities"]
     assert "vision" not in answering.client.post("/api/show", json={}).json()["capabilities"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("api", ["chat", *APIS, "native generate"])
+def test_a_running_request_keeps_no_copy_of_its_images(silent, api):
+    image = file_of(picture(900, 900), "BMP")  # 2.4 MB
+    if api == "chat":
+        path, body = PATH, chat([part(image)])
+    elif api == "native generate":
+        path, body = "/generate", {"text": "<image>", "image_data": base64.b64encode(image).decode()}
+    else:
+        path, body = _of_api(api, image)
+    content = json.dumps(body).encode()
+    del body, image
+    tracemalloc.start()
+
+    pending = silent.post_later(path, content=content, headers={"Content-Type": "application/json"})
+    request = silent.engine.next_request()
+    gc.collect()
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert request.media and kept < 1_500_000
+    silent.engine.say(row(request, "x", finish=STOP))
+    assert pending.result(WAIT_S).status_code == 200
 
 
 def test_halves_of_a_pair_take_no_images(seeing):

@@ -78,6 +78,7 @@ def _read(body: dict[str, Any], engine: Engine, caller: Caller) -> tuple[Message
     request, generation = read_messages(
         body, engine.config, engine.sampling_defaults, sees_images=engine.images.are_seen
     )
+    request.messages = []  # the conversation has them; an answer may take long, and images are megabytes
     user, session = user_of(request)
     scheduling = caller.scheduling(request, user, body=body, user_session=session)
     scheduling = engine.with_adapter(scheduling, request.model)

@@ -85,7 +85,8 @@ async def generate(exchange: Exchange, engine: Engine) -> None:
     body, request = await engine.read(exchange, lambda body: _read(body, engine, exchange.caller))
     async with exchange.abort_on_disconnect():
         with await engine.start(exchange, request) as generation:
-            warnings = request.warnings + engine.second_bos(generation, NO_BOS)
+            del request  # it has the files of images, and an answer may take long
+            warnings = generation.request.warnings + engine.second_bos(generation, NO_BOS)
             if body.stream:
                 incremental = bool(body.incremental)
                 writer = _NativeStream(engine, generation, incremental=incremental, warnings=warnings)
@@ -205,6 +206,7 @@ def _with_images(generation: GenerationRequest, request: NativeRequest, engine: 
             "text",
             f"has {count} of {vision.marker!r}, and image_data {len(images)} images; write one in the place of each",
         )
+    request.image_data = None
     return msgspec.structs.replace(generation, images=images)
 
 

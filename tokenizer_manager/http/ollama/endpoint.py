@@ -15,7 +15,7 @@ from ..guards.auth import Caller
 from ..schema.accounting import timings_of, usage_of
 from ..services import Engine
 from .convert import CONTENT_TYPE, Durations, OllamaStream, read_chat, read_generate
-from .wire import OllamaFields
+from .wire import OllamaChatRequest, OllamaFields, OllamaGenerateRequest
 
 _DONE_REASONS: Final = {"tool_calls": "stop"}
 _NS_PER_MS: Final = 1_000_000
@@ -70,6 +70,10 @@ def _read(
         max_model_len=max_model_len,
         sees_images=engine.images.are_seen,
     )
+    if isinstance(request, OllamaChatRequest):
+        request.messages = []  # the conversation has them; an answer may take long, and images are megabytes
+    elif isinstance(request, OllamaGenerateRequest):
+        request.images = []
     scheduling = engine.with_adapter(caller.scheduling(request), request.model)
     return request, replace(generation, scheduling=scheduling)
 

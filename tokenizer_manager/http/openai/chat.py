@@ -128,6 +128,7 @@ def read_chat(body: Body, engine: Engine, caller: Caller) -> tuple[ChatRequest, 
             logprobs=request.num_top_logprobs(limits),
             prompt_logprobs=request.prompt_logprobs,
         )
+    request.messages = []  # the conversation has them; an answer may take long, and images are megabytes
     generation = GenerationRequest(
         conversation=conversation,
         constraint=constraint,

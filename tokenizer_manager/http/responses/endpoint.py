@@ -82,6 +82,7 @@ def _read(body: dict[str, Any], engine: Engine, caller: Caller) -> tuple[Respons
         sees_images=engine.images.are_seen,
     )
     engine.check_model(request.model)
+    request.input = []  # the conversation has them; an answer may take long, and images are megabytes
     scheduling = engine.with_adapter(caller.scheduling(request, body=body), request.model)
     return request, replace(generation, scheduling=scheduling)
 
