@@ -358,11 +358,39 @@ class AdapterDone(Message, frozen=True):
     error: str = ""
 
 
+class PauseMode(enum.StrEnum):
+    """The effect of a pause on the requests that run: KEEP leaves them as they are, RETRACT takes their rows and pages
+    and queues them, WAIT lets them end. No other request starts.
+    """
+
+    KEEP = "keep"
+    RETRACT = "retract"
+    WAIT = "wait"
+
+
+class Pause(Message, frozen=True):
+    """Stop generating until `Resume`; answered when no step is in flight and the mode's work is done."""
+
+    mode: PauseMode
+
+
+class Resume(Message, frozen=True):
+    """Go on after a `Pause`, which is answered too if it waits."""
+
+
+class PauseDone(Message, frozen=True):
+    """Answer to `Pause` and `Resume`: whether the scheduler is paused now."""
+
+    paused: bool
+
+
 Question = Explain | ListRequests | ListSessions
 """The calls that change nothing; the decision log leaves them out."""
 
-CallRequest = FlushCache | PinPrefix | HintSession | LoadAdapter | UnloadAdapter | Question
-CallAnswer = FlushCacheDone | PinDone | HintDone | AdapterDone | Explanation | RequestList | SessionList
+CallRequest = FlushCache | PinPrefix | HintSession | LoadAdapter | UnloadAdapter | Pause | Resume | Question
+CallAnswer = (
+    FlushCacheDone | PinDone | HintDone | AdapterDone | PauseDone | Explanation | RequestList | SessionList
+)
 
 
 class Call(Message, frozen=True):

@@ -107,6 +107,7 @@ class SchedulerReport(Message, frozen=True):
         num_queue_tokens: of the waiting requests, those with their KV on the host left out.
         policy: the policy that orders the queue now.
         stalled: why no request makes progress although requests wait; "" if there is no stall.
+        paused: the mode of a pause; "" if there is none.
         detokenizer_reqs: requests with a text state in the detokenizer, which sets this when it forwards the report.
         num_adapters: LoRA adapters in host memory, or being read.
         num_adapter_slots_used: by running requests.
@@ -130,6 +131,7 @@ class SchedulerReport(Message, frozen=True):
     policy: str = ""
     waiting_by_reason: dict[str, int] = msgspec.field(default_factory=dict)
     stalled: str = ""
+    paused: str = ""
     detokenizer_reqs: int = 0
     num_adapters: int = 0
     num_adapter_slots_used: int = 0

@@ -27,6 +27,7 @@ from .memory.pages import IncomingPages, PageAllocator, PageSupply
 from .memory.req_to_token_pool import ReqToTokenPool
 from .memory.state_slots import StateSlots
 from .pass_state import StallSentinel
+from .pause import Pauses
 from .phases import make_phases
 from .policy.base import Load, PolicyParts
 from .policy.make import make_policy
@@ -138,12 +139,14 @@ class SchedulerParts:
         self.estimator = estimator = make_estimator(config, page_size)
         target = StepTarget(limits.target_step_ms / 1000, capacity.encoder_tile_parts)
         self.out_of_memory = OutOfMemory(requests, preemption, caps)
+        self.pauses = Pauses(requests, preemption)
         reservations = Reservations(requests, states, estimator, page_size)
         admission = Admission(
             AdmissionParts(
                 requests=requests,
                 policy=policy,
                 preemption=preemption,
+                pauses=self.pauses,
                 reservations=reservations,
                 parallel_samples=parallel_samples,
                 adapter_slots=self.adapter_slots,
@@ -169,7 +172,7 @@ class SchedulerParts:
             policy=policy,
             num_stages=capacity.num_stages,
         )
-        self.phases = make_phases(config, admission, decodes, requests, self.out_of_memory)
+        self.phases = make_phases(config, admission, decodes, requests, self.out_of_memory, self.pauses)
         stop_rules = StopRules(eos_token_ids, capacity.vocab_size)
         self.multi_step = MultiStepDecode(
             requests,
@@ -202,6 +205,7 @@ class SchedulerParts:
             decisions,
             adapters=self.adapters,
             adapter_slots=self.adapter_slots,
+            pauses=self.pauses,
             max_pinned_tokens=max_pinned_pages * page_size,
         )
         self.transfer = _make_transfer(

@@ -9,6 +9,7 @@ from .admission.admission import Admission
 from .arrays import EMPTY, IntArray
 from .decodes import Decodes, still_decoding
 from .pass_state import PassState
+from .pause import Pauses
 from .preemption.out_of_memory import OutOfMemory
 from .records.verdict import Reason
 from .requests.req import Chunk, Req
@@ -30,16 +31,22 @@ class StepPhases:
     step) work like this. They differ in the budget that `Admission` makes.
     """
 
-    def __init__(self, admission: Admission, decodes: Decodes, out_of_memory: OutOfMemory) -> None:
+    def __init__(
+        self, admission: Admission, decodes: Decodes, out_of_memory: OutOfMemory, pauses: Pauses
+    ) -> None:
         self._admission = admission
         self._decodes = decodes
         self._out_of_memory = out_of_memory
+        self._pauses = pauses
 
     def plan(self, state: PassState) -> Work:
         """Decide what the step computes. Rows and pages are taken only for that.
 
-        While the device has no memory even for the smallest step, nothing is computed.
+        While the device has no memory even for the smallest step, and in a pause, nothing is computed.
         """
+        if self._pauses.stops_all:
+            self._pauses.retract(state)
+            return Work(self._admission.skip(state, Reason.PAUSED), EMPTY, [])
         if self._out_of_memory.holds(state.now_s):
             return Work(self._admission.skip(state, Reason.NO_DEVICE_MEMORY), EMPTY, [])
         return self._divide(state)
@@ -65,12 +72,13 @@ class PrefillFirst(StepPhases):
         admission: Admission,
         decodes: Decodes,
         out_of_memory: OutOfMemory,
+        pauses: Pauses,
         *,
         requests: Requests,
         max_in_a_row: int,
         decode_interval: int,
     ) -> None:
-        super().__init__(admission, decodes, out_of_memory)
+        super().__init__(admission, decodes, out_of_memory, pauses)
         self._requests = requests
         self._max_in_a_row = max_in_a_row
         self._decode_interval = decode_interval
@@ -104,6 +112,7 @@ def make_phases(
     decodes: Decodes,
     requests: Requests,
     out_of_memory: OutOfMemory,
+    pauses: Pauses,
 ) -> StepPhases:
     """The mode that `config.phases` names."""
     if config.phases == "prefill-first":
@@ -111,8 +120,9 @@ def make_phases(
             admission,
             decodes,
             out_of_memory,
+            pauses,
             requests=requests,
             max_in_a_row=config.max_prefill_steps_in_a_row,
             decode_interval=config.prefill_decode_interval,
         )
-    return StepPhases(admission, decodes, out_of_memory)
+    return StepPhases(admission, decodes, out_of_memory, pauses)

@@ -54,6 +54,7 @@ def report_of(
         policy=parts.policy.active_name,
         waiting_by_reason=_waiting_by_reason(requests, last_pass),
         stalled=parts.sentinel.stalled,
+        paused=parts.pauses.mode or "",
         num_adapters=len(parts.adapters),
         num_adapter_slots_used=parts.adapter_slots.num_in_use,
         kv=KVFigures(

@@ -512,12 +512,9 @@ class Scheduler:
             return 0.0
         if not self._requests:
             return self._transfer.wake_s()
-        times = (
-            self._deadlines.next_s(),
-            self._policy.wake_s(self._requests.waiting),
-            self._parts.out_of_memory.hold_until_s,
-            self._transfer.wake_s(),
-        )
+        times = [self._deadlines.next_s(), self._transfer.wake_s()]
+        if not self._parts.pauses.stops_all:
+            times += [self._policy.wake_s(self._requests.waiting), self._parts.out_of_memory.hold_until_s]
         return min((time_s for time_s in times if time_s is not None), default=None)
 
     def on_idle(self) -> None:
@@ -531,6 +528,7 @@ class Scheduler:
             LedgerError: pages, locks or rows are missing. A bug.
         """
         sentinel = self._parts.sentinel
+        self._parts.calls.nothing_in_flight()
         if not self._requests:
             sentinel.progress()
             self._parts.encoder_cache.check_idle()
@@ -539,6 +537,9 @@ class Scheduler:
             else:
                 self._parts.ledger.check_idle()
             self._parts.estimator.reset()
+            return
+        if self._parts.pauses.mode is not None:
+            sentinel.progress()
             return
         if self._transfer.num_open:  # each ends at a time limit, of the role or of the link, at the latest
             sentinel.progress()

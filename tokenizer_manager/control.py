@@ -33,9 +33,13 @@ from ..runtime.messages import (
     ListRequests,
     ListSessions,
     LoadAdapter,
+    Pause,
+    PauseDone,
+    PauseMode,
     PinDone,
     PinPrefix,
     RequestList,
+    Resume,
     SchedulerInput,
     SessionList,
     UnloadAdapter,
@@ -48,8 +52,11 @@ from .request_log import RequestLog
 
 _ANSWER_TIMEOUT_S: Final = 10.0
 _ADAPTER_TIMEOUT_S: Final = 120.0  # to read an adapter, also from a slow disk
+_LAST_TOKEN_TIMEOUT_S: Final = 3600.0  # until the running requests have ended
 _GENERATION_ID: Final = re.compile(r"[a-z]+-[0-9a-f]{32}")
-A = TypeVar("A", FlushCacheDone, PinDone, HintDone, Explanation, RequestList, SessionList, AdapterDone)
+A = TypeVar(
+    "A", FlushCacheDone, PinDone, HintDone, Explanation, RequestList, SessionList, AdapterDone, PauseDone
+)
 _BEST_FIRST: Final = (
     HintOutcome.REJECTED,  # one that is open already
     HintOutcome.DEFERRED,
@@ -188,6 +195,27 @@ class Control:
         """
         self._engine.check_answering()
         return await self._calls.call(FlushCache(device, tier, host), FlushCacheDone)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop generating; returns when no step is computed any more.
+
+        Raises:
+            EngineDeadError: the scheduler does not answer.
+        """
+        self._engine.check_answering()
+        self._engine.told(mode)
+        timeout_s = _LAST_TOKEN_TIMEOUT_S if mode is PauseMode.WAIT else None
+        await self._calls.call(Pause(mode), PauseDone, timeout_s)
+
+    async def resume(self) -> None:
+        """Go on after a pause; no effect without one.
+
+        Raises:
+            EngineDeadError: the scheduler does not answer.
+        """
+        self._engine.check_answering()
+        self._engine.told(None)
+        await self._calls.call(Resume(), PauseDone)
 
     async def load_adapter(self, store_id: int, adapter: AdapterSpec) -> AdapterDone:
         """Have the scheduler's process read an adapter, which takes as long as its disk needs.
@@ -339,6 +367,8 @@ def merged(answers: Sequence[CallAnswer]) -> CallAnswer:
             ]
             total = sum(each.total for each in answers if isinstance(each, SessionList))
             return SessionList(sorted(states, key=lambda each: each.idle_s), total)
+        case PauseDone():
+            return PauseDone(all(each.paused for each in answers if isinstance(each, PauseDone)))
         case AdapterDone():
             return next((each for each in answers if isinstance(each, AdapterDone) and each.error), first)
         case _:

@@ -13,6 +13,7 @@ from msgspec.structs import astuple, replace
 
 from ..runtime.errors import EngineDeadError, RequestError
 from ..runtime.feasibility import Capacity
+from ..runtime.messages import PauseMode
 from ..runtime.scheduler_report import (
     GrammarTotals,
     HostFigures,
@@ -44,6 +45,8 @@ class EngineState:
         report: the latest ones of all schedulers as one; None before the first.
         running: numbers of the replicas that run.
         num_replicas: how many there are, running or not.
+        pause: the mode in which an admin has paused all schedulers, which those that restart are told again; None:
+            they generate. A manager that restarts learns it from their reports.
     """
 
     def __init__(
@@ -64,6 +67,8 @@ class EngineState:
         self.report: SchedulerReport | None = None
         self.running = list(range(num_replicas))
         self.num_replicas = num_replicas
+        self.pause: PauseMode | None = None
+        self._was_told = False  # whether to pause, in this life
         self._replicas = [_Replica(capacity, clock()) for _ in self.running]
         self._watchdog_timeout_s = watchdog_timeout_s
         self._clock = clock
@@ -105,6 +110,12 @@ class EngineState:
         lost = [_only_totals(each) for each in known if each.replica not in self.running]
         sent_s = min((each.sent_s for each in running), default=report.sent_s)
         self.report = combined([*running, *lost], sent_s)
+        if not self._was_told:
+            self.pause = PauseMode(self.report.paused) if self.report.paused else None
+
+    def told(self, pause: PauseMode | None) -> None:
+        """An admin pauses the schedulers, or lets them go on."""
+        self.pause, self._was_told = pause, True
 
     def lost(self, replica: int, reason: str) -> None:
         """A replica's scheduler or detokenizer is lost; it will be restarted."""
@@ -202,6 +213,7 @@ def combined(reports: Sequence[SchedulerReport], sent_s: float) -> SchedulerRepo
         policy=", ".join(dict.fromkeys(report.policy for report in reports if report.policy)),
         waiting_by_reason=_sum_by_name(report.waiting_by_reason for report in reports),
         stalled=next((report.stalled for report in reports if report.stalled), ""),
+        paused=next((report.paused for report in reports if report.paused), ""),
         detokenizer_reqs=sum(report.detokenizer_reqs for report in reports),
         num_adapters=max(report.num_adapters for report in reports),
         num_adapter_slots_used=sum(report.num_adapter_slots_used for report in reports),

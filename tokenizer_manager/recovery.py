@@ -15,7 +15,7 @@ from typing import Final
 
 from ..runtime.errors import RequestError
 from ..runtime.feasibility import Capacity
-from ..runtime.messages import AbortRequest
+from ..runtime.messages import AbortRequest, Call, Pause
 from .aborter import Aborter
 from .dispatch.dispatcher import Dispatcher
 from .engine_state import EngineState
@@ -120,6 +120,8 @@ class Recovery:
         """
         is_first = not self._engine.running
         self._engine.restarted(replica, capacity)
+        if self._engine.pause is not None:
+            self._dispatcher.send(Call(0, Pause(self._engine.pause)))  # to all: the others are paused already
         if is_first:
             self._submit_again(now_s, restarts_left)
         else:

@@ -70,6 +70,8 @@ class Admission:
             state.continued.append(adder.continue_chunk(req, int(self._memory.states.num_computed[req.row])))
         sources: dict[Req, Req] = {}
         reason = Reason.RETRACTING if state.num_retractions else parts.policy.hold(requests.waiting, now_s)
+        if parts.pauses.lets_run:
+            reason = Reason.PAUSED
         if reason is None:
             dedup = PrefixDedup(self._memory.kv.page_size) if self._dedups_prefixes else None
             admission_pass = AdmissionPass(parts, adder, dedup, state)

@@ -13,6 +13,7 @@ from ..adapters.adapter_slots import AdapterSlots
 from ..media.encoder_cache import EncoderCache
 from ..memory.kv_memory import RowMemory
 from ..pass_state import PassState
+from ..pause import Pauses
 from ..policy.base import SchedulePolicy
 from ..preemption.preemption import Preemption
 from ..prefix_cache.base import Prefix
@@ -34,6 +35,7 @@ class AdmissionParts:
     requests: Requests
     policy: SchedulePolicy
     preemption: Preemption
+    pauses: Pauses
     reservations: Reservations
     parallel_samples: ParallelSamples
     adapter_slots: AdapterSlots

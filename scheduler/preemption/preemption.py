@@ -82,7 +82,7 @@ def make_preemption_mode(name: PreemptionModeName, page_bytes: int) -> Preemptio
     return ByCost(page_bytes) if name == "cost" else PreemptionMode(swaps=name == "swap")
 
 
-Cause = Literal["memory", "priority", "device memory", "chaos"]
+Cause = Literal["memory", "priority", "device memory", "chaos", "pause"]
 
 
 class Preemption:
@@ -109,8 +109,9 @@ class Preemption:
         """Take a running request's row and pages; its KV goes to the host, or stays cached until it is evicted."""
         row = victim.row
         num_pages = self._kv.num_swappable_pages(victim)
-        # A device without memory for a step has no memory for the copies of a swap either.
-        swapped = cause != "device memory" and self._may_swap(victim, num_pages)
+        # A device without memory for a step has no memory for the copies of a swap either. After a pause weights may be
+        # others, and KV on the host would be that of the old ones.
+        swapped = cause not in ("device memory", "pause") and self._may_swap(victim, num_pages)
         if swapped:
             self._kv.swap_out(victim)
         victim.fill_ids = self._states.known_ids(row)  # the prompt and the generated tokens

@@ -31,9 +31,12 @@ from ...runtime.messages import (
     ListSessions,
     LiveRequest,
     LoadAdapter,
+    Pause,
+    PauseDone,
     PinDone,
     PinPrefix,
     RequestList,
+    Resume,
     SessionList,
     SessionState,
     UnloadAdapter,
@@ -43,6 +46,7 @@ from ..adapters.adapter_slots import AdapterSlots
 from ..adapters.adapter_table import AdapterTable
 from ..arrays import TOKEN_ID_BYTES
 from ..memory.kv_memory import KVMemory
+from ..pause import Pauses
 from ..prefix_cache.base import PrefixCache, namespace_of
 from ..records.decision_log import Arrived, DecisionLog, PassRecord, Settled
 from ..records.verdict import Reason, Verdict
@@ -73,6 +77,7 @@ class Calls:
         *,
         adapters: AdapterTable,
         adapter_slots: AdapterSlots,
+        pauses: Pauses,
         max_pinned_tokens: int,
     ) -> None:
         """Take the parts.
@@ -86,6 +91,7 @@ class Calls:
         self._decisions = decisions
         self._adapters = adapters
         self._adapter_slots = adapter_slots
+        self._pauses = pauses
         self._max_pinned_tokens = max_pinned_tokens
         self._done: list[CallDone] = []
         self._flushes: dict[int, FlushCacheDone] = {}  # by call, those that the tier has not done
@@ -132,10 +138,20 @@ class Calls:
                 answer = self._adapters.load(call.call_id, request)
             case UnloadAdapter():
                 answer = self._unload(request, now_s, end_users)
+            case Pause(mode=mode):
+                self._pauses.begin(call.call_id, mode)
+                return  # answered by `nothing_in_flight`
+            case Resume():
+                self._answer(self._pauses.end(), PauseDone(paused=False))
+                answer = PauseDone(paused=False)
             case _:
                 assert_never(request)
         if answer is not None:
             self._answer([call.call_id], answer)
+
+    def nothing_in_flight(self) -> None:
+        """No step is in flight, and none was planned: the scheduler is paused if it was told so."""
+        self._answer(self._pauses.on_idle(), PauseDone(paused=True))
 
     def flushed(self, call_id: int, error: str) -> None:
         """The tier has forgotten what a `FlushCache` was for, or says why it may not have."""

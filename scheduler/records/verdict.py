@@ -46,6 +46,7 @@ class Reason(enum.StrEnum):
     BATCH_FORMING = "batch_forming"
     BATCH_RUNNING = "batch_running"
     NO_DEVICE_MEMORY = "no_device_memory"
+    PAUSED = "paused"
     COPY_BUDGET = "copy_budget"
     MEDIA_LIMIT = "media_limit"
     ENCODE_TIME = "encode_time"
@@ -90,6 +91,7 @@ _TEXTS: Final = {
     Reason.BATCH_FORMING: "the policy waits until the batch is full",
     Reason.BATCH_RUNNING: "the policy waits for the slowest request of the batch that runs",
     Reason.NO_DEVICE_MEMORY: "the device had no memory for the smallest step, so no step is planned for a while",
+    Reason.PAUSED: "an admin has paused the server",
     Reason.COPY_BUDGET: "this step copies enough from the host for others",
     Reason.MEDIA_LIMIT: "the encoder's rows are promised to other images",
     Reason.ENCODE_TIME: "this step encodes other images for as long as its target time allows",

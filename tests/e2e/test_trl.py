@@ -18,9 +18,11 @@ from typing import Any, Final
 import httpx
 import pytest
 
+from .model import MAX_MODEL_LEN
 from .serving import DEADLINE_S, EngineServe
 
 INSTALLED: Final = Path(__file__).parents[2] / "build" / "trl"
+ASYNC_FOLDER: Final = INSTALLED / "trl" / "experimental" / "async_grpo"
 
 pytestmark = [
     pytest.mark.real_process,
@@ -108,3 +110,37 @@ def test_what_a_trainer_asks_first(run: Any) -> None:
     assert size == 1
     assert info["weight_transfer_config"] is None and info["lora_config"] is None
     assert info["model_config"]["dtype"] == "torch.float32"
+
+
+def test_a_trainer_pauses_a_running_answer(run: Any, serve: EngineServe) -> None:
+    """The client of asynchronous training: nothing is generated in the pause, and the answer is whole after it."""
+    found = run(
+        f"""
+        import sys, threading, types
+        import requests
+        package = sys.modules["trl.experimental.async_grpo"] = types.ModuleType("trl.experimental.async_grpo")
+        package.__path__ = [{str(ASYNC_FOLDER)!r}]  # its own __init__ imports what only training needs
+        from trl.experimental.async_grpo.vllm_client import VLLMClient
+        trainer = VLLMClient({serve.url!r})
+        prompt, greedy = [list(range(20, 40))], {{"ignore_eos": True}}
+        expected = client.generate(prompt, max_tokens=200, temperature=0, generation_kwargs=greedy)
+        answers = []
+        def generate():
+            answers.append(client.generate(prompt, max_tokens=200, temperature=0, generation_kwargs=greedy))
+        trainer.pause()
+        thread = threading.Thread(target=generate)
+        thread.start()
+        state = requests.get({serve.url!r} + "/is_paused").json(), requests.get({serve.url!r} + "/health").json()
+        while requests.get({serve.url!r} + "/v1/requests").json()["total"] == 0:
+            pass
+        waits = thread.is_alive() and not answers
+        trainer.resume()
+        thread.join()
+        same = answers[0]["completion_ids"] == expected["completion_ids"]
+        result = [state, waits, same, trainer.get_dtype(), trainer.get_max_model_len(), trainer.get_world_size()]
+        """
+    )
+    state, waits, same, dtype, max_model_len, world_size = found
+    assert state == [{"is_paused": True}, {"status": "paused"}]
+    assert waits and same
+    assert (dtype, max_model_len, world_size) == ("torch.float32", MAX_MODEL_LEN, 1)

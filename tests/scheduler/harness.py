@@ -27,6 +27,10 @@ from engine.runtime.messages import (
     HintSession,
     LoadAdapter,
     MediaItem,
+    Pause,
+    PauseDone,
+    PauseMode,
+    Resume,
     TokenOutput,
     UnloadAdapter,
     Usage,
@@ -56,6 +60,7 @@ from .fake_runner import (
 from .grammar.toy_matcher import ToyGrammar, ToyMatchers
 
 VOCAB_SIZE = 97
+PAUSE_ID = 4000
 
 
 class Pages(NamedTuple):
@@ -212,6 +217,7 @@ class Harness:
         self.in_flight: list[tuple[ScheduleBatch, Launched]] = []
         self.answers: dict[str, Answer] = {}
         self.flushes: list[FlushCacheDone] = []
+        self.pauses: list[PauseDone] = []
         self.now_s = 100.0
         self._burst_id = self._num_rounds = 0
         self.has_news: Callable[[], bool] = lambda: False  # asked between two rounds of a burst
@@ -320,6 +326,34 @@ class Harness:
         self.collect()
         self.scheduler.audit()
         return self.flushes[-1]
+
+    def pause(self, mode: PauseMode) -> int:
+        """Pause, and run until that is answered; returns the steps with tokens on the way."""
+        num_steps = 0
+        self.begin_pause(mode)
+        for _ in range(10_000):
+            busy = bool(self.in_flight)
+            batch = self.step()
+            num_steps += batch is not None and batch.plan.mode is not ForwardMode.IDLE
+            if batch is None and not busy:
+                self.scheduler.on_idle()
+                self.deliver()
+                self.collect()
+                if self.pauses:
+                    assert self.pauses.pop().paused and not self.in_flight
+                    return num_steps
+                self.now_s = max(self.now_s, self.scheduler.wake_s() or 0.0)
+        raise AssertionError("the pause was not answered")
+
+    def begin_pause(self, mode: PauseMode) -> None:
+        """Ask for a pause."""
+        self.scheduler.handle(Call(PAUSE_ID, Pause(mode)), self.now_s)
+
+    def resume(self) -> None:
+        """Go on after a pause."""
+        self.scheduler.handle(Call(PAUSE_ID, Resume()), self.now_s)
+        self.collect()
+        assert not self.pauses.pop().paused and not self.pauses
 
     # ------------------------------------------------------------ steps
 
@@ -435,6 +469,8 @@ class Harness:
         for done in self.scheduler.take_call_answers():
             if isinstance(done.answer, FlushCacheDone):
                 self.flushes.append(done.answer)
+            elif isinstance(done.answer, PauseDone):
+                self.pauses.append(done.answer)
             elif isinstance(done.answer, AdapterDone):
                 assert done.call_id not in self.adapter_answers, "a call is answered twice"
                 self.adapter_answers[done.call_id] = done.answer

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from engine.runtime.messages import FinishKind, HintAction
+from engine.runtime.messages import FinishKind, HintAction, PauseMode
 from engine.runtime.pooling import PoolingParams
 from tests.feasible import fits
 from tests.selection import examples
@@ -159,6 +159,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         done = self.harness.flush()
         assert done.flushed_tokens + done.kept_tokens == before.cached * self.harness.capacity.page_size
         assert self.harness.pages().cached * self.harness.capacity.page_size == done.kept_tokens
+
+    @rule(
+        mode=st.sampled_from(PauseMode),
+        prompt=st.lists(st.integers(1, VOCAB_SIZE - 1), min_size=1, max_size=9),
+    )
+    def pause(self, mode: PauseMode, prompt: list[int]) -> None:
+        """Nothing is computed in a pause, and answers are those of a life without one."""
+        self.harness.pause(mode)
+        rid = self.harness.submit(prompt=prompt, max_new_tokens=2)
+        running = self.harness.scheduler.report(0.0).num_running_reqs
+        assert running == 0 or mode is PauseMode.KEEP
+        if mode is not PauseMode.WAIT:
+            assert self.harness.step() is None
+        assert not self.harness.answers[rid].rows
+        self.harness.resume()
 
     @rule(count=st.integers(1, 12))
     def steps(self, count: int) -> None:

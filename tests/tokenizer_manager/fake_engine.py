@@ -63,9 +63,13 @@ from engine.runtime.messages import (
     ListSessions,
     LoadAdapter,
     ManagerInput,
+    Pause,
+    PauseDone,
+    PauseMode,
     PinDone,
     PinPrefix,
     RequestList,
+    Resume,
     SchedulerInput,
     SessionList,
     SessionState,
@@ -265,6 +269,7 @@ class FakeEngine:
         self.loads: list[LoadAdapter] = []
         self.unloads: list[int] = []
         self.flushes: list[FlushCache] = []
+        self.pauses: list[PauseMode | None] = []  # None: go on
         self.flush_error = ""
         self.load_error = ""
         self.live = RequestList([], 0)
@@ -320,6 +325,12 @@ class FakeEngine:
                 self.pins.put(request)
                 asked = len(request.input_ids) // 4
                 return PinDone(asked // 2, asked, "half of it is not cached")
+            case Pause():
+                self.pauses.append(request.mode)
+                return PauseDone(paused=True)
+            case Resume():
+                self.pauses.append(None)
+                return PauseDone(paused=False)
             case ListSessions():
                 return SessionList([SessionState("3f2a99c0d1e2f3a4", 12, 2, 640, 1.5)], 7)
             case HintSession():

@@ -13,6 +13,7 @@ from engine.runtime.messages import (
     Finish,
     FinishKind,
     GenerateRequest,
+    PauseMode,
     TextOutput,
     Usage,
 )
@@ -53,6 +54,34 @@ def test_a_stream_goes_on_behind_what_was_delivered():
         assert await texts(generation) == ["abcd"]
         assert len(setup.manager.request_log) == 0
         assert 'engine:resumed_reqs_total{model_name="org/tiny"} 1' in setup.services.metrics.render(None)
+
+    run(test)
+
+
+def test_a_scheduler_that_restarts_in_a_pause_is_paused_before_it_has_requests():
+    async def test(setup: Setup) -> None:
+        await setup.start("hi", max_new_tokens=9)
+        setup.engine.next_request()
+        await setup.manager.control.pause(PauseMode.RETRACT)
+        setup.manager.peers_lost(WHY)
+        setup.manager.peers_back(CAPACITY)
+        assert setup.engine.pauses == [PauseMode.RETRACT, PauseMode.RETRACT]
+        setup.engine.next_request()
+        await setup.manager.control.resume()
+        setup.manager.peers_lost(WHY)
+        setup.manager.peers_back(CAPACITY)
+        assert setup.engine.pauses[2:] == [None]
+
+    run(test)
+
+
+def test_a_manager_that_restarts_learns_of_a_pause_from_the_report():
+    async def test(setup: Setup) -> None:
+        setup.manager.on_message(SchedulerReport(sent_s=1.0, paused="keep"))
+        assert setup.manager.engine.pause is PauseMode.KEEP
+        await setup.manager.control.resume()
+        setup.manager.on_message(SchedulerReport(sent_s=1.1, paused="keep"))  # was still under way
+        assert setup.manager.engine.pause is None
 
     run(test)
 

@@ -20,6 +20,17 @@ from .endpoints.adapters import (
 )
 from .endpoints.cache_pins import pin_prefix
 from .endpoints.grammar_check import GrammarCheckBody, GrammarCheckRequest, check_grammar
+from .endpoints.pauses import (
+    IsPausedBody,
+    PauseBody,
+    PauseRequest,
+    PauseStatusBody,
+    continue_generation,
+    is_paused,
+    pause,
+    pause_generation,
+    resume,
+)
 from .endpoints.sessions import (
     CloseSessionRequest,
     HintsRequest,
@@ -343,6 +354,19 @@ ROUTES: Final = (
         FlushedBody,
         admin=True,
     ),
+    *_post(
+        "/pause_generation",
+        pause_generation,
+        "Stop generating until /continue_generation.",
+        PauseRequest,
+        PauseBody,
+        admin=True,
+        bodiless=True,
+    ),
+    *_post("/continue_generation", continue_generation, "Go on after a pause.", None, PauseBody, admin=True),
+    *_post("/pause", pause, "Stop generating until /resume.", None, PauseStatusBody, admin=True),
+    *_post("/resume", resume, "Go on after a pause.", None, PauseStatusBody, admin=True),
+    *_get("/is_paused", is_paused, "Whether the server is paused.", IsPausedBody),
     *_get("/flush_cache", operations.flush_cache, "As POST, as older routers ask.", FlushedBody, admin=True),
     *_post(
         "/clear_hicache_storage_backend",

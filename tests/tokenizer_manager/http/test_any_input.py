@@ -57,6 +57,7 @@ VALID: dict[str, dict[str, Any]] = {
     },
     "/v1/grammar/check": {"guided_json": {"type": "object"}},
     "/abort_request": {"rid": "cmpl-0"},
+    "/pause_generation": {"mode": "in_place"},
     "/v1/responses": {"input": "hi", "max_output_tokens": 3},
     "/v1/responses/input_tokens": {"input": "hi"},
     "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3},

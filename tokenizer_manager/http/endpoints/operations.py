@@ -65,12 +65,15 @@ _ABORT_POLICY: Final = FieldPolicy(AbortBody, {})
 async def health(exchange: Exchange, engine: Engine) -> None:
     """200 if requests sent now are expected to work; cheap, no generation."""
     _check_healthy(engine)
-    await exchange.send_json(HealthBody())
+    await exchange.send_json(HealthBody("ok" if engine.manager.engine.pause is None else "paused"))
 
 
 async def health_generate(exchange: Exchange, engine: Engine) -> None:
     """200 if one token could be generated, or one vector made."""
     _check_healthy(engine)
+    if engine.manager.engine.pause is not None:
+        await exchange.send_json(HealthBody("paused"))
+        return
     pooling = probe_of(engine.spec)
     request = GenerationRequest(
         prompts=[[0]],

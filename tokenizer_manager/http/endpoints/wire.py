@@ -18,9 +18,9 @@ Warnings = list[str] | UnsetType
 
 
 class HealthBody(msgspec.Struct):
-    """The engine is healthy."""
+    """The engine is healthy; `paused`: and an admin has paused it."""
 
-    status: Literal["ok"] = "ok"
+    status: Literal["ok", "paused"] = "ok"
 
 
 if TYPE_CHECKING:

@@ -193,6 +193,7 @@ NOTES: Final[Mapping[str, str]] = {
     "UnloadAdapterRequest.timeout": "Seconds to wait for requests that use the adapter; after that it stays.",
     "rid": "Accepted with a warning; ids are made by the server.",
     "AbortBody.rid": "Id of a response, or of one of its choices.",
+    "PauseRequest.mode": "What becomes of running requests: abort, retract (they queue) or in_place; abort.",
     "abort_all": "End all requests; needs an admin.",
     "ttl": "Seconds to keep the prefix; 0 unpins it.",
     "level": "The lowest severity that is logged.",
@@ -341,6 +342,7 @@ BODIES: Final[Mapping[tuple[str, str], Mapping[str, Any]]] = {
         "response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": _SCHEMA}}
     },
     ("POST", "/abort_request"): {"rid": "chatcmpl-1"},
+    ("POST", "/pause_generation"): {"mode": "retract"},
     ("PUT", "/log_level"): {"level": "debug"},
     ("POST", "/start_profile"): {"duration": 10},
     ("POST", "/v1/load_lora_adapter"): {"lora_name": "sql", "lora_path": "sql"},

@@ -1,0 +1,94 @@
+"""A pause: no step is planned, requests wait, and the answers are those of a life without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from engine.runtime.messages import Call, FinishKind, PauseMode, Resume
+from engine.scheduler.records.verdict import Reason
+
+from .harness import Harness
+
+MakeScheduler = Callable[..., Harness]
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize("mode", PauseMode)
+def test_answers_across_a_pause(make_scheduler: MakeScheduler, mode: PauseMode, overlap: int) -> None:
+    harness = make_scheduler(overlap=overlap, chunked_prefill_size=8, page_size=4)
+    first = harness.submit(prompt_len=20, max_new_tokens=9)
+    second = harness.submit(prompt_len=30, max_new_tokens=9)
+    for _ in range(4):
+        harness.step()
+    num_steps = harness.pause(mode)
+
+    later = harness.submit(prompt_len=5, max_new_tokens=2)
+    report = harness.scheduler.report(harness.now_s)
+    assert report.paused == mode
+    expected = {PauseMode.KEEP: (2, 1), PauseMode.RETRACT: (0, 3), PauseMode.WAIT: (0, 1)}
+    assert (report.num_running_reqs, report.num_queue_reqs) == expected[mode]
+    assert (harness.answers[first].finish is not None) == (mode is PauseMode.WAIT)
+    assert num_steps == 0 or mode is PauseMode.WAIT
+    if mode is not PauseMode.KEEP:
+        assert harness.pages().held == 0
+    assert harness.step() is None
+    assert harness.last_pass.rest_reason is Reason.PAUSED and not harness.answers[later].rows
+    harness.scheduler.on_idle()  # no stall, however long it lasts
+    assert harness.scheduler.wake_s() is None
+
+    harness.resume()
+    harness.run_until_idle()  # checks every token
+    for rid in (first, second, later):
+        finish = harness.answers[rid].finish
+        assert finish is not None and finish.kind is FinishKind.LENGTH
+    assert not harness.scheduler.report(harness.now_s).paused
+
+
+def test_a_retracted_request_computes_its_kv_again(make_scheduler: MakeScheduler) -> None:
+    harness = make_scheduler(page_size=4, num_host_pages=64, preemption_mode="swap")
+    rid = harness.submit(prompt_len=20, max_new_tokens=9)
+    for _ in range(3):
+        harness.step()
+    harness.pause(PauseMode.RETRACT)
+    (retraction,) = [each for record in harness.scheduler.decisions.passes for each in record.retractions]
+    assert (retraction.rid, retraction.mode, retraction.cause) == (rid, "recompute", "pause")
+    assert harness.flush().kept_tokens == 0  # as an update of the weights needs it
+    harness.resume()
+    harness.run_until_idle()
+    assert harness.answers[rid].rows[-1].usage.num_retractions == 1
+
+
+def test_requests_end_in_a_pause(make_scheduler: MakeScheduler) -> None:
+    harness = make_scheduler(request_timeout=1.0)
+    slow, aborted = (harness.submit(prompt_len=5, max_new_tokens=50) for _ in range(2))
+    harness.step()
+    harness.pause(PauseMode.KEEP)
+    harness.abort(aborted)
+    finish = harness.answers[aborted].finish
+    assert finish is not None and finish.kind is FinishKind.ABORT
+    wake_s = harness.scheduler.wake_s()
+    assert wake_s is not None
+    harness.now_s = wake_s
+    harness.step()
+    assert harness.answers[slow].finish is not None
+    harness.resume()
+    harness.run_until_idle()
+
+
+def test_resume_answers_a_pause_that_waits(make_scheduler: MakeScheduler) -> None:
+    harness = make_scheduler()
+    harness.submit(prompt_len=5, max_new_tokens=5)
+    harness.step()
+    harness.scheduler.handle(Call(7, Resume()), harness.now_s)  # no effect
+    harness.collect()
+    assert [done.paused for done in harness.pauses] == [False]
+    harness.pauses.clear()
+    harness.begin_pause(PauseMode.WAIT)
+    harness.step()
+    assert not harness.pauses
+    harness.scheduler.handle(Call(8, Resume()), harness.now_s)
+    harness.collect()
+    assert [done.paused for done in harness.pauses] == [False, False]
+    harness.run_until_idle()
