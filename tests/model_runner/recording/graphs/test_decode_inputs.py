@@ -81,6 +81,17 @@ def test_numbers_arrive_with_padding_behind_them_in_one_copy():
     assert not len(inputs.state_plan)
 
 
+def test_heads_turn_by_other_positions_than_those_of_slots_after_images():
+    device, three = SlowCopies(), int64(1, 2, 3)
+    inputs = memory_for(device, [4]).upload(
+        4, three, int64(7, 11, 5), three, three, rope_positions=int64(3, 11, 5)
+    )
+    device.run_until(1)
+    assert inputs.positions.tolist() == [3, 11, 5, 0]
+    assert inputs.table_indices.tolist() == [107, 211, 305, DUMMY_ROW * WIDTH]
+    assert inputs.seq_lens.tolist() == [8, 12, 6, 1]
+
+
 def test_padding_behind_adapters_uses_the_base_model():
     device = SlowCopies()
     memory = DecodeInputMemory(
