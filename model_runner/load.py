@@ -51,6 +51,7 @@ from .recording.programs.program_planes import MAX_TOKENS
 from .sampling import backend_selection as sampler_selection
 from .structures.causal_lm import build_model
 from .trial import measure
+from .vision.pixtral import PixtralTower
 from .vision.qwen_vit import QwenTower
 from .vision.tower import Tower
 from .weights.dummy import DummyStore
@@ -62,6 +63,7 @@ from .weights.safetensors import SafetensorsStore
 if TYPE_CHECKING:
     from ..launch.resolve.stages import Stage
     from ..models.source import ModelSource
+    from ..models.spec.vision_spec import VisionFamily
     from ..runtime.config.engine_config import EngineConfig, ModelConfig, SchedulerConfig
     from ..runtime.feasibility import Capacity
     from .distributed.pp_link import StageLink
@@ -271,7 +273,7 @@ class _Loaded(NamedTuple):
     model: CausalLM
     pooling_head: PoolingHead | None
     make_drafter: MakeDrafter | None = None
-    tower: Tower | QwenTower | None = None
+    tower: Tower | QwenTower | PixtralTower | None = None
     reason: str = ""
 
 
@@ -340,14 +342,20 @@ def _load_own_model(
     model = build_model(context)
     pooling_head = _load_pooling_head(config, source, spec, weights, device)
     make_drafter = drafter_of(config.scheduler, context, model, rank_spec(spec, group.size))
-    tower: Tower | QwenTower | None = None
+    tower: Tower | QwenTower | PixtralTower | None = None
     if spec.vision is not None:
-        tower = (QwenTower if spec.vision.family in QWEN_FORMS else Tower)(context, spec.vision)
+        tower = _tower_class(spec.vision.family)(context, spec.vision)
     weights.finish()
     report.log()
     changes_experts = layers is not None and layers.change_experts
     reason = reason_against_graphs(ops, spec, dtype, device, changes_experts)
     return _Loaded(model, pooling_head, make_drafter, tower, reason)
+
+
+def _tower_class(family: VisionFamily) -> type[Tower | QwenTower | PixtralTower]:
+    if family in QWEN_FORMS:
+        return QwenTower
+    return PixtralTower if family == "pixtral" else Tower
 
 
 def drafter_of(

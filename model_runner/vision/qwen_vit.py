@@ -95,7 +95,7 @@ class QwenTower:
     def parts_of(self, tile: Tensor) -> Iterator[Tensor | None]:
         """The same in `VisionSpec.num_parts` parts: None after each of them but the last, which gives the rows."""
         height, width = tile.shape[0] // self.spec.patch_size, tile.shape[1] // self.spec.patch_size
-        places = _places(height, width, self.spec.scale_factor)
+        places = places_of(height, width, self.spec.scale_factor)
         x = self._patches(self._patches_of(tile), self._patches_bias)
         if self._table is not None:
             x = x + _stretched(self._table, places, height, width).to(x.dtype)
@@ -133,9 +133,7 @@ class QwenTower:
             torch.float32
         )
         values = rescaled.sub_(self._mean).div_(self._std).to(self.dtype)
-        height, width = (size // (side * factor) for size in tile.shape[:2])
-        patches = values.view(height, factor, side, width, factor, side, 3).permute(0, 3, 1, 4, 6, 2, 5)
-        return patches.reshape(-1, 3 * side * side)
+        return patches_by_rows(values, side, factor)
 
     def _windows(self, height: int, width: int) -> tuple[Tensor, list[int]]:
         """The order of rows in which windows follow each other, [n], and their sizes, see `_Image`.
@@ -174,7 +172,7 @@ class _Layer:
     def attend(self, qkv: Tensor, image: _Image, *, windowed: bool) -> Tensor:
         """[P, 3 * K], which is overwritten -> [P, K]."""
         qkv = qkv.view(len(qkv), 3, self._num_heads, -1)
-        qkv[:, :2] = _rotated(qkv[:, :2], image.cos, image.sin)
+        qkv[:, :2] = rotated(qkv[:, :2], image.cos, image.sin)
         return self._out(self._attention(qkv, image.windows if windowed else None))
 
     def up(self, x: Tensor) -> Tensor:
@@ -216,7 +214,14 @@ def _norm(context: ModelContext, name: str, size: int, *, is_rms: bool) -> Norm:
     return LayerNorm(context, name, size, _NORM_EPS, bias=True)
 
 
-def _places(height: int, width: int, factor: int) -> Tensor:
+def patches_by_rows(values: Tensor, side: int, factor: int) -> Tensor:
+    """[height, width, 3] -> [P, 3 * S * S], by color, then by row; those of one row follow each other."""
+    height, width = (size // (side * factor) for size in values.shape[:2])
+    patches = values.view(height, factor, side, width, factor, side, 3).permute(0, 3, 1, 4, 6, 2, 5)
+    return patches.reshape(-1, 3 * side * side)
+
+
+def places_of(height: int, width: int, factor: int) -> Tensor:
     """[P, 2] row and column of each patch, in the order of patches."""
     grid = torch.stack(torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij"), dim=-1)
     blocks = grid.view(height // factor, factor, width // factor, factor, 2)
@@ -231,7 +236,7 @@ def _angles(places: Tensor, head_dim: int) -> Tensor:
     return torch.cat((angles, angles), dim=1)
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """[P, 2, heads, D] -> the same, turned in float32."""
     first, second = x.float().chunk(2, dim=-1)
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)

@@ -20,11 +20,12 @@ _INTERNVIT: Final = {
     ".embeddings.position_embeddings": ".embeddings.position_embedding.weight",
     ".encoder.layer.": ".encoder.layers.",
     ".attention.projection_layer.": ".self_attn.out_proj.",
+    ".attention.o_proj.": ".self_attn.out_proj.",
     ".attention.": ".self_attn.",
     ".layernorm_before.": ".layer_norm1.",
     ".layernorm_after.": ".layer_norm2.",
 }
-"""Names of InternViT in transformers, and those of SigLIP."""
+"""Names of InternViT, and of one module of Pixtral, in transformers, and those of SigLIP."""
 _VISION: Final = (_TOWER, "multi_modal_projector.")
 _AUDIO: Final = ("audio_tower.", "multi_modal_projector.")
 _CONNECTED: Final = ("vision_model.", "connector.")

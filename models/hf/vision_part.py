@@ -401,6 +401,63 @@ def _internvl(files: _Files) -> VisionSpec:
     )
 
 
+def _mistral3(files: _Files) -> VisionSpec:
+    """A tower of Pixtral, and a merger of patches."""
+    inner, outer, tokens = files.inner, files.outer, files.tokens
+    _expect(inner, "model_type", "pixtral")
+    _expect(outer, "projector_hidden_act", "gelu")
+    rope = inner.get("rope_parameters")
+    of_rope = Fields(inner.path, rope if isinstance(rope, Mapping) else {}, "vision_config.rope_parameters.")
+    for fields in (inner, of_rope):
+        _expect(fields, "rope_theta", 10_000.0)
+    facts = _tower(
+        inner,
+        hidden_size=1024,
+        num_heads=16,
+        patch_size=14,
+        activation="gelu",
+        intermediate_size=4096,
+        num_layers=24,
+        activations={"gelu": "gelu", "silu": "silu"},
+    )
+    if _layers_used(outer, facts["num_layers"], -1) != facts["num_layers"]:
+        raise outer.error(
+            "vision_feature_layer", outer.get("vision_feature_layer"), f"expected -1, {_TEXT_ONLY}"
+        )
+    size, num_heads = facts["hidden_size"], facts["num_heads"]
+    if size % (4 * num_heads):
+        raise inner.error(
+            "num_attention_heads", num_heads, f"they cannot divide the hidden size {size} into multiples of 4"
+        )
+    _expect(inner, "head_dim", size // num_heads)
+    factor = outer.integer("spatial_merge_size", 1, 64, default=2)
+    multiple = facts["patch_size"] * factor
+    longest = _longest_edge(files.processor, "size", 1024)
+    whole = -(-longest // multiple) * multiple
+    image, facts["norm_eps"], facts["image_size"] = tokens.get("image_token", "[IMG]"), 1e-5, 0
+    _expect(files.processor, "do_resize", True)
+    return VisionSpec(
+        family="pixtral",
+        scale_factor=factor,
+        has_mlp_bias=outer.boolean("multimodal_projector_bias", default=False),
+        image_token_id=outer.integer(
+            outer.given("image_token_index", "image_token_id"), 0, files.vocab_size - 1, default=10
+        ),
+        image_token=image,
+        begin_token=tokens.get("image_break_token", "[IMG_BREAK]"),
+        end_token=tokens.get("image_end_token", "[IMG_END]"),
+        marker=image,
+        processing=ImageProcessing(
+            longest_edge=longest,
+            tile_size=multiple,
+            splits=True,
+            max_pixels=whole**2,
+            **_values(files.processor, resample=3, **_CLIP),
+        ),
+        **facts,
+    )
+
+
 _LLAVA_TOWERS: Final = ("clip_vision_model", "siglip_vision_model")
 _READERS: Final[dict[str, Callable[[_Files], VisionSpec | None]]] = {
     **dict.fromkeys(_QWENS, _qwen),
@@ -408,6 +465,7 @@ _READERS: Final[dict[str, Callable[[_Files], VisionSpec | None]]] = {
     "smolvlm": _idefics3,
     "llava": _llava,
     "internvl": _internvl,
+    "mistral3": _mistral3,
 }
 
 
@@ -467,6 +525,7 @@ def _tower(
     norm_eps: float = 1e-6,
     intermediate_size: int = 3072,
     num_layers: int = 12,
+    activations: Mapping[str, VisionActivation] = _ACTIVATIONS,
 ) -> dict[str, Any]:
     """The sizes of a tower; the arguments are the defaults in transformers, mostly those of SigLIP."""
     image_size = fields.integer("image_size", 1, _MAX_SIDE, default=224)
@@ -475,9 +534,9 @@ def _tower(
     if size % num_heads:
         raise fields.error("num_attention_heads", num_heads, f"they cannot divide the hidden size {size}")
     activation = fields.text("hidden_act", default=activation)
-    if activation not in _ACTIVATIONS:
+    if activation not in activations:
         raise fields.error(
-            "hidden_act", activation, f"expected one of {', '.join(_ACTIVATIONS)}, {_TEXT_ONLY}"
+            "hidden_act", activation, f"expected one of {', '.join(activations)}, {_TEXT_ONLY}"
         )
     return {
         "hidden_size": size,
@@ -485,7 +544,7 @@ def _tower(
         "num_layers": fields.integer("num_hidden_layers", 1, 1 << 12, default=num_layers),
         "num_heads": num_heads,
         "norm_eps": fields.number("layer_norm_eps", 1e-30, 1.0, default=norm_eps),
-        "activation": _ACTIVATIONS[activation],
+        "activation": activations[activation],
         "image_size": image_size,
         "patch_size": fields.integer("patch_size", 1, image_size, default=patch_size),
     }

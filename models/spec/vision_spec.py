@@ -16,7 +16,9 @@ VisionActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]
 """`gelu` is the exact one, by the error function; the quick one is x * sigmoid(1.702 x)."""
 VisionBody = Literal["siglip", "clip", "internvit"]
 """The layers of a tower for tiles of one size."""
-VisionFamily = Literal["idefics3", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "internvl"]
+VisionFamily = Literal[
+    "idefics3", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "internvl", "pixtral"
+]
 """Names the text around images (`tokenizer_manager/media/processors`) and the connector (`model_runner/vision`)."""
 
 
@@ -69,7 +71,8 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
         sees_whole: the tokens of an image attend to all of it, also to those after them.
         image_token_id: the id at positions of a prompt that take rows.
         image_token, begin_token, end_token, global_token: texts of special tokens: the placeholder, the one before
-            each tile, the one after the last, and the one before the copy of the whole image.
+            each tile (of Pixtral, after each row), the one after the last, and the one before the copy of the whole
+            image.
         marker: what the chat template writes for an image.
         processing: how an image becomes tiles.
         num_positions: rows of the table of positions, a square that is stretched over images of any size; 0: there is
@@ -83,6 +86,7 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
         ends_normed: a norm follows the last layer.
         keeps_class: the row of the class is one of the rows of a tile.
         has_qkv_bias: of its layers.
+        has_mlp_bias: of the connector of Mistral 3.
         rope_sections: of a language model in which a token has a position on each of three axes (M-RoPE, Qwen2-VL,
             2024): time, row and column of images, all equal for text. Pairs of rotated dimensions that turn by each
             axis; empty: a token has one position.
@@ -118,6 +122,7 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
     ends_normed: bool = True
     keeps_class: bool = False
     has_qkv_bias: bool = True
+    has_mlp_bias: bool = True
 
     @property
     def num_tower_rows(self) -> int:
@@ -235,7 +240,7 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
         size, patches = self.hidden_size, self.grid**2
         if self.row_pixels:
             patches = self.shown_pixels // self.patch_size**2
-        matrices = 4 * size + (3 if self.family == "qwen2_5_vl" else 2) * self.intermediate_size
+        matrices = 4 * size + (3 if self.family in ("qwen2_5_vl", "pixtral") else 2) * self.intermediate_size
         layer = 2 * patches * size * matrices
         num_windowed = self.num_layers - len(self.whole_layers) if self.window_size else 0
         seen = (self.num_layers - num_windowed) * patches + num_windowed * (

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 from .needed_tensors import Module
+from .pixtral_tensors import pixtral_modules
 from .qwen_vision_tensors import QWEN_FORMS, QWEN_TOWER, qwen_vision_modules
 
 if TYPE_CHECKING:
@@ -107,6 +108,9 @@ def vision_modules(spec: ModelSpec) -> Iterator[Module]:
         return
     if vision.family in QWEN_FORMS:
         yield from qwen_vision_modules(vision, spec.hidden_size)
+        return
+    if vision.family == "pixtral":
+        yield from pixtral_modules(vision, spec.hidden_size)
         return
     size, inner, side = vision.hidden_size, vision.intermediate_size, vision.patch_size
     yield Module(PATCHES, (size, 3, side, side), has_bias=vision.body != "clip")

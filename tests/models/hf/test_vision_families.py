@@ -71,6 +71,34 @@ TILES: dict[str, Any] = {
 }
 
 
+MISTRAL: dict[str, Any] = {
+    "architectures": ["Mistral3ForConditionalGeneration"],
+    "model_type": "mistral3",
+    "image_token_index": 10,
+    "multimodal_projector_bias": False,
+    "projector_hidden_act": "gelu",
+    "spatial_merge_size": 2,
+    "text_config": TEXT | {"model_type": "mistral"},
+    "vision_config": {
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 1024,
+        "image_size": 1540,
+        "intermediate_size": 4096,
+        "model_type": "pixtral",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 24,
+        "patch_size": 14,
+        "rope_theta": 10_000.0,
+    },
+    "vision_feature_layer": -1,
+}
+LONGEST: dict[str, Any] = {"do_resize": True, "patch_size": 14, "resample": 3, "size": {"longest_edge": 1540}}
+
+
+PROCESSORS = {"llava": CLIP, "internvl": TILES, "mistral3": LONGEST}
+
+
 def test_llava_1_5(tmp_path: Path) -> None:
     vision = vision_of(tmp_path, LLAVA, CLIP)
 
@@ -118,6 +146,15 @@ def test_internvl_3(tmp_path: Path) -> None:
     limited = [vision.limited(num * 448**2).most_tiles for num in (1, 2, 3, 4, 13, 99)]
     assert limited == [1, 1, 3, 4, 13, 13]
     assert (vision.begin_token, vision.image_token, vision.end_token) == ("<img>", "<IMG_CONTEXT>", "</img>")
+
+
+def test_mistral_small_3_1(tmp_path: Path) -> None:
+    vision = vision_of(tmp_path, MISTRAL, LONGEST)
+
+    assert vision is not None and (vision.family, vision.activation) == ("pixtral", "silu")
+    assert (vision.row_pixels, vision.rows_of(1540, 1540), vision.rows_of(28, 56)) == (28, 3025, 2)
+    assert (vision.joined_size, vision.most_pixels, vision.has_mlp_bias) == (4096, 1540**2, False)
+    assert (vision.image_token, vision.begin_token, vision.end_token) == ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
 
 
 def test_other_towers_of_llava_are_served_as_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -179,6 +216,24 @@ def test_other_towers_of_llava_are_served_as_text(tmp_path: Path, caplog: pytest
             "downsample_ratio is 0.3, expected 1 divided by a number",
         ),
         (INTERNVL, {}, {}, {"size": {"height": 224, "width": 224}}, "the tower sees tiles of 448 pixels"),
+        (
+            MISTRAL,
+            {},
+            {"model_type": "siglip_vision_model"},
+            {},
+            "model_type is .*, expected 'pixtral', or serve",
+        ),
+        (MISTRAL, {}, {"rope_theta": 1e6}, {}, "rope_theta is 1000000.0, expected 10000.0"),
+        (MISTRAL, {}, {"head_dim": 32}, {}, "head_dim is 32, expected 64"),
+        (
+            MISTRAL,
+            {},
+            {"hidden_act": "quick_gelu"},
+            {},
+            "hidden_act is 'quick_gelu', expected one of gelu, silu",
+        ),
+        (MISTRAL, {"vision_feature_layer": -2}, {}, {}, "vision_feature_layer is -2, expected -1"),
+        (MISTRAL, {}, {}, {"size": {"height": 5}}, 'expected {"longest_edge": pixels}'),
         (INTERNVL, {}, {}, {"min_patches": 13}, "min_patches is 13, expected a whole number from 1 to 12"),
     ],
 )
@@ -193,4 +248,4 @@ def test_what_is_refused(
     whole = base | config | {"vision_config": base["vision_config"] | tower}
 
     with pytest.raises(ConfigError, match=message):
-        vision_of(tmp_path, whole, (CLIP if base is LLAVA else TILES) | processor)
+        vision_of(tmp_path, whole, PROCESSORS[base["model_type"]] | processor)

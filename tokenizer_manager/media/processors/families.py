@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Protocol
 
-from . import gemma3, idefics3, internvl, llava, qwen2_vl
+from . import gemma3, idefics3, internvl, llava, pixtral, qwen2_vl
 
 if TYPE_CHECKING:
     import numpy as np
@@ -54,4 +54,5 @@ PROCESSORS: Final[dict[VisionFamily, Processor]] = {
     "qwen3_vl": qwen2_vl,
     "llava": llava,
     "internvl": internvl,
+    "pixtral": pixtral,
 }
