@@ -169,6 +169,7 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, graph_sizes: GraphS
         has_token_types=_has_token_types(spec),
         pools_first=not spec.causal and spec.pooling is not None and spec.pooling.pooling == "cls",
         states_of_layers=None if state_pool is None else StatePlanner(state_pool.layout),
+        images_are_whole=capacity.images_are_whole,
     )
     decodes = executor.recorded_decodes
     if decodes is not None and loaded.avoid.reasons("sampler_graphs"):

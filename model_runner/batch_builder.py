@@ -21,7 +21,7 @@ from .request_states import RequestStates, SamplingFlag
 from .sampling.draft_batch import DraftBatch
 from .sampling.sampling_batch import SamplingBatch, plan_sampling
 from .states.state_planner import StatePlanner
-from .vision.encoder_rows import ImageTokens
+from .vision.encoder_rows import ImageTokens, ends_of_images
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,6 +44,7 @@ class BatchBuilder:
         has_token_types: the model has a type for the second text of a pair.
         pools_first: a result depends on the first token of a whole text only (an encoder with cls pooling).
         states_of_layers: plans the states; None: the model has no state layers.
+        images_are_whole: tokens of an image attend to all of it.
     """
 
     states: RequestStates
@@ -53,6 +54,7 @@ class BatchBuilder:
     has_token_types: bool = False
     pools_first: bool = False
     states_of_layers: StatePlanner | None = None
+    images_are_whole: bool = False
 
     def build(self, plan: StepPlan) -> InputBatch:
         """The batch of a plan with at least one token; the plan's new requests must already be in `RequestStates`."""
@@ -149,8 +151,17 @@ class BatchBuilder:
         num_extends = int(longer[-1]) + 1 if len(longer) else 0
         num_drafts = step.num_drafts if len(step.draft_ids) else None
         samples_all_logits = len(sampled_tokens) == len(logits.tokens)
+        seeing = self._seeing_chunks(rows, computed, scheduled, starts)
+        images = ImageTokens.of(seeing) if seeing else None
         return InputBatch(
-            layout=BatchLayout(rows, computed, scheduled, num_extends, num_drafts),
+            layout=BatchLayout(
+                rows,
+                computed,
+                scheduled,
+                num_extends,
+                num_drafts,
+                ends_of_images(positions, seeing) if images is not None and self.images_are_whole else None,
+            ),
             token_rows=token_rows,
             positions=positions,
             out_cache_loc=step.out_cache_loc,
@@ -167,7 +178,7 @@ class BatchBuilder:
             adapter_slots=self._adapter_slots(token_rows),
             token_types=self._token_types(token_rows, positions) if self.has_token_types else None,
             state_plan=self._state_plan(plan, rows, computed, scheduled, num_drafts),
-            images=self._images(rows, computed, scheduled, starts),
+            images=images,
             rope_positions=self._rope_of_chunks(step, token_rows, positions),
         )
 
@@ -196,15 +207,16 @@ class BatchBuilder:
             return found
         return axes[0] if (axes == axes[0]).all() else axes
 
-    def _images(
+    def _seeing_chunks(
         self, rows: Int64s, computed: Int64s, scheduled: Int64s, starts: Int64s
-    ) -> ImageTokens | None:
+    ) -> list[tuple[int, int, int, Int64s]]:
+        """The chunks before the end of the images of their prompts, see `ImageTokens.of`."""
         chunks = []
         for idx in np.flatnonzero(computed < self.states.media_end[rows]).tolist():
             media = self.states[int(rows[idx])].media
             assert media is not None, "its end is known"
             chunks.append((int(starts[idx]), int(computed[idx]), int(scheduled[idx]), media))
-        return ImageTokens.of(chunks) if chunks else None
+        return chunks
 
     def _adapter_slots(self, token_rows: Int64s) -> Int64s | None:
         slots = self.states.adapter_slot[token_rows]

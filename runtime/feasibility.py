@@ -41,6 +41,7 @@ class Capacity(Record, frozen=True):
         encoder_row_pixels: a row stands for so many pixels of an image in each direction, in models in which an image
             is one tile of any size; 0: all tiles are equal.
         has_rope_axes: tokens of images have positions on three axes, see `NewReq.rope`.
+        images_are_whole: tokens of an image attend to all of it, so no chunk and no cached prefix ends within one.
     """
 
     max_model_len: int
@@ -59,6 +60,7 @@ class Capacity(Record, frozen=True):
     encoder_tile_parts: int = 1
     encoder_row_pixels: int = 0
     has_rope_axes: bool = False
+    images_are_whole: bool = False
 
     @property
     def max_total_tokens(self) -> int:

@@ -189,4 +189,5 @@ def capacity_of(config: EngineConfig, spec: ModelSpec) -> Capacity:
         encoder_tile_parts=1 if spec.vision is None else spec.vision.num_parts,
         encoder_row_pixels=0 if spec.vision is None else spec.vision.row_pixels,
         has_rope_axes=spec.vision is not None and bool(spec.vision.rope_sections),
+        images_are_whole=spec.vision is not None and spec.vision.sees_whole,
     )

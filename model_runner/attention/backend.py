@@ -32,6 +32,9 @@ class BatchLayout:
         num_drafts: [B] drafts among the new tokens; None if no request has any. A request with one more new token than
             drafts decodes. Some backends promise that its result has the bits of that many single-token decodes, one
             after the other, in the same batch.
+        sees_to: [T] end of the positions to which a token attends, for tokens of an image that attend to all of it: it
+            ends within the step, and is at least that of the token before it in a request; None: each token's own
+            position is the last one.
     """
 
     rows: Int64s
@@ -39,6 +42,7 @@ class BatchLayout:
     extend_lens: Int64s
     num_extends: int
     num_drafts: Int64s | None = None
+    sees_to: Int64s | None = None
 
     def decodes(self) -> Int64s:
         """[B] whether a request decodes: its new tokens are the last sampled token and drafts."""
@@ -53,7 +57,7 @@ class StepAttention(Protocol):
     def forward(
         self, layer_id: int, q: Tensor, sinks: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """Attend to each request's tokens up to the query's position; in an encoder to all of them.
+        """Attend to each request's tokens up to the query's position, or `BatchLayout.sees_to`; in an encoder to all.
 
         Scores are products times `ModelSpec.score_scale`, capped as `AttentionForm` says. A layer with a window
         (`ModelSpec.window_of`) of W tokens attends to the query's own token and the W - 1 before it; in an encoder to

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _HEAD_DIM_MULTIPLE: Final = 16  # one vector of the kernels
 _DTYPES: Final = (torch.bfloat16, torch.float32)
 _ALL_DECODE: Final = None
+_ONLY_ITSELF: Final = None
 
 
 class CpuNativeAttention(AttentionBackend):
@@ -104,8 +105,10 @@ class CpuNativeAttention(AttentionBackend):
         columns = layout.rows, layout.prefix_lens, layout.extend_lens, layout.decodes()
         numbers = tuple(map(_int64s, columns))
         addresses = [column.ctypes.data for column in numbers]
+        sees_to = None if layout.sees_to is None else _int64s(layout.sees_to)
+        ends = _ONLY_ITSELF if sees_to is None else sees_to.ctypes.data
         for plan in plans.addresses:
-            self._library.plan_attention(plan, *addresses, len(layout.rows))
+            self._library.plan_attention(plan, *addresses, ends, len(layout.rows))
         step = self._step(plans, int(layout.extend_lens.sum()))
         weakref.finalize(step, self._spare.append, plans).atexit = False
         return step
@@ -125,7 +128,7 @@ class CpuNativeAttention(AttentionBackend):
         self._repeatable = plans = self._repeatable or self._make_plans()
         addresses = [column.data_ptr() for column in columns]
         for plan in plans.addresses:
-            self._library.plan_attention(plan, *addresses, _ALL_DECODE, len(rows))
+            self._library.plan_attention(plan, *addresses, _ALL_DECODE, _ONLY_ITSELF, len(rows))
         return self._step(plans, len(rows))
 
     def _make_plans(self) -> _Plans:

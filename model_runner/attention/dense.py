@@ -14,9 +14,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+Int64s = npt.NDArray[np.int64]
 
 _SDPA_BLOCK: Final = 256
 _PRODUCT_BLOCK: Final = 64
@@ -79,7 +83,15 @@ class ExtendAttention:
         self._window = window
         self._block = block
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        sinks: Tensor | None = None,
+        sees_to: Int64s | None = None,
+    ) -> None:
         """Compute attention into `out`.
 
         Args:
@@ -87,6 +99,7 @@ class ExtendAttention:
             k, v: [P, H, D].
             out: [n, H, G, D], filled by the call.
             sinks: [H, G] float32, see `AttentionForm`; None: there are none.
+            sees_to: [n] end of the P tokens to which a query attends; None: its own is the last.
         """
         form = self._form
         is_plain = form.cap is None and sinks is None
@@ -95,21 +108,25 @@ class ExtendAttention:
         k, v = k.transpose(0, 1), v.transpose(0, 1)
         reach = self._window or self._chunk
         cut = reach is not None and k.shape[1] > reach
-        if prefix_len == 0 and not self._by_products and not cut and is_plain:
+        by_products = self._by_products and is_plain and sees_to is None
+        if prefix_len == 0 and not self._by_products and not cut and is_plain and sees_to is None:
             out.copy_(_sdpa(q, k, v, None, form.scale))
             return
         for start, stop in self._blocks(prefix_len, num_queries):
             first, last = self._first_key(prefix_len + start), prefix_len + stop
+            if sees_to is not None:
+                last = max(last, int(sees_to[stop - 1]))
             queries, keys, values = q[:, :, start:stop], k[:, first:last], v[:, first:last]
-            if self._band is not None and last > self._band.window:
+            if sees_to is not None:
+                mask = self._mask_of_images(q, prefix_len + start, first, last, sees_to[start:stop])
+            elif self._band is not None and last > self._band.window:
                 mask = self._band.get(stop - start, last - first)
             else:
-                by_products = self._by_products and is_plain
                 mask = self._mask.get(stop - start, stop - start if by_products else last - first)
             if not is_plain:
                 of_heads = None if sinks is None else sinks[:, :, None, None]
                 attended = _capped(queries, keys.unsqueeze(1), values.unsqueeze(1), mask, form, of_heads)
-            elif self._by_products:
+            elif by_products:
                 attended = _products(queries, keys, values, mask, form.scale)
             else:
                 attended = _sdpa(queries, keys, values, mask, form.scale)
@@ -124,6 +141,15 @@ class ExtendAttention:
                 stop = min(stop, start + self._chunk - (prefix_len + start) % self._chunk)
             yield start, stop
             start = stop
+
+    def _mask_of_images(self, q: Tensor, query: int, first: int, last: int, sees_to: Int64s) -> Tensor:
+        """[n, last - first] the mask of n queries, of which `query` is the first, with these ends."""
+        queries, keys = np.arange(query, query + len(sees_to))[:, None], np.arange(first, last)
+        hidden = keys >= np.maximum(sees_to[:, None], queries + 1)
+        if self._window is not None:
+            hidden |= keys <= queries - self._window
+        mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device)
+        return mask.masked_fill_(torch.from_numpy(hidden).to(q.device), -torch.inf)
 
     def _first_key(self, query: int) -> int:
         """Index of the first of the P tokens to which this query attends."""
@@ -142,9 +168,17 @@ class EncoderAttention:
         self._scale = scale
         self._reach = None if window is None else window // 2
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        sinks: Tensor | None = None,
+        sees_to: Int64s | None = None,
+    ) -> None:
         """Compute attention into `out`; shapes as in `ExtendAttention`, with P = n. Encoders have no sinks."""
-        assert sinks is None
+        assert sinks is None and sees_to is None
         num_tokens, reach = q.shape[0], self._reach
         q, out = q.permute(1, 2, 0, 3), out.permute(1, 2, 0, 3)
         k, v = k.transpose(0, 1), v.transpose(0, 1)

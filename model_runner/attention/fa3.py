@@ -71,6 +71,8 @@ class FlashAttention3(AttentionBackend):
         ]
         if spec.attention.chunked:
             reasons.append("attends to windows, not to chunks")
+        if spec.vision is not None and spec.vision.sees_whole:
+            reasons.append("attends to earlier tokens only, and those of an image see all of it")
         if dtype not in _DTYPES:
             reasons.append(f"computes in bfloat16 and float16, not in {_short(dtype)}")
         if kv_dtype == _FP8 and device.type == "cuda":

@@ -73,8 +73,13 @@ class Split(AttentionBackend):
 
 
 def _part(layout: BatchLayout, requests: slice, num_extends: int) -> BatchLayout:
+    sees_to = layout.sees_to
+    if sees_to is not None:
+        num_tokens = int(layout.extend_lens[: layout.num_extends].sum())
+        sees_to = sees_to[:num_tokens] if num_extends else None
+    rows, prefix_lens, extend_lens = layout.rows, layout.prefix_lens, layout.extend_lens
     return BatchLayout(
-        layout.rows[requests], layout.prefix_lens[requests], layout.extend_lens[requests], num_extends
+        rows[requests], prefix_lens[requests], extend_lens[requests], num_extends, sees_to=sees_to
     )
 
 

@@ -41,11 +41,13 @@ class _Extend:
 
     Attributes:
         slots: [old + extend_len] int32, of all tokens to which a new one attends.
+        sees_to: [extend_len] for each new token the end of those of `slots`; None: its own is the last.
     """
 
     start: int
     extend_len: int
     slots: Tensor
+    sees_to: Int64s | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,9 @@ class TorchNativeAttention(AttentionBackend):
                 start=int(starts[idx]),
                 extend_len=int(layout.extend_lens[idx]),
                 slots=self._req_to_token[int(layout.rows[idx]), int(firsts[idx]) : int(seq_lens[idx])],
+                sees_to=None
+                if layout.sees_to is None
+                else layout.sees_to[starts[idx] : starts[idx] + layout.extend_lens[idx]] - firsts[idx],
             )
             for idx in range(layout.num_extends)
         ]
@@ -240,7 +245,7 @@ class _Step:
         by_group = (extend.extend_len, num_kv_heads, -1, q.shape[2])
         k = self._gather(kv.k, kv.k_scale, extend.slots).view(-1, num_kv_heads, q.shape[2])
         v = self._gather(kv.v, kv.v_scale, extend.slots).view(-1, num_kv_heads, q.shape[2])
-        attend(q[tokens].view(by_group), k, v, out[tokens].view(by_group), sinks)
+        attend(q[tokens].view(by_group), k, v, out[tokens].view(by_group), sinks, extend.sees_to)
 
     def _gather(self, pool: Tensor, scales: Tensor | None, slots: Tensor) -> Tensor:
         """Rows of the flattened pool, [slots, H * D]: 5 to 15 times as fast as indexing in three dimensions."""

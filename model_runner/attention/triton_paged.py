@@ -106,11 +106,13 @@ class TritonAttention(AttentionBackend):
             for view, shape, rows in zip(views, shapes, tile_rows, strict=True)
         ]
         seq_lens_np = (layout.prefix_lens + layout.extend_lens)[split:].astype(np.int32)
+        ends = [] if layout.sees_to is None else [layout.sees_to.astype(np.int32)]
         req_rows, seq_lens, *arrays = self._buffers.put_all(
-            [layout.rows[split:], seq_lens_np, *(array for cut in cuts for array in cut[:2])]
+            [layout.rows[split:], seq_lens_np, *(array for cut in cuts for array in cut[:2]), *ends]
         )
+        sees_to = arrays.pop() if ends else None
         extends = {
-            view: self._prefill_kernels.make_plan(shape, cut, blocks, spans, rows, view)
+            view: self._prefill_kernels.make_plan(shape, cut, blocks, spans, rows, view, sees_to)
             for view, shape, cut, rows, blocks, spans in zip(
                 views, shapes, cuts, tile_rows, arrays[::2], arrays[1::2], strict=True
             )
@@ -135,6 +137,7 @@ class TritonAttention(AttentionBackend):
             view.window,
             -(-self._num_sms // shape.num_kv_heads),
             chunked=view.chunked,
+            sees_to=layout.sees_to,
         )
 
     def capturable(self) -> CapturableAttention:

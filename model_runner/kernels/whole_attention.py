@@ -51,7 +51,7 @@ class NativeWholeAttention:
         rows, none = np.cumsum(lens) - lens, np.zeros_like(lens)
         plan = self._plan_for(num_rows)
         addresses = [column.ctypes.data for column in (rows, none, lens, none)]
-        self._library.plan_attention(plan, *addresses, len(lens))
+        self._library.plan_attention(plan, *addresses, None, len(lens))
         head_dim = self._head_dim + self._padding
         out = qkv.new_empty((num_rows, self._num_heads, head_dim))
         size = self._num_heads * head_dim * qkv.element_size()

@@ -69,6 +69,20 @@ class ImageEncoder(Protocol):
         ...
 
 
+def ends_of_images(positions: Int64s, chunks: Sequence[tuple[int, int, int, Int64s]]) -> Int64s:
+    """`BatchLayout.sees_to` of a batch with tokens at `positions` [T], for a model that sees images whole.
+
+    `chunks`: see `ImageTokens.of`; a run of a request's media is an image.
+    """
+    sees_to = positions + 1
+    for first, position, length, media in chunks:
+        for start, run, _ in media.tolist():
+            if start < position + length and position < start + run:
+                assert position <= start and start + run <= position + length, "a cut within an image"
+                sees_to[first + start - position : first + start + run - position] = start + run
+    return sees_to
+
+
 class EncoderRows:
     """See the module.
 

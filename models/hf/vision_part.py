@@ -466,6 +466,7 @@ _READERS: Final[dict[str, Callable[[_Files], VisionSpec | None]]] = {
     "llava": _llava,
     "internvl": _internvl,
     "mistral3": _mistral3,
+    "gemma3": _gemma3,
 }
 
 

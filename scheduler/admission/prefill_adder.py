@@ -98,19 +98,26 @@ class PrefillAdder:
 
         It takes its share of the tokens that the step's decodes leave, in whole pages, and progresses whenever a page
         is available. If none is, the state changes within a page of decoding: a request finishes, or memory runs out
-        and this request, which has the least work to lose, is retracted.
+        and this request, which has the least work to lose, is retracted. Images that are computed whole take a step of
+        their own if they are longer than all this.
         """
         budget = self.budget
         remaining = req.fill_len - num_computed
         limit, by_time = self._limit(req, num_computed)
         have = min(limit, budget.cur_rem_tokens)
-        length = remaining if remaining <= have else self._whole_pages(num_computed, have)
+        length = remaining if remaining <= have else self._whole_pages(req, num_computed, have)
+        oversized = self._oversized(req, num_computed) if length <= 0 else 0
+        is_ready = oversized > 0 and self._tiles.are_ready(req, num_computed, oversized)
+        if is_ready and oversized <= budget.cur_rem_tokens:
+            length = oversized
         self._partial.count(remaining, length)
         if length <= 0:
             page_size = self._kv.page_size
             self._tiles.ahead(req, num_computed)
-            if self._whole_pages(num_computed, limit) > 0:
+            if self._whole_pages(req, num_computed, limit) > 0 or is_ready:
                 result, reason = AddReqResult.NO_TOKEN, Reason.NO_KV
+            elif oversized:
+                result, reason = AddReqResult.OTHER, Reason.ENCODE_TIME
             else:
                 result, reason = (
                     AddReqResult.OTHER,
@@ -218,9 +225,9 @@ class PrefillAdder:
             if lacks_tiles:
                 have = in_time = with_tiles
             # chunks end at pages, so the extension takes whole pages; cur_rem_tokens is a multiple of the page size
-            extra = remaining if remaining <= have else have // page_size * page_size
-            if extra <= 0 and lacks_tiles:
-                continue  # the other prompts may need none
+            extra = remaining if remaining <= have else self._whole_pages(chunk.req, end, have)
+            if extra <= 0 and (lacks_tiles or have >= page_size):
+                continue  # the other prompts may need no tiles, or have no images that are computed whole
             if extra <= 0:
                 break
             budget.extend(extra)
@@ -294,7 +301,11 @@ class PrefillAdder:
         if not self._partial.may_cut:
             lacks_tiles = by_time and limit < self.budget.time.most_tokens(ready_len)
             return 0, Reason.ENCODE_TIME if lacks_tiles else Reason.PARTIAL_LIMIT
-        length = self._whole_pages(ready_len, limit)
+        length = self._whole_pages(req, ready_len, limit)
+        if length <= 0:
+            length = self._oversized(req, ready_len)
+            if not self._tiles.are_ready(req, ready_len, length):
+                return 0, Reason.ENCODE_TIME
         if length > 0:
             return length, None
         return 0, self._reason_for_none(ready_len, limit, by_time=by_time)
@@ -305,9 +316,20 @@ class PrefillAdder:
             return self._spent_budget
         return Reason.STEP_TIME if limit == self.budget.time.most_tokens(start) else Reason.ENCODE_TIME
 
-    def _whole_pages(self, start: int, limit: int) -> int:
-        """The most tokens from `start` on, up to `limit`, that end at a page."""
-        return (start + limit) // self._kv.page_size * self._kv.page_size - start
+    def _whole_pages(self, req: Req, start: int, limit: int) -> int:
+        """The most tokens from `start` on, up to `limit`, that end at a page and in no image that is computed whole."""
+        return req.last_cut(start + limit, self._kv.page_size) - start
+
+    def _oversized(self, req: Req, start: int) -> int:
+        """The least tokens from `start` on that can be computed, if images that are computed whole make them many.
+
+        0: these are no more than a page, or the step has other prompts, or must not exceed its limit.
+        """
+        page_size = self._kv.page_size
+        cut = req.next_cut(start, page_size)
+        if cut == (start // page_size + 1) * page_size or self.chunks or not self.budget.allows_oversized:
+            return 0
+        return min(cut, req.fill_len) - start
 
     def _reason(self, chunk: Chunk, *, alone: bool, by_time: bool) -> Reason:
         """Reason why a chunk has its length; `by_time`: if it was cut, the time budget cut it."""

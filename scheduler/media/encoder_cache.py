@@ -55,10 +55,10 @@ class _Tile:
 
 
 class PlannedTile(NamedTuple):
-    """A tile on which a step works, for the request `rid`, and the number of parts of that work."""
+    """A tile on which a step works, for the request `req`, and the number of parts of that work."""
 
     wants: PromptTile
-    rid: str
+    req: Req
     num_parts: int
 
 
@@ -190,12 +190,12 @@ class EncoderCache:
         }
         encodes: list[Encode] = []
         num_tiles: dict[str, int] = {}
-        ahead = ""  # rid of the first request for which the step works ahead
-        for key, (wants, rid, num_parts) in self.planned.items():
+        ahead: Req | None = None  # the first request for which the step works ahead
+        for key, (wants, req, num_parts) in self.planned.items():
             tile = self._tiles.get(key)
             if tile is None or not tile.users:
-                ahead = ahead or rid
-                tile = tile or self._begin_ahead(wants, may_evict=rid == ahead)
+                ahead = ahead or req
+                tile = tile or self._begin_ahead(wants, req, may_evict=req is ahead)
             if tile is None:
                 continue
             num_parts = min(num_parts, self._tile_parts - tile.num_parts)
@@ -203,7 +203,7 @@ class EncoderCache:
             tile.num_parts += num_parts
             tile.is_encoded = tile.num_parts == self._tile_parts
             if tile.is_encoded:
-                num_tiles[rid] = num_tiles.get(rid, 0) + 1
+                num_tiles[req.rid] = num_tiles.get(req.rid, 0) + 1
             self._in_flight.setdefault(step_id, []).append(tile)
         self.planned = {}
         self.encoded_total += sum(num_tiles.values())
@@ -211,7 +211,7 @@ class EncoderCache:
             self._give_back(chunk.req, chunk.start + chunk.length)
         return EncodeWork(tuple(encodes), placements, num_tiles)
 
-    def _begin_ahead(self, wants: PromptTile, *, may_evict: bool) -> _Tile | None:
+    def _begin_ahead(self, wants: PromptTile, req: Req, *, may_evict: bool) -> _Tile | None:
         """Rows for a tile of a request that waits for it; None: there are none.
 
         Only the first such request of a step evicts, and no tile that it may need. Else two requests could evict each
@@ -219,7 +219,8 @@ class EncoderCache:
         """
         key, num = wants.key, wants.num_blocks
         if len(self._free) < num:
-            idle = [each for each in self._idle if each not in self.planned and each[0] != key[0]]
+            own = {tile.key for tile in req.images.tiles} if req.images is not None else set()
+            idle = [each for each in self._idle if each not in self.planned and each not in own]
             if not may_evict or len(self._free) + self._blocks_of(idle) < num:
                 return None
             while len(self._free) < num:
@@ -391,6 +392,13 @@ class TileBudget:
             seen.add(tile.key)
         return limit
 
+    def are_ready(self, req: Req, start: int, length: int) -> bool:
+        """Whether the tiles that `length` tokens from position `start` on need are encoded, or time is no limit."""
+        if req.images is None or self._time.tiles_s == math.inf:
+            return True
+        needed = [tile for tile in req.images.tiles if start < tile.end and tile.start < start + length]
+        return not any(self._cache.parts_left(tile.key) for tile in needed)
+
     def spend(self, req: Req, start: int, length: int) -> None:
         """Plan the tiles that `length` tokens from position `start` on need, and work ahead on the next one."""
         if req.images is None:
@@ -404,15 +412,15 @@ class TileBudget:
         self.ahead(req, end, has_tokens=True)
 
     def ahead(self, req: Req, end: int, *, has_tokens: bool = False) -> None:
-        """Work on the tile that keeps a prompt from advancing by a page from position `end` on, if there is one.
+        """Work on the tile that keeps a prompt from advancing from position `end` on, if there is one.
 
         `has_tokens`: the step computes tokens of the prompt, so it need not do work for which there is no time.
         """
         if req.images is None or self._time.tiles_s == math.inf:
             return
-        next_page = (end // self._page_size + 1) * self._page_size
+        next_cut = req.next_cut(end, self._page_size)
         for tile in req.images.tiles:
-            if end < tile.end and tile.start < next_page and (left := self._cache.parts_left(tile.key)):
+            if end < tile.end and tile.start < next_cut and (left := self._cache.parts_left(tile.key)):
                 least = not (self._cache.planned or has_tokens)
                 self._add(req, tile, min(left, max(self._time.most_parts() // tile.num_blocks, least)))
                 return
@@ -422,4 +430,4 @@ class TileBudget:
             self._time.spend_parts(num_parts * tile.num_blocks)
             planned = self._cache.planned.get(tile.key)
             so_far = 0 if planned is None else planned.num_parts
-            self._cache.planned[tile.key] = PlannedTile(tile, req.rid, so_far + num_parts)
+            self._cache.planned[tile.key] = PlannedTile(tile, req, so_far + num_parts)

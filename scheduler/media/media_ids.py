@@ -50,12 +50,14 @@ class MediaIds:
         rope = b""
         if self._capacity.has_rope_axes:
             rope = rope_axes(media, len(memoryview(input_ids).cast("i")), self._capacity.encoder_row_pixels)
+        runs = [run for item in media for run in runs_of(item)] if self._capacity.images_are_whole else []
         return PromptImages(
             input_ids,
             with_image_ids(input_ids, media, ids),
             tuple(tile for each in tiles for tile in each),
             tuple(each[-1].end for each in tiles),
             rope,
+            tuple((start, start + length) for start, length in runs),
         )
 
     def _id_of(self, item: MediaItem, input_ids: memoryview) -> int:

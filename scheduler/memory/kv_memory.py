@@ -149,7 +149,10 @@ class KVMemory:
         if req.needs_all_tokens and not max_pages:
             return _NO_MATCH
         if req.match is None or req.match_generation != self._cache.generation:
-            req.match = self._cache.match(req.extra_key, req.fill_ids, max_pages)
+            match = self._cache.match(req.extra_key, req.fill_ids, max_pages)
+            while (whole := self._whole_pages(req, match.num_pages)) < match.num_pages:
+                match = self._cache.match(req.extra_key, req.fill_ids, whole)
+            req.match = match
             req.match_generation = self._cache.generation
             if req.status in _QUEUED:
                 num_missing = req.fill_len - req.match.num_pages * self.page_size
@@ -206,7 +209,12 @@ class KVMemory:
         max_pages = req.most_cached // self.page_size
         if not self._host.num_cached or match.num_pages >= max_pages:
             return 0
-        return self._host.count_cached(self._page_keys(req, max_pages)[match.num_pages :])
+        found = self._host.count_cached(self._page_keys(req, max_pages)[match.num_pages :])
+        return self._whole_pages(req, match.num_pages + found) - match.num_pages
+
+    def _whole_pages(self, req: Req, num_pages: int) -> int:
+        """The most of the first pages of a request that do not end within an image that is used whole or not at all."""
+        return req.last_cut(num_pages * self.page_size, self.page_size) // self.page_size
 
     def _page_keys(self, req: Req, num_pages: int) -> list[bytes]:
         """The keys of the first pages of a request, which keeps them."""
@@ -220,6 +228,8 @@ class KVMemory:
     def _lacks_one_page(self, req: Req, match: PrefixMatch) -> bool:
         """Whether the rest of a new request's prompt, without the last token, is within one page of a sibling."""
         if req.needs_all_tokens or self._has_states:  # a sibling's state is not that of the prompt any more
+            return False
+        if req.last_cut(req.prompt_len - 1, 1) < req.prompt_len - 1:
             return False
         whole, rest = divmod(req.prompt_len - 1, self.page_size)
         return rest > 0 and req.output_len == 0 and match.num_pages == whole

@@ -52,6 +52,7 @@ class PromptImages(NamedTuple):
         tiles: of all images, in order of position.
         ends: position after each image.
         rope: `NewReq.rope`.
+        whole: (start, end) of runs within which no chunk and no prefix may end, in order (`Capacity.images_are_whole`).
     """
 
     input_ids: bytes
@@ -59,6 +60,7 @@ class PromptImages(NamedTuple):
     tiles: tuple[PromptTile, ...]
     ends: tuple[int, ...]
     rope: bytes = b""
+    whole: tuple[tuple[int, int], ...] = ()
 
 
 def tiles_of(item: MediaItem, tile_rows: int, num_blocks: int = 1) -> list[PromptTile]:

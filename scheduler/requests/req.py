@@ -317,6 +317,22 @@ class Req:
             return self.fill_ids
         return self.images.input_ids + self.fill_ids[len(self.images.input_ids) :]
 
+    def last_cut(self, position: int, page_size: int) -> int:
+        """The last position up to this one at which a chunk or a cached prefix may end: of a page, not in an image."""
+        cut = position // page_size * page_size
+        for start, end in () if self.images is None else reversed(self.images.whole):
+            if start < cut < end:
+                cut = start // page_size * page_size
+        return cut
+
+    def next_cut(self, position: int, page_size: int) -> int:
+        """The first position after this one at which a chunk may end, or one after the end of the prompt."""
+        cut = (position // page_size + 1) * page_size
+        for start, end in () if self.images is None else self.images.whole:
+            if start < cut < end:
+                cut = -(-end // page_size) * page_size
+        return cut
+
     @property
     def delivered_ids(self) -> bytes:
         """The beginning of the output that the client has from an earlier attempt; int32 bytes."""

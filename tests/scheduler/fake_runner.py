@@ -214,6 +214,7 @@ class FakeRunner:
         self.parts: dict[int, tuple[str, int, int]] = {}  # first row -> image, tile, and its next part
         self.encoded: dict[int, int] = {}  # row of the encoder's buffer -> its value
         self.images: dict[str, list[int]] = {}  # rid -> its prompt with the values of its rows
+        self.whole: dict[str, list[tuple[int, int]]] = {}  # rid -> images of which no chunk has a part
         self.tile_s = 0.0  # what a tile takes
         self.num_encodes: Counter[tuple[str, int]] = Counter()  # of each tile
         self.swap_s = 0.0  # what every step with swaps says they took
@@ -426,6 +427,8 @@ class FakeRunner:
                 offset += length
                 continue
             length -= len(drafts)
+            for begin, end in self.whole.get(self.rids[row_id], ()):
+                assert not begin < start < end and not begin < start + length < end, "a cut within an image"
             if start + length > len(row.tokens):
                 assert start == len(row.tokens) and length == 1 and row.sampled is not None, "no input token"
                 row.tokens.append(row.sampled)

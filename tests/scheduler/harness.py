@@ -11,6 +11,7 @@ import numpy as np
 from engine.runtime.adapter_spec import AdapterSpec
 from engine.runtime.config.engine_config import CacheConfig, SchedulerConfig
 from engine.runtime.feasibility import Capacity
+from engine.runtime.media import runs_of
 from engine.runtime.messages import (
     AbortRequest,
     AdapterDone,
@@ -155,6 +156,7 @@ class Harness:
         encoder_tile_rows: int = 0,
         encoder_row_pixels: int = 0,
         encoder_tile_parts: int = 1,
+        images_are_whole: bool = False,
         radix_cache: bool = True,
         overlap: int = 0,
         memory: int | None = None,
@@ -181,6 +183,7 @@ class Harness:
             encoder_tile_rows=encoder_tile_rows,
             encoder_row_pixels=encoder_row_pixels,
             encoder_tile_parts=encoder_tile_parts,
+            images_are_whole=images_are_whole,
         )
         self.store_ids: dict[str, int] = {}  # of loaded adapters, by fingerprint
         self.weights: dict[str, int] = {"": 0}  # fingerprint -> a number: what is loaded again is the same
@@ -257,6 +260,9 @@ class Harness:
         if images:
             prompt, ids, fields["media"] = self.with_images(prompt, images)
             self._fake_runner.images[rid] = prompt
+            if self.capacity.images_are_whole:
+                runs = [run for item in fields["media"] for run in runs_of(item)]
+                self._fake_runner.whole[rid] = [(start, start + length) for start, length in runs]
         self.answers[rid] = Answer(prompt, params, delivered, pooling, self.weights.get(fingerprint, 0))
         if grammar is not None:
             self.matchers.grammars[rid] = grammar

@@ -13,7 +13,8 @@
 // before it: not on other requests that share them, and not on where its prompt was cut, cached, or recomputed after a
 // retraction.
 //
-// Without causal attention (encoders) a whole text is computed at once, also one of a single token, like a prompt.
+// Without causal attention (encoders) a whole text is computed at once, also one of a single token, like a prompt. The
+// tokens of an image may see all of it (`sees_to`); a window begins by their own positions.
 //
 // Prompts that follow the same prefix keep their own items, and so their bits; their common blocks are packed only
 // once.
@@ -69,14 +70,15 @@ class Plan {
         num_partials_ = 0;
     }
 
-    // Adds the next request of the batch.
-    void add(int64_t row, int64_t prefix_len, int64_t extend_len, bool decodes) {
+    // Adds the next request of the batch. sees_to: see `plan_attention`.
+    void add(int64_t row, int64_t prefix_len, int64_t extend_len, bool decodes, const int64_t* sees_to) {
         int64_t first = int64_t(seen_to_.size());
         int64_t ahead = causal_ ? 0 : window_ ? window_ / 2 : extend_len;  // keys after its own that a token sees
         for (int64_t n = 0; n < extend_len; ++n) {
             int64_t to = prefix_len + n + 1 + ahead;
-            seen_to_.push_back(std::min(to, prefix_len + extend_len));
             seen_from_.push_back(first_seen(to));
+            if (sees_to != nullptr) to = std::max(to, sees_to[first + n]);
+            seen_to_.push_back(std::min(to, prefix_len + extend_len));
             tokens_.push_back(first + n);
             partials_.push_back(-1);
         }
@@ -309,13 +311,15 @@ EXPORT void free_attention_plan(void* plan) { delete static_cast<engine::Plan*>(
 // Plans a step and replaces the previous one; requests without new tokens are skipped.
 //
 // decodes: for each request, whether it decodes: its new tokens are the last sampled one and drafts. Null: all decode.
+// sees_to: for each token the end of the keys that it sees, never less than that of the token before it in a request;
+// at least its own position is seen. Null: no other.
 EXPORT void plan_attention(void* plan_, const int64_t* rows, const int64_t* prefix_lens, const int64_t* extend_lens,
-                           const int64_t* decodes, int64_t num_requests) {
+                           const int64_t* decodes, const int64_t* sees_to, int64_t num_requests) {
     engine::parallel_for_dynamic(1, [&](int64_t) {  // on one thread of a team
         engine::Plan& plan = *static_cast<engine::Plan*>(plan_);
         plan.begin();
         for (int64_t n = 0; n < num_requests; ++n)
-            plan.add(rows[n], prefix_lens[n], extend_lens[n], decodes == nullptr || decodes[n]);
+            plan.add(rows[n], prefix_lens[n], extend_lens[n], decodes == nullptr || decodes[n], sees_to);
         plan.finish();
     });
 }

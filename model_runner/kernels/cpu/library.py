@@ -127,7 +127,7 @@ _SIGNATURES: Final[Mapping[str, tuple[str, str]]] = {
     "store_latent": ("", "pnnpnnppppppnnnnfiiii"),
     "new_attention_plan": ("p", "pnnnnnniiiff"),
     "free_attention_plan": ("", "p"),
-    "plan_attention": ("", "pppppn"),
+    "plan_attention": ("", "ppppppn"),
     "attend": ("", "ppnppppppi"),
     "sample_tokens": ("", "pnppppppnppnn"),
     "token_logprobs": ("", "pnpppppnnn"),

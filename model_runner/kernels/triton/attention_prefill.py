@@ -79,9 +79,11 @@ def _extend_kernel(
     q_stride,
     q_head_stride,
     table_stride,
+    sees_ptr,
     scale,
     CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_IMAGES: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNKED: tl.constexpr,
     NUM_KV: tl.constexpr,
@@ -113,6 +115,9 @@ def _extend_kernel(
         q = q.to(tl.float16)
     # Unused rows take the mask of the last token; they are not stored.
     q_position = first_position + tl.minimum(m // GROUP, num_tokens - 1)
+    sees_to = q_position + 1
+    if HAS_IMAGES:
+        sees_to = tl.load(sees_ptr + token + tl.minimum(m // GROUP, num_tokens - 1))
     table_ptr += row * table_stride
     kv_at = kv_head * HEAD_DIM + d
 
@@ -132,7 +137,7 @@ def _extend_kernel(
                 inside = inside & ((position >= begin) & (position < end))[:, None]
             scores = scores_of(q, k_ptr, at, inside, scale, CAP, KV)
             if MASKED:
-                seen = position[None, :] <= q_position[:, None]
+                seen = position[None, :] < sees_to[:, None]
                 if WINDOW > 0:
                     first = q_position // WINDOW * WINDOW if CHUNKED else q_position - (WINDOW - 1)
                     seen = seen & (position[None, :] >= first[:, None])
@@ -165,6 +170,7 @@ class ExtendPlan:
         tile_rows: rows per tile of a program.
         window: window of the layers.
         chunked: the window is a chunk, see `AttentionForm`.
+        sees_to: [T] int32, device, see `BatchLayout`, never less than a token's own end; None: that is it.
     """
 
     blocks: Tensor
@@ -174,6 +180,7 @@ class ExtendPlan:
     tile_rows: int
     window: int | None
     chunked: bool
+    sees_to: Tensor | None = None
 
 
 def rows_of_tile(shape: HeadShape, kv_dtype: torch.dtype, longest: int) -> int:
@@ -210,12 +217,18 @@ def tiling(shape: HeadShape, dtype: torch.dtype, rows: int) -> Tiling:
 
 
 def make_plan(
-    shape: HeadShape, cut: ExtendCut, blocks: Tensor, spans: Tensor, tile_rows: int, view: LayerView
+    shape: HeadShape,
+    cut: ExtendCut,
+    blocks: Tensor,
+    spans: Tensor,
+    tile_rows: int,
+    view: LayerView,
+    sees_to: Tensor | None = None,
 ) -> ExtendPlan:
     """The plan for `cut`, with its arrays on the device."""
     partial = blocks.new_empty((cut.num_parts, shape.num_heads, shape.head_dim), dtype=torch.float32)
     lse = blocks.new_empty((cut.num_parts, shape.num_heads), dtype=torch.float32)
-    return ExtendPlan(blocks, spans, partial, lse, tile_rows, view.window, view.chunked)
+    return ExtendPlan(blocks, spans, partial, lse, tile_rows, view.window, view.chunked, sees_to)
 
 
 def attend_extend(inputs: AttentionInputs, plan: ExtendPlan) -> None:
@@ -228,6 +241,8 @@ def attend_extend(inputs: AttentionInputs, plan: ExtendPlan) -> None:
         plan.partial,
         plan.lse,
         tile.keys,
+        sees_ptr=plan.blocks if plan.sees_to is None else plan.sees_to,
+        HAS_IMAGES=plan.sees_to is not None,
         WINDOW=plan.window or 0,
         CHUNKED=plan.chunked,
         BLOCK_M=tile.rows,
@@ -242,16 +257,18 @@ def variants() -> list[KernelVariant]:
     found = []
     for variant in VARIANTS:
         shape, dtype, kv_dtype = variant.shape, variant.dtype, variant.kv_dtype
-        for window in (None, 512):
+        of_gemma3 = shape == HeadShape(1, 4, 256, 16) and kv_dtype == torch.bfloat16
+        for window, has_images in ((None, False), (512, False), *(((512, True),) if of_gemma3 else ())):
             tile = tiling(
                 shape, dtype if kv_dtype.itemsize > 1 else torch.float16, rows_of_tile(shape, kv_dtype, 4096)
             )
             found.append(
                 KernelVariant(
-                    f"attend_extend {variant.name} window {window}",
+                    f"attend_extend {variant.name} window {window}" + " images" * has_images,
                     _extend_kernel,
-                    variant.pointers | {"blocks_ptr": "*i32"} | STRIDES,
+                    variant.pointers | {"blocks_ptr": "*i32", "sees_ptr": "*i32"} | STRIDES,
                     {
+                        "HAS_IMAGES": has_images,
                         "WINDOW": window or 0,
                         "CHUNKED": False,
                         "BLOCK_M": tile.rows,

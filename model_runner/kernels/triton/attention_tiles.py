@@ -197,13 +197,14 @@ class AttentionInputs(NamedTuple):
     sinks: Tensor | None = None
 
     def launch(
-        self, kernel: Any, programs: Tensor, partial: Tensor, lse: Tensor, keys: int, **constants: int
+        self, kernel: Any, programs: Tensor, partial: Tensor, lse: Tensor, keys: int, **more: Any
     ) -> None:
         """Launch `kernel` for each row of `programs` and each KV head.
 
         Args:
             partial, lse: partial results, see `attention_combine`.
             keys: keys per tile.
+            more: arguments that only this kernel has.
         """
         q, kv, table, sinks = self.q, self.kv, self.req_to_token, self.sinks
         kernel[(self.shape.num_kv_heads, len(programs))](
@@ -221,7 +222,7 @@ class AttentionInputs(NamedTuple):
             **self.scores.arguments,
             HAS_SINKS=sinks is not None,
             **self.shape.constants(keys, kv.k.dtype, self.by_hand),
-            **constants,
+            **more,
         )
 
 

@@ -40,6 +40,7 @@ def cut_extends(
     num_blocks_wanted: int,
     *,
     chunked: bool = False,
+    sees_to: Int64s | None = None,
 ) -> ExtendCut:
     """Cut the tokens of the requests into blocks; if the blocks are too few, split their keys into parts.
 
@@ -49,6 +50,7 @@ def cut_extends(
         starts, rows, prefix_lens, extend_lens: [n], of the requests with several new tokens.
         num_blocks_wanted: number of blocks that fills the GPU.
         chunked: the window is a chunk, see `AttentionForm`.
+        sees_to: [T] see `BatchLayout`.
     """
     counts = -(-extend_lens // tokens_per_block)
     request = np.repeat(np.arange(len(rows)), counts)
@@ -57,6 +59,8 @@ def cut_extends(
     num_tokens = np.minimum(extend_lens[request] - offset, tokens_per_block)
     position = prefix_lens[request] + offset
     end = position + num_tokens
+    if sees_to is not None:
+        end = np.maximum(end, sees_to[token + num_tokens - 1])
     begin = np.zeros_like(end)
     if window is not None:
         begin = position // window * window if chunked else np.maximum(position - window + 1, 0)

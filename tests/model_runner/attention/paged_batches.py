@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -111,6 +111,7 @@ class Pages:
         self.keys = [torch.randn(length, *heads).to(kept).to(device) for length in lens]
         self.values = [torch.randn(length, *heads).to(kept).to(device) for length in lens]
         self.q: Tensor = torch.empty(0)
+        self.images: list[list[tuple[int, int]]] = [[] for _ in lens]  # of each request: (start, end)
         # Some sinks are far above the scores, some far below.
         self.sinks = torch.randn(spec.num_heads).mul_(4.0).to(device) if spec.attention.sinks else None
 
@@ -121,7 +122,8 @@ class Pages:
             what attention must be, in float64: [extend_len, Hq * D] of each request.
         """
         q, k, expected = [], [], []
-        for slots, keys, values, new in zip(self.slots, self.keys, self.values, extend_lens, strict=True):
+        columns = (self.slots, self.keys, self.values, extend_lens, self.images)
+        for slots, keys, values, new, images in zip(*columns, strict=True):
             if self.pool.k_scale:
                 keys, values = self._store_quantized(layer_id, slots, keys, values)
             else:
@@ -132,7 +134,16 @@ class Pages:
             window, form = self.spec.window_of(layer_id), self.spec.attention
             scores = (self.spec.score_scale, form.score_cap, self.sinks)
             expected.append(
-                dense(q[-1], keys, values, window, *scores, chunked=form.chunked, causal=self.spec.causal)
+                dense(
+                    q[-1],
+                    keys,
+                    values,
+                    window,
+                    *scores,
+                    chunked=form.chunked,
+                    causal=self.spec.causal,
+                    images=images,
+                )
             )
         # As the model makes it: q is a view into a tensor with q and k.
         self.q = torch.cat((torch.cat(q), torch.cat(k)), dim=1)[:, : self.spec.num_heads]
@@ -156,7 +167,17 @@ class Pages:
             prefix_lens=np.array(self.lens, dtype=np.int64) - extend_lens,
             extend_lens=np.array(extend_lens, dtype=np.int64),
             num_extends=several[-1] + 1 if several else 0,
+            sees_to=self._sees_to(extend_lens) if any(self.images) else None,
         )
+
+    def _sees_to(self, extend_lens: list[int]) -> np.ndarray:
+        ends = []
+        for length, new, images in zip(self.lens, extend_lens, self.images, strict=True):
+            mine = np.arange(1, length + 1)
+            for start, end in images:
+                mine[start:end] = end
+            ends.append(mine[length - new :])
+        return np.concatenate(ends)
 
     def bound(self) -> Any:
         """The backend over this pool."""
@@ -226,8 +247,9 @@ def dense(
     *,
     chunked: bool = False,
     causal: bool = True,
+    images: Sequence[tuple[int, int]] = (),
 ) -> Tensor:
-    """Attention of the last len(q) of len(k) tokens, in float64: [n, Hq * D]."""
+    """Attention of the last len(q) of len(k) tokens, in float64: [n, Hq * D]; `images` see all of themselves."""
     group = q.shape[1] // k.shape[1]
     k, v = (numbers.to(torch.float64).repeat_interleave(group, 1) for numbers in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * (scale or q.shape[-1] ** -0.5)
@@ -236,6 +258,8 @@ def dense(
     key = torch.arange(k.shape[0], device=q.device)
     query = key[k.shape[0] - q.shape[0] :, None]
     visible = key <= query if causal else torch.ones_like(query >= key)
+    for start, end in images:
+        visible |= (query >= start) & (query < end) & (key >= start) & (key < end)
     if window is not None and chunked:
         visible &= key // window == query // window
     elif window is not None:
@@ -245,6 +269,30 @@ def dense(
         scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, len(q), 1)), dim=-1)
     weights = scores.softmax(-1)[..., : len(k)]
     return torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
+
+
+@st.composite
+def seeing_batches(
+    draw: st.DrawFn, max_len: int = 400
+) -> tuple[list[int], list[int], list[list[tuple[int, int]]]]:
+    """Total lengths, new tokens, and images of each request, each of which is in the prefix or in the new tokens."""
+    lens, extend_lens, images = [], [], []
+    for _ in range(draw(st.integers(1, 4))):
+        mine, length = [], draw(st.integers(0, 20))
+        for _ in range(draw(st.integers(0, 3))):
+            start = length + draw(st.integers(0, 9))
+            length = start + draw(st.integers(1, 20) | st.integers(1, max_len // 3))
+            mine.append((start, length))
+        length += draw(st.integers(0 if mine else 1, 20))
+        cuts = [cut for cut in range(length) if not any(start < cut < end for start, end in mine)]
+        lens.append(length)
+        extend_lens.append(length - draw(st.sampled_from(cuts)))
+        images.append(mine)
+    for _ in range(draw(st.integers(0, 2))):  # decodes
+        lens.append(draw(st.integers(1, max_len)))
+        extend_lens.append(1)
+        images.append([])
+    return lens, extend_lens, images
 
 
 def whole_texts(max_len: int = 700) -> st.SearchStrategy[list[int]]:

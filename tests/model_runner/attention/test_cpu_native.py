@@ -18,7 +18,14 @@ from engine.model_runner.attention.backend import BatchLayout
 from engine.model_runner.attention.cpu_native import CpuNativeAttention
 from engine.model_runner.kernels.cpu.compiler import ISAS, runnable_isas
 from engine.model_runner.memory.io_buffers import InputBuffers
-from tests.model_runner.attention.paged_batches import Pages, assert_close, batches, spec_of, whole_texts
+from tests.model_runner.attention.paged_batches import (
+    Pages,
+    assert_close,
+    batches,
+    seeing_batches,
+    spec_of,
+    whole_texts,
+)
 from tests.model_runner.kernels.cpu.conftest import COMPILES, COMPILES_FOR_GUEST, best_library, library_of
 from tests.model_runner.kernels.cpu.guest import CPUS, GuestLibrary
 from tests.selection import examples
@@ -98,6 +105,29 @@ def test_in_an_encoder_a_token_sees_those_after_it(
     pages = Pages(spec, page_size, lens, dtype, seed, backend=backend)
     ours, expected = pages.run(lens, layer_id)
     check(ours, expected, (dtype, dtype))
+
+
+@settings(
+    max_examples=examples(16 // SLOWDOWN),
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    batch=seeing_batches(),
+    heads=st.sampled_from([(3, 1, 16), (4, 2, 64), (2, 1, 256)]),
+    dtypes=st.sampled_from([(BF16, BF16), (F32, F32), (BF16, INT8)]),
+    window=st.none() | st.sampled_from([1, 7, 64, 300]),
+    layer_id=st.sampled_from([0, 1, 1]),
+    fixed_order=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_tokens_of_an_image_see_all_of_it(library, batch, heads, dtypes, window, layer_id, fixed_order, seed):
+    (lens, extend_lens, images), (dtype, kv_dtype) = batch, dtypes
+    backend: Any = functools.partial(CpuNativeAttention, library=library, fixed_order=fixed_order)
+    spec = spec_of(*heads, window=window)
+    pages = Pages(spec, 16, lens, dtype, seed, backend=backend, kv_dtype=kv_dtype)
+    pages.images = images
+    ours, expected = pages.run(extend_lens, layer_id)
+    check(ours, expected, dtypes)
 
 
 def check(ours: list[torch.Tensor], expected: list[torch.Tensor], dtypes: tuple[torch.dtype, ...]) -> None:
@@ -440,7 +470,7 @@ def shared_prefixes(library: Any, table: Any, lens: Any, page_size: int) -> list
         table.ctypes.data, table.shape[1], page_size, 1, 1, 16, 0, 0, 1, 0, 0.25, 0.0
     )
     columns = np.stack((np.arange(len(lens)), np.asarray(lens) - 1, np.ones(len(lens), dtype=np.int64)))
-    library.plan_attention(plan, *(column.ctypes.data for column in columns), None, len(lens))
+    library.plan_attention(plan, *(column.ctypes.data for column in columns), None, None, len(lens))
     items = items_of(plan)
     tokens = int64s_at(Step.from_address(plan).tokens, int(items[:, 5].max()))
     members: dict[tuple[int, int, int], list[int]] = {}  # an item holds some of them

@@ -11,7 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.model_runner.attention.torch_native import TorchNativeAttention, group_by_length
-from tests.model_runner.attention.paged_batches import Pages, assert_close, batches, spec_of, whole_texts
+from tests.model_runner.attention.paged_batches import (
+    Pages,
+    assert_close,
+    batches,
+    seeing_batches,
+    spec_of,
+    whole_texts,
+)
 from tests.selection import examples
 
 FP8 = torch.float8_e4m3fn
@@ -52,6 +59,23 @@ def test_is_dense_attention(batch, heads, page_size, dtypes, window, layer_id, s
 def test_in_an_encoder_a_token_sees_those_after_it(lens, heads, dtype, window, layer_id, seed):
     pages = native(spec_of(*heads, window=window, causal=False), 4, lens, dtype, seed)
     ours, expected = pages.run(lens, layer_id)
+    assert_close(ours, expected, dtype)
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(
+    batch=seeing_batches(),
+    heads=st.sampled_from([(3, 1, 16), (4, 2, 8)]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    window=st.none() | st.sampled_from([1, 7, 64, 300]),
+    layer_id=st.sampled_from([0, 1, 1]),
+    seed=st.integers(0, 1000),
+)
+def test_tokens_of_an_image_see_all_of_it(batch, heads, dtype, window, layer_id, seed):
+    lens, extend_lens, images = batch
+    pages = native(spec_of(*heads, window=window), 4, lens, dtype, seed)
+    pages.images = images
+    ours, expected = pages.run(extend_lens, layer_id)
     assert_close(ours, expected, dtype)
 
 

@@ -19,7 +19,13 @@ from engine.model_runner.kernels.triton import attention_decode, attention_tiles
 from engine.model_runner.kernels.triton.attention_tiles import AttentionInputs
 from engine.model_runner.ops.rotation import LayerKV
 from tests.conftest import HAS_NVIDIA_DRIVER
-from tests.model_runner.attention.paged_batches import Pages, assert_close, batches, spec_of
+from tests.model_runner.attention.paged_batches import (
+    Pages,
+    assert_close,
+    batches,
+    seeing_batches,
+    spec_of,
+)
 from tests.selection import examples
 from tests.triton_interpreter import repair_interpreter
 
@@ -65,6 +71,23 @@ def arguments(batch: st.SearchStrategy[Any]) -> dict[str, st.SearchStrategy[Any]
 @given(**arguments(batches(max_len=90, max_extends=2, max_decodes=3)))
 def test_is_dense_attention(batch, heads, page_size, dtypes, window, layer_id, seed):
     check_step(batch, heads, page_size, dtypes, window, layer_id, seed)
+
+
+@settings(max_examples=examples(4))
+@given(
+    batch=seeing_batches(max_len=90),
+    heads=st.sampled_from([(3, 1, 40), (4, 4, 32), (2, 1, 256)]),
+    dtypes=st.sampled_from(DTYPES),
+    window=st.none() | st.sampled_from([1, 50, 64]),
+    layer_id=st.sampled_from([0, 1, 1]),
+    seed=st.integers(0, 1000),
+)
+def test_tokens_of_an_image_see_all_of_it(batch, heads, dtypes, window, layer_id, seed):
+    lens, extend_lens, images = batch
+    pages = paged(spec_of(*heads, window=window), 16, lens, dtypes[0], seed, kv_dtype=dtypes[1])
+    pages.images = images
+    ours, expected = pages.run(extend_lens, layer_id)
+    assert_close(ours, expected, dtypes[0])
 
 
 @pytest.mark.slow

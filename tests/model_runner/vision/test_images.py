@@ -45,6 +45,16 @@ TEXT = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+GEMMA_TEXT = TEXT | {
+    "model_type": "gemma3_text",
+    "head_dim": 16,
+    "query_pre_attn_scalar": 16,
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 6,
+}
+"""The window is shorter than an image."""
+NAMES = {"smolvlm": "SmolVLM", "idefics3": "Idefics3", "gemma3": "Gemma3"}
 SCORED = SamplingParams(temperature=0.0, prompt_logprobs=3, seed=0, max_new_tokens=64)
 Tiles = npt.NDArray[np.uint8]
 
@@ -84,12 +94,13 @@ class Seeing:
         return source.integers(0, 256, (num, side, side, 3), dtype=np.uint8)
 
     def pixels(self, images: Sequence[Tiles]) -> torch.Tensor:
-        """[1, tiles, 3, side, side] as transformers' processor normalizes them."""
+        """[1, tiles, 3, side, side], of Gemma 3 without the 1, as transformers' processor normalizes them."""
         assert self.spec.vision is not None
         how = self.spec.vision.processing
         rescaled = (np.concatenate(images).astype(np.float64) * how.rescale_factor).astype(np.float32)
         normalized = (rescaled - np.asarray(how.mean, np.float32)) / np.asarray(how.std, np.float32)
-        return torch.from_numpy(normalized).permute(0, 3, 1, 2)[None]
+        pixels = torch.from_numpy(normalized).permute(0, 3, 1, 2)
+        return pixels if self.spec.vision.sees_whole else pixels[None]
 
     def prompt(self, images: Sequence[Tiles], seed: int = 0) -> list[int]:
         """Text around runs of placeholders, one for each tile."""
@@ -104,6 +115,9 @@ class Seeing:
     def logprobs(self, tokens: Sequence[int], images: Sequence[Tiles]) -> torch.Tensor:
         """Log-probabilities of what follows each token: [len, vocab]."""
         pixels = {"pixel_values": self.pixels(images)} if images else {}
+        assert self.spec.vision is not None
+        if self.spec.vision.sees_whole:
+            pixels["token_type_ids"] = (torch.tensor([tokens]) == IMAGE_ID).long()
         logits: torch.Tensor = self.reference(torch.tensor([tokens]), **pixels).logits[0].float()
         return logits.log_softmax(-1)
 
@@ -127,27 +141,34 @@ def make_seeing(tmp_path: Path) -> MakeSeeing:
             "image_size": 24,
             "patch_size": 4,
         } | vision
-        config = transformers.AutoConfig.for_model(
-            outer, text_config=TEXT, vision_config=tower, image_token_id=IMAGE_ID, scale_factor=scale
-        )
+        if outer == "gemma3":
+            config = transformers.AutoConfig.for_model(
+                outer,
+                text_config=GEMMA_TEXT,
+                vision_config={"model_type": "siglip_vision_model", "vision_use_head": False, **tower},
+                image_token_id=IMAGE_ID,
+                mm_tokens_per_image=(tower["image_size"] // tower["patch_size"] // scale) ** 2,
+            )
+        else:
+            config = transformers.AutoConfig.for_model(
+                outer, text_config=TEXT, vision_config=tower, image_token_id=IMAGE_ID, scale_factor=scale
+            )
         config._attn_implementation = "eager"
-        name = "SmolVLM" if outer == "smolvlm" else "Idefics3"
-        reference = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+        reference = getattr(transformers, f"{NAMES[outer]}ForConditionalGeneration")(config).eval()
         with torch.no_grad():
             for name, parameter in reference.named_parameters():
                 if "norm" in name:
                     parameter.uniform_(0.5, 1.5)
                 else:
                     parameter.normal_(0.0, 0.3 if parameter.ndim == 1 else 1.5 / parameter[0].numel() ** 0.5)
-            reference.lm_head.weight[IMAGE_ID] = (
-                0.0  # transformers wants a picture for a placeholder in an answer
-            )
+            if outer != "gemma3":  # transformers wants a picture for a placeholder in an answer
+                reference.lm_head.weight[IMAGE_ID] = 0.0
         folder = tmp_path / outer
         reference.save_pretrained(folder)
         side = tower["image_size"]
         processor = {
             "max_image_size": {"longest_edge": side},
-            "size": {"longest_edge": 2 * side},
+            "size": {"height": side, "width": side} if outer == "gemma3" else {"longest_edge": 2 * side},
             "image_mean": [0.5, 0.4, 0.6],
             "image_std": [0.5, 0.3, 0.7],
         }
@@ -201,6 +222,7 @@ SHAPES = {
     "smolvlm": ("smolvlm", 2, {}),
     "idefics3, joined by three": ("idefics3", 3, {}),
     "pixels after the last patch, exact gelu": ("smolvlm", 2, {"image_size": 27, "hidden_act": "gelu"}),
+    "gemma 3": ("gemma3", 2, {}),
     "a grid whose fractions are rounded down": ("smolvlm", 2, {"image_size": 44, "patch_size": 2}),
     "one patch": ("smolvlm", 1, {"image_size": 7, "patch_size": 7, "num_hidden_layers": 1}),
 }

@@ -50,6 +50,7 @@ class Served:
             encoder_tile_parts=config.pop("tile_parts", seeing.num_parts),
             encoder_row_pixels=seeing.row_pixels,
             has_rope_axes=seeing.row_pixels > 0,
+            images_are_whole=seeing.spec.vision is not None and seeing.spec.vision.sees_whole,
         )
         radix_cache = config.pop("radix_cache", True)
         self.scheduler = Scheduler(
@@ -126,15 +127,17 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("outer", ["smolvlm", "gemma3"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_answers_are_those_of_transformers(
     make_seeing: MakeSeeing,  # noqa: F811
     make_driver: Callable[..., Driver],
     tmp_path: Path,
     case: dict[str, Any],
+    outer: str,
 ) -> None:
     """Prompts with 0 to 3 of three images, some with a common beginning, come while others run."""
-    check_case(make_seeing(), make_driver, tmp_path, case)
+    check_case(make_seeing(outer), make_driver, tmp_path, case)
 
 
 def check_case(

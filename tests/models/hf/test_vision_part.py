@@ -10,6 +10,7 @@ import pytest
 from msgspec import structs
 
 from engine.models.hf.hf_config import read_hf_spec
+from engine.models.hf.multimodal_types import MULTIMODAL
 from engine.models.spec.vision_spec import ImageProcessing, VisionSpec
 from engine.models.weight_files.weight_memory import num_parameters
 from engine.runtime.config.model_choice import TaskChoice
@@ -243,3 +244,85 @@ def test_what_is_refused_of_qwen(
     changed = QWEN | {"vision_config": QWEN_TOWER | tower} | config
     with pytest.raises(ConfigError, match=message):
         vision_of(tmp_path, changed, QWEN_PROCESSOR | processor)
+
+
+GEMMA_TOWER = {
+    "hidden_size": 1152,
+    "image_size": 896,
+    "intermediate_size": 4304,
+    "model_type": "siglip_vision_model",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 27,
+    "patch_size": 14,
+    "vision_use_head": False,
+}
+GEMMA: dict[str, Any] = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "model_type": "gemma3",
+    "boi_token_index": 255_999,
+    "eoi_token_index": 256_000,
+    "image_token_index": 262_144,
+    "mm_tokens_per_image": 256,
+    "text_config": {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 2},
+    "vision_config": GEMMA_TOWER,
+}
+GEMMA_PROCESSOR = {
+    "do_pan_and_scan": None,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "resample": 2,
+    "size": {"height": 896, "width": 896},
+}
+
+
+def test_the_tower_of_gemma_3_4b(tmp_path: Path) -> None:
+    vision = vision_of(tmp_path, GEMMA, GEMMA_PROCESSOR)
+
+    assert vision is not None and vision.family == "gemma3" and vision.sees_whole
+    assert (vision.rows_per_tile, vision.grid, vision.scale_factor, vision.most_tiles) == (256, 64, 4, 1)
+    assert (vision.image_token_id, vision.marker, vision.end_token) == (
+        262_144,
+        "<start_of_image>",
+        "<end_of_image>",
+    )
+    assert (vision.processing.resample, vision.processing.tile_size) == (2, 896)
+    assert vision.joined_size == 1152 and 5e12 < vision.flops_per_tile(2560) < 6e12
+
+
+@pytest.mark.parametrize(
+    ("config", "processor", "message"),
+    [
+        (
+            {"mm_tokens_per_image": 255},
+            {},
+            "mm_tokens_per_image is 255, expected the square of a number that",
+        ),
+        ({"mm_tokens_per_image": 225}, {}, "divides the 64 patches of an image's side"),
+        ({"image_token_index": 262_208}, {}, "image_token_index is 262208, expected a whole number from 0"),
+        (
+            {},
+            {"do_pan_and_scan": True},
+            "do_pan_and_scan is True, only false is supported, or serve its text",
+        ),
+        ({}, {"do_resize": False}, "do_resize is False, only true is supported"),
+        ({}, {"size": {"height": 896, "width": 224}}, "but the tower sees tiles of 896 pixels"),
+    ],
+)
+def test_what_is_refused_of_gemma_3(
+    tmp_path: Path, config: dict[str, Any], processor: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        vision_of(tmp_path, GEMMA | config, GEMMA_PROCESSOR | processor)
+
+
+@pytest.mark.parametrize("prefix", ["vision_tower.vision_model.", "model.vision_tower.", "vision_tower."])
+def test_names_of_the_tower_in_all_layouts(prefix: str) -> None:
+    kind = MULTIMODAL["gemma3"]
+
+    assert (
+        kind.usual_name(f"{prefix}post_layernorm.weight", sees=True) == "vision_model.post_layernorm.weight"
+    )
+    assert kind.usual_name(f"{prefix}head.probe", sees=True) is None
+    assert kind.usual_name(f"{prefix}post_layernorm.weight") is None
+    projector = "multi_modal_projector.mm_soft_emb_norm.weight"
+    assert kind.usual_name(f"model.{projector}", sees=True) == projector

@@ -7,6 +7,7 @@ from array import array
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -615,3 +616,76 @@ def test_blocks_of_images_are_promised_together():
     harness.run_until_idle()
 
     assert encodes(harness) == {"three": 1, "wide": 1}
+
+
+# ---------------------------------------------------------------- images that are computed whole
+
+
+def chunks_of(harness: Harness) -> list[tuple[int, int]]:
+    """(start, end) of what each request computes in each step, until nothing is left."""
+    found = []
+    while (batch := harness.step()) is not None:
+        starts, lengths = (
+            np.frombuffer(each, dtype=np.int32).tolist()
+            for each in (batch.plan.num_computed_tokens, batch.plan.num_scheduled_tokens)
+        )
+        found += [(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+    return found
+
+
+def test_a_chunk_ends_before_or_after_images_that_are_longer():
+    """Pages have 4 tokens; images are 8 long, at 5 and 15, and no page ends between them."""
+    harness = make(images_are_whole=True, chunked_prefill_size=4)
+
+    images = [Image("cat", 1, 5), Image("dog", 1, 15)]
+    harness.submit("a", prompt=list(range(1, 20)), images=images, max_new_tokens=1)
+
+    assert chunks_of(harness) == [(0, 4), (4, 24), (24, 28), (28, 32), (32, 35)]
+
+
+def test_an_image_waits_for_a_step_without_other_prompts():
+    harness = make(images_are_whole=True, chunked_prefill_size=12)
+    harness.submit("text", prompt=list(range(1, 11)), max_new_tokens=1)
+    harness.submit("a", prompt=list(range(21, 30)), images=[Image("cat", 3, 1)], max_new_tokens=1)
+
+    assert chunks_of(harness) == [(0, 10), (0, 28), (28, 33)]
+    assert harness.answers["a"].finish is not None
+
+
+def test_both_of_two_images_without_a_cut_between_them_are_encoded_first():
+    """While others decode, work on tiles is divided among steps; the chunk comes when both are there."""
+    harness = make(
+        2, images_are_whole=True, chunked_prefill_size=8, target_step_ms=11.0, encoder_tile_parts=4
+    )
+    harness.runner.tile_s = 0.02
+    harness.submit("seen", prompt=list(range(1, 9)), images=[Image("cow", 1, 2)], max_new_tokens=1)
+    harness.run_until_idle()
+    harness.submit("decodes", prompt=list(range(50, 60)), max_new_tokens=100)
+    for _ in range(5):
+        harness.step()
+
+    images = [Image("cat", 1, 5), Image("dog", 1, 15)]
+    harness.submit("a", prompt=list(range(1, 20)), images=images, max_new_tokens=1)
+    while harness.answers["a"].finish is None:
+        harness.step()
+
+    assert encodes(harness) == {"cow": 1, "cat": 1, "dog": 1}
+    assert harness.answers["decodes"].finish is None
+
+
+def test_the_first_half_of_an_image_is_never_a_hit():
+    """The match ends within it because the prompt does, and because the cache has lost the other half."""
+    harness = make(images_are_whole=True, num_pages=12, max_model_len=48)
+    prompt, images = list(range(1, 12)), [Image("cat", 1, 6)]
+
+    def cached_tokens(rid: str, prompt: list[int]) -> int:
+        harness.submit(rid, prompt=prompt, images=images, max_new_tokens=1)
+        harness.run_until_idle()
+        return harness.answers[rid].rows[-1].usage.cached_tokens
+
+    assert cached_tokens("a", prompt) == 0
+    assert cached_tokens("all", prompt) == 16
+    assert cached_tokens("short", [*prompt[:6], 30]) == 4  # 12 tokens are cached, and the image goes to 14
+    harness.submit(prompt=list(range(40, 79)), max_new_tokens=1)  # takes 10 of the 12 pages
+    harness.run_until_idle()
+    assert cached_tokens("again", prompt) == 4

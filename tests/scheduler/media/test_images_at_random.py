@@ -42,6 +42,7 @@ class ImagesMachine(RuleBasedStateMachine):
         target_step_ms=st.sampled_from([0.0, 0.1, 15.0]),
         tile_s=st.sampled_from([0.0, 0.004, 1.0]),
         tile_parts=st.sampled_from([1, 2, 5]),
+        images_are_whole=st.booleans(),
         schedule_conservativeness=st.sampled_from([0.01, 1.0]),
         host=st.sampled_from([{}, {"num_host_pages": 40, "preemption_mode": "swap"}]),
         speculative=st.sampled_from(["off", "ngram", "mtp"]),
@@ -55,6 +56,7 @@ class ImagesMachine(RuleBasedStateMachine):
         num_pages: int,
         tile_s: float,
         tile_parts: int,
+        images_are_whole: bool,
         host: dict[str, Any],
         **config: Any,
     ) -> None:
@@ -68,6 +70,7 @@ class ImagesMachine(RuleBasedStateMachine):
             encoder_tile_rows=tile_rows,
             encoder_row_pixels=row_pixels,
             encoder_tile_parts=tile_parts,
+            images_are_whole=images_are_whole,
             memory=3 if config["speculative"] != "off" else None,
             **host,
             **config,
