@@ -238,7 +238,8 @@ def _ollama_generate(engine: EngineServe, model: str) -> str:
     with ollama.Client(engine.url) as client:
         assert "vision" in (client.show(model).capabilities or [])
         options = {"temperature": 0, "num_predict": LENGTH}
-        return client.generate(model, "What?", images=[file_of(IMAGE)], options=options).response
+        text: str = client.generate(model, "What?", images=[file_of(IMAGE)], options=options).response
+    return text
 
 
 def _generate(engine: EngineServe, _model: str) -> str:
