@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ..runtime.errors import RequestError
-from ..runtime.feasibility import Capacity, reason_against_images
+from ..runtime.feasibility import Capacity
 from ..runtime.grammar_use import GrammarUse
+from ..runtime.media import reason_against_images
 from ..runtime.messages import MediaItem
 from ..runtime.sampling_params import MAX_SEED, SamplingParams
 from ..tokenizer_manager.conversation.conversation import Conversation

@@ -7,14 +7,8 @@ arithmetic could accept a request that then waits forever.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
 from .text import counted
 from .transport.message_base import Record
-
-if TYPE_CHECKING:
-    from .messages import MediaItem
 
 
 class Capacity(Record, frozen=True):
@@ -129,32 +123,4 @@ def reason_against(prompt_len: int, max_new_tokens: int, capacity: Capacity) -> 
         f"the prompt has {prompt} and max_tokens is {max_new_tokens}: {counted(total - 1, 'KV slot')}, "
         f"the KV pool has {capacity.max_total_tokens}; shorten the prompt, lower max_tokens to {most} or raise "
         f"--max-total-tokens"
-    )
-
-
-def tile_rows(item: MediaItem, capacity: Capacity) -> int:
-    """Rows of each tile of an image."""
-    side = capacity.encoder_row_pixels
-    return item.shape[1] // side * (item.shape[2] // side) if side else capacity.encoder_tile_rows
-
-
-def reason_against_images(media: Sequence[MediaItem], capacity: Capacity) -> str | None:
-    """Reason why a request with these images can never run; None if it can. An image that comes twice counts once."""
-    if not media:
-        return None
-    if capacity.num_stages > 1:
-        return (
-            "the request has images, which a server with --pp does not take; send text, or start it with --tp"
-        )
-    if not capacity.num_encoder_rows:
-        return "the request has images, but this server computes text only; send text, or serve a model with a tower"
-    images = {item.digest: item for item in media}.values()
-    num_tiles = sum(item.shape[0] for item in images)
-    block = capacity.encoder_tile_rows
-    need = sum(item.shape[0] * -(-tile_rows(item, capacity) // block) * block for item in images)
-    if need <= capacity.num_encoder_rows:
-        return None
-    return (
-        f"the images have {counted(num_tiles, 'tile')} with {need} rows, and the encoder cache holds "
-        f"{capacity.num_encoder_rows}; send fewer or smaller images, or raise --mm-encoder-cache-tokens"
     )

@@ -1,10 +1,16 @@
-"""Images of a prompt as ids and positions: what the scheduler, the dispatcher and their checks have in common."""
+"""Images of a prompt: their positions, the ids that stand for them, their rows, and which can never run.
+
+The scheduler, the dispatcher, the tokenizer manager and `LLM` have these in common.
+"""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
+
+from .feasibility import Capacity
+from .text import counted
 
 if TYPE_CHECKING:
     from .messages import MediaItem
@@ -31,3 +37,31 @@ def with_image_ids(input_ids: bytes, media: Sequence[MediaItem], image_ids: Sequ
 def routing_id(item: MediaItem) -> int:
     """A negative int32 of an image's digest, for maps in which a collision costs time and not a wrong answer."""
     return int.from_bytes(item.digest[:4], "little", signed=True) | -(1 << 31)
+
+
+def tile_rows(item: MediaItem, capacity: Capacity) -> int:
+    """Rows of each tile of an image."""
+    side = capacity.encoder_row_pixels
+    return item.shape[1] // side * (item.shape[2] // side) if side else capacity.encoder_tile_rows
+
+
+def reason_against_images(media: Sequence[MediaItem], capacity: Capacity) -> str | None:
+    """Reason why a request with these images can never run; None if it can. An image that comes twice counts once."""
+    if not media:
+        return None
+    if capacity.num_stages > 1:
+        return (
+            "the request has images, which a server with --pp does not take; send text, or start it with --tp"
+        )
+    if not capacity.num_encoder_rows:
+        return "the request has images, but this server computes text only; send text, or serve a model with a tower"
+    images = {item.digest: item for item in media}.values()
+    num_tiles = sum(item.shape[0] for item in images)
+    block = capacity.encoder_tile_rows
+    need = sum(item.shape[0] * -(-tile_rows(item, capacity) // block) * block for item in images)
+    if need <= capacity.num_encoder_rows:
+        return None
+    return (
+        f"the images have {counted(num_tiles, 'tile')} with {need} rows, and the encoder cache holds "
+        f"{capacity.num_encoder_rows}; send fewer or smaller images, or raise --mm-encoder-cache-tokens"
+    )

@@ -19,9 +19,9 @@ from ..runtime.feasibility import (
     longest_input,
     max_new_tokens_for,
     reason_against,
-    reason_against_images,
     reason_against_pooling,
 )
+from ..runtime.media import reason_against_images
 from ..runtime.sampling_params import SamplingParams
 from .engine_state import EngineState
 from .generation import GenerationRequest

@@ -19,8 +19,8 @@ from array import array
 from collections.abc import Sequence
 from typing import Final
 
-from ...runtime.feasibility import Capacity, tile_rows
-from ...runtime.media import runs_of, with_image_ids
+from ...runtime.feasibility import Capacity
+from ...runtime.media import runs_of, tile_rows, with_image_ids
 from ...runtime.messages import MediaItem
 from ..requests.prompt_images import PromptImages, rope_axes, tiles_of
 

@@ -15,12 +15,10 @@ from ...runtime.errors import RequestError
 from ...runtime.feasibility import (
     Capacity,
     reason_against,
-    reason_against_images,
     reason_against_pooling,
-    tile_rows,
 )
 from ...runtime.grammar_use import GrammarUse
-from ...runtime.media import runs_of
+from ...runtime.media import reason_against_images, runs_of, tile_rows
 from ...runtime.messages import (
     Delivered,
     GenerateRequest,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from array import array
 
-from engine.runtime.feasibility import Capacity, reason_against_images
-from engine.runtime.media import routing_id, with_image_ids
+from engine.runtime.feasibility import Capacity
+from engine.runtime.media import reason_against_images, routing_id, with_image_ids
 from engine.runtime.messages import MediaItem
 
 

@@ -20,7 +20,7 @@ from engine.models.hf.hf_config import read_hf_spec
 from engine.models.spec.model_spec import ModelSpec
 from engine.models.weight_files.check_weights import check_folder_weights
 from engine.models.weight_files.weight_memory import num_parameters
-from engine.runtime.feasibility import tile_rows
+from engine.runtime.media import tile_rows
 from engine.runtime.messages import MediaItem
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import Encode

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from engine.runtime.feasibility import reason_against_images
+from engine.runtime.media import reason_against_images
 from engine.runtime.step_plan import StepPlan
 from tests.feasible import fits
 from tests.selection import examples
