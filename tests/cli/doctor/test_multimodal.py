@@ -12,7 +12,7 @@ from msgspec import structs
 from engine.cli.doctor.model import check_images, check_task
 from engine.cli.doctor.model_facts import ModelFacts
 from engine.models.source import ModelSource
-from tests.launch.resolve.test_image_settings import SEEING
+from tests.launch.resolve.test_image_settings import ANY_SIZE, SEEING
 from tests.launch.resolve.test_resolve import HOST, config
 
 from .test_model import FAIL, WARN, examine, not_well
@@ -88,3 +88,17 @@ def test_the_tower_of_a_gguf_model_is_named() -> None:
         WARN,
         "give the folder",
     ) and "not of images: /m/mmproj" in blind.text
+
+
+def test_an_image_of_any_size_has_tokens_by_its_pixels() -> None:
+    spec = structs.replace(SEEING, vision=ANY_SIZE)
+    flops = ANY_SIZE.flops_per_tile(spec.hidden_size)
+
+    task = check_task(ModelFacts(spec=spec))
+    images = check_images(spec, config(num_threads=2, mm_max_pixels=2_000_000), HOST, flops / 3)
+
+    assert "of images too: a token for 28 x 28 pixels, at most 16,384 an image" in task.text
+    assert (
+        "images of at most 2,000,000 pixels, see --mm-max-pixels; encoding one of 1,048,576 takes about 3 s here"
+        in (images.text)
+    )

@@ -123,3 +123,50 @@ def test_a_small_model_sees_all_of_an_image() -> None:
 
     assert resolved.config.media.mm_max_pixels == VISION.most_pixels
     assert resolved.notes["mm_max_pixels"] == "the largest image of the model's processor"
+
+
+ANY_SIZE = msgspec.structs.replace(
+    VISION,
+    family="qwen2_5_vl",
+    image_size=0,
+    patch_size=14,
+    scale_factor=2,
+    window_size=112,
+    whole_layers=(11,),
+    rope_sections=(16, 24, 24),
+    processing=msgspec.structs.replace(
+        PROCESSING, longest_edge=None, tile_size=28, min_pixels=3136, max_pixels=12_845_056
+    ),
+)
+"""A small tower of Qwen2.5-VL with the published bounds."""
+
+
+def test_images_of_any_size_have_as_many_pixels_as_two_seconds_allow() -> None:
+    spec = msgspec.structs.replace(SEEING, vision=ANY_SIZE)
+    host = replace(HOST, cpu_flags=frozenset({"avx512_bf16"}))
+    resolved = resolve(config(num_threads=2), spec, host)
+    limited = with_image_limits(spec, resolved.config.media)
+    pixels, vision = resolved.config.media.mm_max_pixels, limited.vision
+
+    assert pixels != "auto" and vision is not None and vision.processing.max_pixels == pixels
+    seconds = ANY_SIZE.flops_per_tile(SPEC.hidden_size) / (2 * 1.9e11) * pixels / (1 << 20)
+    assert pixels % 28**2 == 0 and 1.9 < seconds <= 2.0
+    assert "one of 1,048,576 pixels takes about" in resolved.notes["mm_max_pixels"]
+    assert resolved.notes["mm_detail"] == "512 x 512 pixels an image on a CPU"
+    capacity = capacity_of(resolved.config, limited)
+    assert (capacity.encoder_row_pixels, capacity.encoder_tile_rows, capacity.has_rope_axes) == (28, 16, True)
+    assert vision.most_rows <= capacity.num_encoder_rows <= max(16_384, vision.most_rows)
+    assert resolve(resolved.config, limited, host).config == resolved.config
+
+
+def test_rows_of_several_layers_take_memory_from_the_pool() -> None:
+    def pool(*layers: int) -> int:
+        vision = msgspec.structs.replace(ANY_SIZE, deepstack_layers=layers)
+        spec = msgspec.structs.replace(SEEING, max_position_embeddings=1 << 20, vision=vision)
+        settings = {"mm_encoder_cache_tokens": 64_000, "max_model_len": 1 << 17, "mem_fraction": 0.4}
+        return pool_of(resolve(config(**settings), spec, HOST).config)
+
+    rows, joined = 3 * 64_000 * SPEC.hidden_size * 2, ANY_SIZE.joined_size
+    connectors = 3 * (joined + SPEC.hidden_size) * joined * 2
+    taken = (pool() - pool(1, 2, 3)) * SPEC.kv_bytes_per_token(2)
+    assert 0.4 * rows < taken < 0.4 * (rows + connectors) * 1.01
