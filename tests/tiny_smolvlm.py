@@ -111,16 +111,30 @@ class TinySmolVLM:
         """The bytes of a token of an answer."""
         return list(self._core_tokenizer.token_bytes(token_id))
 
-    def prompt(self, messages: Sequence[Any], images: Sequence[PIL.Image.Image]) -> Any:
-        """The inputs of transformers' model; images in messages are `{"type": "image"}`."""
+    def prompt(
+        self, messages: Sequence[Any], images: Sequence[PIL.Image.Image], *, splits: bool = True
+    ) -> Any:
+        """The inputs of transformers' model; images in messages are `{"type": "image"}`; one tile without `splits`."""
         text = self._processor.apply_chat_template(messages, add_generation_prompt=True)
-        return self._processor(text=text, images=[list(images)] if images else None, return_tensors="pt")
+        return self._processor(
+            text=text,
+            images=[list(images)] if images else None,
+            do_image_splitting=splits,
+            return_tensors="pt",
+        )
 
-    def answer(self, messages: Sequence[Any], images: Sequence[PIL.Image.Image], length: int) -> list[int]:
+    def answer(
+        self,
+        messages: Sequence[Any],
+        images: Sequence[PIL.Image.Image],
+        length: int,
+        *,
+        splits: bool = True,
+    ) -> list[int]:
         """The greedy answer of transformers, token ids."""
         import torch
 
-        inputs = self.prompt(messages, images)
+        inputs = self.prompt(messages, images, splits=splits)
         with torch.inference_mode():
             ids = self._model.generate(**inputs, do_sample=False, max_new_tokens=length)
         return list(map(int, ids[0, inputs["input_ids"].shape[1] :]))

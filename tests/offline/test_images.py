@@ -97,3 +97,18 @@ def test_a_gguf_pair_answers_as_the_folder(tiny, tmp_path):
 
     assert output.token_ids == tiny.answer(THEIRS, [image], 10)
     assert output.prompt_token_ids == tiny.prompt(THEIRS, [image])["input_ids"][0].tolist()
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"mm_processor_kwargs": {"do_image_splitting": False}, "mm_detail": "high"}]
+)
+def test_one_tile_is_that_of_transformers_without_splitting(tiny, settings):
+    image = picture(40, 30, seed=8)
+    expected = tiny.prompt(THEIRS, [image], splits=False)["input_ids"][0].tolist()
+
+    with LLM(str(tiny.folder), dtype="float32", page_size=4, max_total_tokens=2048, **settings) as llm:
+        output = llm.chat(chat({"type": "image", "image": image}), GREEDY)
+        assert llm.sees_images and llm.config.media.mm_detail == settings.get("mm_detail", "low")
+
+    assert output.prompt_token_ids == expected and expected.count(IMAGE_ID) == 9
+    assert output.token_ids == tiny.answer(THEIRS, [image], 10, splits=False)
