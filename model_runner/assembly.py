@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..launch.resolve.stages import WHOLE_MODEL
-from ..models.spec.sizes import KV_SCALE_BYTES
+from ..models.spec.sizes import KV_SCALE_BYTES, max_drafts_of
 from ..runtime.config.device_config import KernelConfig, parse_attention_backend
 from .adapter_runs import runs_or_none
 from .attention.cpu_native import CpuNativeAttention
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 
     from ..launch.resolve.stages import Stage
     from ..models.spec.model_spec import ModelSpec
+    from ..runtime.config.engine_config import EngineConfig
     from ..runtime.feasibility import Capacity
     from .adapter_runs import AdapterRuns
     from .adapters.adapter_store import AdapterSlots
@@ -63,7 +64,7 @@ if TYPE_CHECKING:
     from .distributed.pp_link import StageLink
     from .distributed.tp_group import TPGroup
     from .drafting.drafter import MakeDrafter
-    from .drafting.feature_module import FeatureHead
+    from .drafting.head_programs import FeatureHead
     from .pooling.head import PoolingHead
     from .recording.eager_executor import Forward
     from .recording.executor import StepExecutor
@@ -239,15 +240,20 @@ def make_draft_model(loaded: LoadedModel, vocab_size: int, max_drafts: int, part
 
 
 def make_feature_drafter(
-    head: FeatureHead, layer: ModelSpec, vocab_size: int, max_drafts: int, parts: DrafterParts
+    head: FeatureHead,
+    layer: ModelSpec,
+    vocab_size: int,
+    config: EngineConfig,
+    group: TPGroup,
+    parts: DrafterParts,
 ) -> Drafter:
     """Make the drafter of a head over the model's features, see `FeatureModule`.
 
-    Args:
-        max_drafts: of one request in a step.
+    `group`: the ranks that share the head.
     """
-    lag = _lag(max_drafts, parts)
-    module = FeatureModule(head, layer, parts, num_places=lag.size, vocab_size=vocab_size)
+    lag = _lag(max_drafts_of(config.scheduler), parts)
+    records = config.kernels.record_steps is not False and group.size == 1
+    module = FeatureModule(head, layer, parts, num_places=lag.size, vocab_size=vocab_size, records=records)
     return Drafter(module, lag, parts)
 
 

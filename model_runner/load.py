@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from ..launch.resolve.stages import Stage
     from ..models.source import ModelSource
     from ..models.spec.vision_spec import VisionFamily
-    from ..runtime.config.engine_config import EngineConfig, ModelConfig, SchedulerConfig
+    from ..runtime.config.engine_config import EngineConfig, ModelConfig
     from ..runtime.feasibility import Capacity
     from .distributed.pp_link import StageLink
     from .distributed.tp_group import TPGroup
@@ -341,7 +341,7 @@ def _load_own_model(
     )
     model = build_model(context)
     pooling_head = _load_pooling_head(config, source, spec, weights, device)
-    make_drafter = drafter_of(config.scheduler, context, model, rank_spec(spec, group.size))
+    make_drafter = drafter_of(config, context, model, rank_spec(spec, group.size))
     tower: Tower | QwenTower | PixtralTower | None = None
     if spec.vision is not None:
         tower = _tower_class(spec.vision.family)(context, spec.vision)
@@ -359,18 +359,18 @@ def _tower_class(family: VisionFamily) -> type[Tower | QwenTower | PixtralTower]
 
 
 def drafter_of(
-    config: SchedulerConfig, context: ModelContext, model: CausalLM, own_spec: ModelSpec
+    config: EngineConfig, context: ModelContext, model: CausalLM, own_spec: ModelSpec
 ) -> MakeDrafter | None:
     """The drafter that is a part of the model's files, with its weights; None: the configuration names none.
 
     `own_spec`: of this rank.
     """
-    if config.speculative != "mtp":
+    if config.scheduler.speculative != "mtp":
         return None
     assert isinstance(model, Decoder), "only decoders have layers that predict further tokens"
     head, layer = MTPHead(context, model), own_spec.mtp_layer
     assert layer is not None
-    return partial(make_feature_drafter, head, layer, context.spec.vocab_size, max_drafts_of(config))
+    return partial(make_feature_drafter, head, layer, context.spec.vocab_size, config, context.group)
 
 
 def _load_drafter(
@@ -402,7 +402,7 @@ def _load_drafter(
             avoid=avoid,
         )
         target.combine_features = head.state
-        return partial(make_feature_drafter, head, files.spec.layer, capacity.vocab_size, max_drafts)
+        return partial(make_feature_drafter, head, files.spec.layer, capacity.vocab_size, config, SINGLE_RANK)
     is_gguf = files.spec.quantization is not None and files.spec.quantization.method == "gguf"
     settings = dataclasses.replace(
         draft_config(config.model, files.source), quantization="gguf" if is_gguf else None

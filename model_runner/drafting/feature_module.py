@@ -1,4 +1,4 @@
-"""`FeatureModule`: drafts with a small network over the model's features; `FeatureHead`: the network.
+"""`FeatureModule`: drafts with a small network over the model's features, a `FeatureHead`.
 
 The network reads pairs (feature of token j - 1, token j) and predicts token j + 1 (EAGLE, Li et al. 2024; DeepSeek-V3,
 2024). It attends to the pairs before. The keys and values of a pair are further tensors of the KV pool, in the slot of
@@ -23,7 +23,7 @@ The keys and values of a pair need no attention, so tokens without drafts cost s
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Protocol, cast
+from typing import TYPE_CHECKING, Final, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,7 @@ import torch
 
 from ..attention.backend import BatchLayout
 from ..forward_batch import ForwardBatch
+from .head_programs import HeadPrograms
 from .lag import ranges
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from ..attention.backend import StepAttention
     from ..input_batch import InputBatch
     from .drafter import DrafterParts
+    from .head_programs import FeatureHead
     from .lag import Run
 
 Int64s = npt.NDArray[np.int64]
@@ -47,41 +49,12 @@ Int64s = npt.NDArray[np.int64]
 _NO_ATTENTION: Final = cast("StepAttention", None)
 
 
-class FeatureHead(Protocol):
-    """The network of a `FeatureModule`.
+class FeatureModule:
+    """A `DraftModule`; see the module.
 
     Attributes:
-        token_ids: [N] int64, the model's id of each token that it can draft; None: it can draft all.
+        programs: drafts as native programs; None: they are computed call by call.
     """
-
-    token_ids: Tensor | None
-
-    def entered(self, features: Tensor) -> Tensor:
-        """[T, F] features of the model -> [T, K], what the network reads in their place."""
-        ...
-
-    def store(self, token_ids: Tensor, before: Tensor, batch: ForwardBatch) -> None:
-        """Store the keys and values of pairs.
-
-        Args:
-            token_ids: [T] int64.
-            before: [T, K] `entered` of the feature of the token before each, or a state from `predict`. May be
-                overwritten.
-            batch: positions and slots of the pairs, with the pool of the network.
-        """
-        ...
-
-    def predict(self, token_ids: Tensor, before: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        """Store pairs as `store` does, and predict what follows the tokens of `batch.logits_indices`, or all.
-
-        Returns:
-            states in the place of `entered` features of these tokens, [W, K]; and logits, [W, N].
-        """
-        ...
-
-
-class FeatureModule:
-    """A `DraftModule`; see the module."""
 
     keeps_drafts = False
 
@@ -93,6 +66,7 @@ class FeatureModule:
         *,
         num_places: int,
         vocab_size: int,
+        records: bool,
     ) -> None:
         """Take the parts.
 
@@ -102,6 +76,7 @@ class FeatureModule:
             parts: of the runner.
             num_places: features that wait of each row, see `Lag`.
             vocab_size: of the model.
+            records: drafts are native programs where they can be.
         """
         pool, self._slot_table, self._put = parts.kv_pool, parts.slot_table, parts.buffers.put
         self._head, self._num_places, self._vocab_size = head, num_places, vocab_size
@@ -116,6 +91,10 @@ class FeatureModule:
         self._features = self._page_states.new_zeros((num_rows * num_places, self._page_states.shape[1]))
         self._copied = np.full(num_rows, -1, dtype=np.int64)  # position of the token whose pair a copy has
         self._drafted = self._features[:0]
+        self.programs: HeadPrograms | None = None
+        repeatable = self._attention.repeatable() if records else None
+        if repeatable is not None:
+            self.programs = HeadPrograms(head, self._kv_pool, repeatable, self._features)
 
     def start(self, row: int, prefix_loc: Int64s) -> None:
         place, num_tokens = row * self._num_places + len(prefix_loc) % self._num_places, len(prefix_loc)
@@ -154,16 +133,29 @@ class FeatureModule:
 
     def logits(self, run: Run, *, first: bool) -> Tensor:
         put, table, idx = self._put, self._slot_table, self._put(run.idx)
-        before = self._head.entered(self._waiting(run)) if first else self._drafted.index_select(0, idx)
+        before = self._waiting(run) if first else self._drafted.index_select(0, idx)
         # The model's step writes the slots of drafts only after they are made.
         table.store(
             put(run.token_rows * table.width + run.positions), put(run.out_cache_loc.astype(np.int32))
         )
         layout = run.layout()
-        pairs = BatchLayout(layout.rows, layout.prefix_lens - 1, layout.extend_lens, layout.num_extends)
-        wanted = run.lasts if layout.num_extends else None
-        batch = self._batch(run, self._attention.plan_step(pairs), wanted)
-        after, logits = self._head.predict(batch.input_ids, before, batch)
+        lens = layout.extend_lens
+        # The tokens that waited are attended to like drafts: decodes, in a program and without.
+        pairs = BatchLayout(layout.rows, layout.prefix_lens - 1, lens, layout.num_extends, lens - 1)
+        if self.programs is not None and len(run.positions) <= self.programs.max_tokens:
+            after, logits = self.programs.predict(
+                [
+                    *self._inputs(run),
+                    *map(put, (run.lasts, pairs.rows, pairs.prefix_lens, pairs.extend_lens)),
+                ],
+                before,
+                first=first,
+            )
+        else:
+            wanted = put(run.lasts) if layout.num_extends else None
+            batch = self._batch(run, self._attention.plan_step(pairs), wanted)
+            before = self._head.entered(before) if first else before
+            after, logits = self._head.predict(batch.input_ids, before, batch)
         if first:
             self._drafted = torch.empty_like(after)
         self._drafted.index_copy_(0, idx, after)
@@ -186,15 +178,21 @@ class FeatureModule:
         firsts = run.lasts + 1 - run.extend_lens
         return before.index_copy_(0, put(firsts), self._features.index_select(0, put(places)))
 
-    def _batch(self, run: Run, attention: StepAttention, wanted: Int64s | None) -> ForwardBatch:
+    def _inputs(self, run: Run) -> tuple[Tensor, Tensor, Tensor]:
+        """[T] ids, positions and slots of the pairs of a run."""
         is_copied = run.positions == self._copied[run.token_rows]
+        slots = np.where(is_copied, 0, run.out_cache_loc)
+        return run.input_ids, self._put(np.maximum(run.positions - 1, 0)), self._put(slots)
+
+    def _batch(self, run: Run, attention: StepAttention, wanted: Tensor | None) -> ForwardBatch:
+        input_ids, positions, slots = self._inputs(run)
         return ForwardBatch(
-            input_ids=run.input_ids,
-            positions=self._put(np.maximum(run.positions - 1, 0)),
+            input_ids=input_ids,
+            positions=positions,
             kv_pool=self._kv_pool,
-            out_cache_loc=self._put(np.where(is_copied, 0, run.out_cache_loc)),
+            out_cache_loc=slots,
             attention=attention,
-            logits_indices=None if wanted is None else self._put(wanted),
+            logits_indices=wanted,
         )
 
 

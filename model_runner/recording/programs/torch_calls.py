@@ -38,6 +38,7 @@ class TorchCalls:
             _aten.mul.Scalar: self._multiply,
             _aten.div.Tensor: self._divide,
             _aten.index_select.default: self._index_select,
+            _aten.cat.default: self._join,
             _aten._to_copy.default: self._convert,
             _aten.to.dtype: self._convert,
             _aten.silu.default: functools.partial(self._activate, "silu"),
@@ -76,6 +77,21 @@ class TorchCalls:
             return None
         out = self._like(torch.empty((len(indices), x.shape[1]), dtype=x.dtype))
         self._take_rows(x, indices, out, 1.0)
+        return out
+
+    def _join(self, tensors: list[Tensor], dim: int = 0) -> Tensor | None:
+        """Matrices of one shape side by side: their rows one after the other, taken in another order."""
+        first = tensors[0]
+        rows, num = first.shape[0], len(tensors)
+        if first.ndim != 2 or dim not in (1, -1) or rows * num > _MAX_ROWS:
+            return None
+        if not all(_are_alike(first, each) for each in tensors):
+            return None
+        stacked = self._like(torch.empty((num * rows, first.shape[1]), dtype=first.dtype))
+        for number, each in enumerate(tensors):
+            self._take_rows(each, _row_numbers()[:rows], stacked[number * rows : (number + 1) * rows], 1.0)
+        out = self._like(torch.empty((rows, num * first.shape[1]), dtype=first.dtype))
+        self._take_rows(stacked, _rows_side_by_side(rows, num), out, 1.0)
         return out
 
     def _convert(self, x: Tensor, dtype: torch.dtype | None = None, *_: Any, **options: Any) -> Tensor | None:
@@ -119,6 +135,12 @@ class TorchCalls:
 def _row_numbers() -> Tensor:
     """0, 1, 2, ... at an address that stays valid."""
     return torch.arange(_MAX_ROWS, dtype=torch.int64)
+
+
+@functools.cache
+def _rows_side_by_side(rows: int, num: int) -> Tensor:
+    """0, rows, 2 * rows, ..., 1, rows + 1, ... at an address that stays valid."""
+    return torch.arange(rows * num, dtype=torch.int64).view(num, rows).T.flatten()
 
 
 def _is_plain(x: Any) -> bool:

@@ -1,9 +1,10 @@
-"""A drafter that knows the answers, or never proposes the right token; and one that checks how it is called."""
+"""Drafters that are always right or never, and check their calls; and drafts with programs and without."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,10 +13,24 @@ import torch
 
 from engine.launch.resolve import prepare
 from engine.model_runner import load
-from engine.model_runner.drafting.drafter import DrafterParts
+from engine.model_runner.distributed.join_group import Place
+from engine.model_runner.distributed.tp_group import SINGLE_RANK, TPGroup
+from engine.model_runner.drafting.drafter import Drafter, DrafterParts
+from engine.model_runner.drafting.feature_module import FeatureModule
+from engine.model_runner.drafting.head_programs import HeadPrograms
+from engine.model_runner.drafting.lag import Run
 from engine.model_runner.input_batch import RELAYED, DraftRows, InputBatch
+from engine.model_runner.load import load_model_runner
 from engine.model_runner.recording.executor import StepFeatures
-from engine.runtime.step_plan import NewReq
+from engine.models.source import ModelSource
+from engine.models.spec.model_spec import ModelSpec
+from engine.runtime.config.engine_config import EngineConfig
+from engine.runtime.feasibility import Capacity
+from engine.runtime.sampling_params import SamplingParams
+from engine.runtime.step_plan import RUNNER_DRAFT, NewReq
+from tests.model_runner.conftest import Driver, Request
+from tests.model_runner.distributed.thread_group import on_ranks
+from tests.model_runner.drafted_steps import drafted
 
 NextToken = Callable[[Sequence[int]], int | None]
 
@@ -86,7 +101,7 @@ def drafting(next_token: NextToken, *, right: bool) -> Iterator[list[TableDrafte
             made.append(TableDrafter(parts, next_token, right=right))
             return made[-1]
 
-        return make if config.speculative == "mtp" else None
+        return make if config.scheduler.speculative == "mtp" else None
 
     def with_mtp(config: Any, source: Any, spec: Any) -> tuple[Any, Any]:
         return config, spec
@@ -96,3 +111,72 @@ def drafting(next_token: NextToken, *, right: bool) -> Iterator[list[TableDrafte
         mock.patch.object(prepare, "with_mtp", with_mtp),
     ):
         yield made
+
+
+def feature_module(driver: Driver) -> FeatureModule:
+    drafter = driver.runner.drafter
+    assert isinstance(drafter, Drafter) and isinstance(drafter.module, FeatureModule)
+    return drafter.module
+
+
+@contextmanager
+def recorded_and_not(driver: Driver) -> Iterator[HeadPrograms]:
+    """Each draft is computed by a program and without, with the same bits."""
+    programs, made = feature_module(driver).programs, FeatureModule.logits
+    assert programs is not None
+
+    def both(self: FeatureModule, run: Run, *, first: bool) -> torch.Tensor:
+        drafted, self.programs = self._drafted.clone(), None
+        expected = made(self, run, first=first)
+        self._drafted, self.programs = drafted, programs
+        logits = made(self, run, first=first)
+        assert torch.equal(logits, expected)
+        return logits
+
+    with mock.patch.object(FeatureModule, "logits", both):
+        yield programs
+
+
+def draft(driver: Driver, work: Sequence[tuple[Request, int]]) -> list[int]:
+    """A step in which requests get so many drafts of the runner's; how many tokens each got."""
+    plan = drafted(driver, [(req, [RUNNER_DRAFT] * count) for req, count in work])
+    result = driver.runner.launch(plan).wait()
+    counts: list[int] = [1] * len(work)
+    if result.num_next_tokens:
+        counts = np.frombuffer(result.num_next_tokens, dtype=np.int32).tolist()
+    token_ids = np.frombuffer(result.next_token_ids, dtype=np.int32).tolist()
+    for (req, _), count in zip(work, counts, strict=True):
+        req.computed += count
+        req.tokens += token_ids[:count]
+        del token_ids[:count]
+    assert not token_ids
+    return counts
+
+
+def check_two_ranks(config: EngineConfig, folder: Path, spec: ModelSpec, capacity: Capacity) -> None:
+    """Two ranks make the drafts of one, and the same answer."""
+    source = ModelSource("hf", str(folder), "test")
+
+    def life(group: TPGroup = SINGLE_RANK) -> tuple[list[list[int]], list[int]]:
+        """The drafts of some steps, and the answer."""
+        runner = load_model_runner(config, source, spec, capacity, Place(group, None))
+        drafter, drafts = runner.drafter, list[Any]()
+        assert isinstance(drafter, Drafter)
+        made = drafter.draft
+
+        def noting(asked: DraftRows) -> Any:
+            drafts.append(made(asked))
+            return drafts[-1]
+
+        drafter.draft = noting  # type: ignore[method-assign]
+        driver, text = Driver(runner, capacity), [5, 17, 40, 23, 8, 61, 33, 17, 40, 12, 71, 9, 30, 44, 21]
+        req = driver.start(text, SamplingParams(temperature=1.0, seed=5, max_new_tokens=64))
+        driver.step([(req, 8)])
+        driver.step([(req, len(text) - 8)])
+        for count in (3, 3, 0, 0, 3, 3):
+            draft(driver, [(req, count)])
+        return [each.tolist() for each in drafts], req.output
+
+    expected = life()
+    assert len(expected[0]) == 4
+    assert on_ranks(2, life) == [expected, expected]

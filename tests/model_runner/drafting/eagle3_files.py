@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM, DRAFTED = 32, 4, 2, 8, 20
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, DRAFTED = 32, 4, 2, 16, 20
 
 
 def write_head(folder: Path, vocab_size: int, *, layer: str = "midlayer", **changes: Any) -> Path:

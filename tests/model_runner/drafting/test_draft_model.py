@@ -16,24 +16,31 @@ from engine.model_runner.batch_builder import BatchBuilder
 from engine.model_runner.drafting.drafter import Drafter
 from engine.model_runner.load import load_model_runner
 from engine.models.source import ModelSource
-from engine.runtime.config.engine_config import ModelConfig, SchedulerConfig
+from engine.models.spec.model_spec import ModelSpec
+from engine.runtime.config.engine_config import EngineConfig, ModelConfig, SchedulerConfig
 from engine.runtime.feasibility import Capacity
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import RUNNER_DRAFT
 from tests.model_runner.conftest import Driver, TinyModel, engine_config
 from tests.model_runner.drafted_steps import drafted
 
+from .drafters import check_two_ranks
+
 TEXT = [5, 17, 40, 23, 8, 61, 33]
 
 
-def make(model: TinyModel, draft_model: TinyModel) -> Driver:
+def with_draft_model(model: TinyModel, draft_model: TinyModel) -> tuple[EngineConfig, ModelSpec, Capacity]:
     """With one row, and pages of four tokens."""
     config = dataclasses.replace(
         engine_config(ModelConfig(dtype="float32", device="cpu", num_threads=1)),
         scheduler=SchedulerConfig(speculative="draft", speculative_model=str(draft_model.folder)),
     )
     spec = structs.replace(model.spec, drafter=_memory(config, draft_model.spec))
-    capacity = Capacity(64, 64, 4, 1, spec.vocab_size, num_host_pages=8)
+    return config, spec, Capacity(64, 64, 4, 1, spec.vocab_size, num_host_pages=8)
+
+
+def make(model: TinyModel, draft_model: TinyModel) -> Driver:
+    config, spec, capacity = with_draft_model(model, draft_model)
     source = ModelSource("hf", str(model.folder), "test")
     return Driver(load_model_runner(config, source, spec, capacity), capacity)
 
@@ -115,3 +122,11 @@ def test_a_draft_model_with_fewer_tokens_reads_others_as_its_last(
         keys.append(driver.runner.kv_pool.k[-1][driver.slots(req.pages, 0, 8)].clone())
     torch.testing.assert_close(*keys)
     assert set(widths) == {96}
+
+
+@pytest.mark.slow
+def test_two_ranks_make_the_drafts_of_one(make_tiny_llama: Callable[..., TinyModel]) -> None:
+    """Each has the whole draft model, and a part of the model."""
+    model = make_tiny_llama()
+    config, spec, capacity = with_draft_model(model, make_tiny_llama(num_hidden_layers=1, seed=1))
+    check_two_ranks(config, model.folder, spec, capacity)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -24,12 +25,14 @@ from engine.model_runner.memory.io_buffers import InputBuffers
 from engine.model_runner.memory.kv_pool import KVPool
 from engine.models.eagle3_head import Eagle3Spec, needed_tensors, read_eagle3_head
 from engine.models.source import ModelSource
-from engine.runtime.config.engine_config import ModelConfig, SchedulerConfig
+from engine.models.spec.model_spec import ModelSpec
+from engine.runtime.config.engine_config import EngineConfig, ModelConfig, SchedulerConfig
 from engine.runtime.errors import ConfigError
 from engine.runtime.feasibility import Capacity
 from tests.model_runner.conftest import Driver, TinyModel, engine_config
 from tests.model_runner.drafted_steps import drafted
 
+from .drafters import check_two_ranks, draft, recorded_and_not
 from .eagle3_files import DRAFTED, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, write_head
 
 CPU = torch.device("cpu")
@@ -188,17 +191,23 @@ def test_a_table_beyond_the_vocabulary_is_refused(tmp_path: Path, target: tuple[
         load(folder, driver, model)
 
 
-@pytest.fixture
-def drafting(tmp_path: Path, target: tuple[Driver, TinyModel]) -> Driver:
+def with_head(
+    folder: Path, model: TinyModel, dtype: Literal["float32", "bfloat16"] = "float32"
+) -> tuple[EngineConfig, ModelSpec, Capacity]:
     """The target with a head that drafts; pages of four tokens."""
-    _, model = target
-    folder = write_head(tmp_path / "head", model.spec.vocab_size)
+    write_head(folder, model.spec.vocab_size)
     config = dataclasses.replace(
-        engine_config(ModelConfig(dtype="float32", device="cpu", num_threads=1)),
+        engine_config(ModelConfig(dtype=dtype, device="cpu", num_threads=1)),
         scheduler=SchedulerConfig(speculative="eagle3", speculative_model=str(folder)),
     )
     spec = structs.replace(model.spec, drafter=_memory(config, read_eagle3_head(folder, model.spec)))
-    capacity = Capacity(64, 64, 4, 4, spec.vocab_size)
+    return config, spec, Capacity(64, 64, 4, 4, spec.vocab_size)
+
+
+@pytest.fixture
+def drafting(tmp_path: Path, target: tuple[Driver, TinyModel]) -> Driver:
+    _, model = target
+    config, spec, capacity = with_head(tmp_path / "head", model)
     runner = load_model_runner(config, ModelSource("hf", str(model.folder), "test"), spec, capacity)
     assert runner.kv_pool.page_bytes <= 4 * spec.kv_bytes_per_token(4) < 1.1 * runner.kv_pool.page_bytes
     return Driver(runner, capacity)
@@ -252,3 +261,24 @@ def test_features_are_the_residual_streams_after_the_layers_that_the_head_names(
     states = driver.runner.kv_pool.page_states
     assert states is not None
     torch.testing.assert_close(states[req.pages[:2]], expected, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_recorded_drafts_have_the_bits_of_others(tmp_path: Path, target: tuple[Driver, TinyModel]) -> None:
+    _, model = target
+    config, spec, capacity = with_head(tmp_path / "head", model, "bfloat16")
+    runner = load_model_runner(config, ModelSource("hf", str(model.folder), "test"), spec, capacity)
+    driver = Driver(runner, capacity)
+    reqs = [driver.start([5, 17, 40, 23, 8, 61, 33][n:]) for n in range(3)]
+    driver.step([(req, len(req.tokens)) for req in reqs])
+    with recorded_and_not(driver) as programs:
+        for counts in ((2, 3, 1), (0, 0, 0), (2, 0, 2), (1, 1, 1), (3, 2, 4), (2, 2, 2)):
+            draft(driver, list(zip(reqs, counts, strict=True)))
+    assert programs.num_replayed >= 5
+
+
+@pytest.mark.slow
+def test_two_ranks_make_the_drafts_of_one(tmp_path: Path, target: tuple[Driver, TinyModel]) -> None:
+    """Each has the whole head, and a part of the model."""
+    config, spec, capacity = with_head(tmp_path / "head", target[1])
+    check_two_ranks(config, target[1].folder, spec, capacity)

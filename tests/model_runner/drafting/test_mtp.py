@@ -11,56 +11,33 @@ import numpy as np
 import pytest
 import torch
 
-from engine.model_runner.distributed.join_group import Place
-from engine.model_runner.distributed.tp_group import SINGLE_RANK, TPGroup
-from engine.model_runner.drafting.drafter import Drafter
 from engine.model_runner.drafting.feature_module import FeatureModule
-from engine.model_runner.drafting.mtp import MTPHead
-from engine.model_runner.input_batch import DraftRows
-from engine.model_runner.load import load_model_runner
-from engine.models.source import ModelSource
+from engine.model_runner.drafting.lag import Run
 from engine.runtime.config.engine_config import ModelConfig, SchedulerConfig
 from engine.runtime.feasibility import Capacity
 from engine.runtime.sampling_params import SamplingParams
-from engine.runtime.step_plan import RUNNER_DRAFT
 from tests.model_runner.conftest import GREEDY, Driver, Request, SeeingExecutor, engine_config
-from tests.model_runner.distributed.thread_group import on_ranks
 from tests.model_runner.drafted_steps import drafted
 
+from .drafters import check_two_ranks, draft, feature_module, recorded_and_not
 from .mtp_models import FORMS, MTPModel, make_mtp_model
 
 TEXT = [5, 17, 40, 23, 8, 61, 33, 17, 40, 12, 71, 9, 30, 44, 21]
-
-
-def draft(driver: Driver, work: Sequence[tuple[Request, int]]) -> list[int]:
-    """A step in which requests get so many drafts of the runner's; how many tokens each got."""
-    plan = drafted(driver, [(req, [RUNNER_DRAFT] * count) for req, count in work])
-    result = driver.runner.launch(plan).wait()
-    counts: list[int] = [1] * len(work)
-    if result.num_next_tokens:
-        counts = np.frombuffer(result.num_next_tokens, dtype=np.int32).tolist()
-    token_ids = np.frombuffer(result.next_token_ids, dtype=np.int32).tolist()
-    for (req, _), count in zip(work, counts, strict=True):
-        req.computed += count
-        req.tokens += token_ids[:count]
-        del token_ids[:count]
-    assert not token_ids
-    return counts
 
 
 @contextmanager
 def seen_logits() -> Iterator[list[torch.Tensor]]:
     """The logits of each draft."""
     seen: list[torch.Tensor] = []
-    predict = MTPHead.predict
+    made = FeatureModule.logits
 
-    def seeing(self: MTPHead, *args: Any) -> Any:
-        states, logits = predict(self, *args)
+    def seeing(self: FeatureModule, run: Run, *, first: bool) -> torch.Tensor:
+        logits = made(self, run, first=first)
         seen.append(logits.clone())
-        return states, logits
+        return logits
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MTPHead, "predict", seeing)
+        patch.setattr(FeatureModule, "logits", seeing)
         yield seen
 
 
@@ -91,6 +68,20 @@ def test_logits_are_those_of_plain_torch(make, form):
     assert req.output == model_greedy(model, TEXT, len(req.output))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_recorded_drafts_have_the_logits_of_others(make_tiny_model, make_driver, form):
+    options = {"head_dim": 16} if form == "glm-4.5" else {}
+    model = make_mtp_model(make_tiny_model, form, **options)
+    driver = make_driver(model.spec, model.folder, speculative="mtp", dtype="bfloat16")
+    reqs = [driver.start(TEXT[n:]) for n in range(3)]
+    driver.step([(req, len(req.tokens)) for req in reqs])
+    with recorded_and_not(driver) as programs:
+        for counts in ((2, 3, 1), (0, 0, 0), (2, 0, 2), (1, 1, 1), (3, 2, 4), (2, 2, 2)):
+            draft(driver, list(zip(reqs, counts, strict=True)))
+    assert programs.num_replayed >= 5
+
+
 def model_greedy(model: MTPModel, tokens: Sequence[int], num: int) -> list[int]:
     out = list(tokens)
     with torch.inference_mode():
@@ -105,14 +96,8 @@ def held(driver: Driver, req: Request, num_pages: int) -> list[torch.Tensor]:
     assert pool.page_states is not None and pool.page_ends is not None
     slots = driver.slots(req.pages[:num_pages], 1, 4 * num_pages)
     pages = torch.tensor(req.pages[:num_pages])
-    features = drafters_module(driver)._head.entered(pool.page_states[pages])
+    features = feature_module(driver)._head.entered(pool.page_states[pages])
     return [pool.k[-1][slots], pool.v[-1][slots], features, pool.page_ends[pages]]
-
-
-def drafters_module(driver: Driver) -> FeatureModule:
-    drafter = driver.runner.drafter
-    assert isinstance(drafter, Drafter) and isinstance(drafter.module, FeatureModule)
-    return drafter.module
 
 
 @pytest.mark.slow
@@ -205,14 +190,14 @@ def test_drafts_are_sampled_with_the_requests_noise(make):
     driver.runner.executor = executor.inner
     known = executor.logits
 
-    def predict(self: MTPHead, token_ids: Any, before: Any, batch: Any) -> Any:
+    def logits(_: FeatureModule, run: Run, *, first: bool) -> torch.Tensor:
         """After the last token only."""
-        return before[-1:], known[int(batch.positions[-1]) + 2 - len(TEXT)].clone()
+        return known[int(run.positions[-1]) + 1 - len(TEXT)].clone()
 
     req = driver.start(TEXT, sampling)
     driver.step([(req, len(TEXT))])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MTPHead, "predict", predict)
+        patch.setattr(FeatureModule, "logits", logits)
         assert [draft(driver, [(req, 3)]) for _ in range(2)] == [[4], [4]]
     assert req.output == plain.output[: len(req.output)]
 
@@ -245,31 +230,7 @@ def test_two_ranks_make_the_drafts_of_one(make_tiny_model, form):
         engine_config(ModelConfig(dtype="float32", device="cpu", num_threads=1, load_format="auto")),
         scheduler=SchedulerConfig(speculative="mtp"),
     )
-    source = ModelSource("hf", str(model.folder), "test")
-
-    def life(group: TPGroup = SINGLE_RANK) -> tuple[list[list[int]], list[int]]:
-        """The drafts of some steps, and the answer."""
-        runner = load_model_runner(config, source, model.spec, capacity, Place(group, None))
-        drafter, drafts = runner.drafter, list[Any]()
-        assert isinstance(drafter, Drafter)
-        made = drafter.draft
-
-        def noting(asked: DraftRows) -> Any:
-            drafts.append(made(asked))
-            return drafts[-1]
-
-        drafter.draft = noting  # type: ignore[method-assign]
-        driver = Driver(runner, capacity)
-        req = driver.start(TEXT, SamplingParams(temperature=1.0, seed=5, max_new_tokens=64))
-        driver.step([(req, 8)])
-        driver.step([(req, len(TEXT) - 8)])
-        for _ in range(4):
-            draft(driver, [(req, 3)])
-        return [each.tolist() for each in drafts], req.output
-
-    expected = life()
-    assert len(expected[0]) == 4
-    assert on_ranks(2, life) == [expected, expected]
+    check_two_ranks(config, model.folder, model.spec, capacity)
 
 
 def test_a_copy_of_a_page_keeps_the_pair_that_came_with_it(make):

@@ -25,6 +25,7 @@ INDICES = torch.tensor([3, 0, 3])
         lambda x, y: x / 8,
         lambda x, y: x.index_select(0, INDICES),
         lambda x, y: (x + y).float(),
+        lambda x, y: torch.cat((x, y, x + y), dim=-1),
         lambda x, y: F.relu(x),
         lambda x, y: (x + y) * 2 + x,
     ],
