@@ -11,7 +11,6 @@ Qwen3-VL adds a table of positions, stretched over the image, and makes rows aft
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -27,7 +26,7 @@ from ...models.weight_files.qwen_vision_tensors import (
 )
 from ..layers.linear import Linear
 from ..layers.norm import LayerNorm, Norm, RMSNorm
-from ..weights.linear_format import PlainFormat
+from .tower import tower_context
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -63,9 +62,9 @@ class QwenTower:
     """
 
     def __init__(self, context: ModelContext, spec: VisionSpec) -> None:
-        """Take the weights from a checkpoint; they are plain, also beside a quantized language model."""
+        """Take the weights from a checkpoint, in the form of `tower_context`."""
         ops, weights, size, side = context.ops, context.weights, spec.hidden_size, spec.patch_size
-        context = dataclasses.replace(context, linear_format=PlainFormat(ops.pack_linear), adapters=None)
+        context = tower_context(context)
         form = QWEN_FORMS[spec.family]
         self.spec, self.dtype = spec, context.dtype
         self._device, self._add = context.device, ops.add

@@ -20,10 +20,10 @@ from engine.model_runner.model_runner import NOT_FINITE
 from engine.model_runner.vision.connectors import joined
 from engine.model_runner.vision.encoder_rows import ImageTokens
 from engine.models.hf.hf_config import read_hf_spec
-from engine.models.spec.model_spec import ModelSpec
+from engine.models.spec.model_spec import ModelSpec, with_quantization
 from engine.models.weight_files.check_weights import check_folder_weights
 from engine.models.weight_files.weight_memory import num_parameters
-from engine.runtime.config.model_choice import TaskChoice
+from engine.runtime.config.model_choice import Quantization, TaskChoice
 from engine.runtime.errors import ConfigError
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import Encode
@@ -587,3 +587,28 @@ def test_prompts_with_images_run_as_programs(
 
     assert req.output == [int(seeing.logprobs(tokens, [image])[-1].argmax())]
     assert beside.output == alone.output == [int(seeing.logprobs(text, [])[-1].argmax())]
+
+
+@pytest.mark.parametrize(("asked", "same"), [("int8", False), ("int4", True)])
+def test_a_tower_in_8_bits_makes_rows_near_the_plain_ones(
+    make_seeing: MakeSeeing,
+    make_driver: Any,
+    pictures: Callable[[Seeing], Pictures],
+    asked: Quantization,
+    same: bool,
+) -> None:
+    """Beside a language model in 4 bits the tower stays plain."""
+    seeing = make_seeing(hidden_size=64, intermediate_size=96)
+    item = pictures(seeing).encode(seeing.tiles(1))
+    rows = []
+    for quantization in (None, asked):
+        spec = with_quantization(seeing.spec, quantization)
+        driver = make_driver(
+            spec, seeing.folder, num_encoder_rows=64, quantization=quantization, dtype="bfloat16"
+        )
+        driver.step([], encodes=(item,))
+        rows.append(driver.runner.encoder_rows.rows[: seeing.per_tile])
+    plain, made = rows
+
+    assert torch.equal(plain, made) == same
+    assert (plain - made).norm() < 0.03 * plain.norm()
