@@ -22,7 +22,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -45,6 +45,14 @@ from engine.runtime.installation import cache_dir
 SIDE: Final = 64
 PATCH: Final = 8
 FACTOR: Final = 2
+SMALL_TOWER: Final = {
+    "hidden_size": 192,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "image_size": SIDE,
+    "patch_size": PATCH,
+}
 ROWS: Final = (SIDE // PATCH // FACTOR) ** 2
 COLORS: Final = {
     "red": (220, 30, 30),
@@ -133,7 +141,10 @@ class Model:
         special: ids of the added tokens.
     """
 
-    def __init__(self, gguf: Path) -> None:
+    def __init__(
+        self, gguf: Path, tower: Mapping[str, int] = SMALL_TOWER, scale_factor: int = FACTOR
+    ) -> None:
+        """`tower`: its sizes, as in transformers' configuration."""
         import transformers
 
         source = resolve_source(str(gguf))
@@ -156,20 +167,12 @@ class Model:
             "eos_token_id": spec.eos_token_ids[0],
             "pad_token_id": spec.eos_token_ids[0],
         }
-        tower = {
-            "hidden_size": 192,
-            "intermediate_size": 768,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 6,
-            "image_size": SIDE,
-            "patch_size": PATCH,
-        }
         config = transformers.AutoConfig.for_model(
             "smolvlm",
             text_config=text,
-            vision_config=tower,
+            vision_config=dict(tower),
             image_token_id=self.special["<image>"],
-            scale_factor=FACTOR,
+            scale_factor=scale_factor,
             tie_word_embeddings=True,
         )
         torch.manual_seed(0)
@@ -242,17 +245,22 @@ class Model:
         wanted = labels[:, 1:] >= 0
         return F.linear(hidden[:, :-1][wanted], self.table).float(), labels[:, 1:][wanted]
 
+    def save_text(self, folder: Path) -> None:
+        """Write the folder of the language model alone, with its tokenizer, in bfloat16."""
+        import transformers
+
+        config = self._language.config
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+        model.model.load_state_dict(self._language.state_dict())
+        model.tie_weights()
+        model.save_pretrained(folder)
+        self._save_tokenizer(folder)
+
     def save(self, folder: Path) -> None:
         """Write the folder, with tokenizer and processor, in bfloat16."""
         folder.mkdir(parents=True, exist_ok=True)
         self.vlm.to(torch.bfloat16).save_pretrained(folder)
-        tokens = json.loads(self.tokenizer.to_json())
-        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-        tokens["added_tokens"] += [{"id": i, "content": text, **flags} for text, i in self.special.items()]
-        (folder / "tokenizer.json").write_text(json.dumps(tokens, ensure_ascii=False), encoding="utf-8")
-        named = {**self.tokenizer.special_tokens, "chat_template": TEMPLATE}
-        named |= {"tokenizer_class": "PreTrainedTokenizerFast", "processor_class": "SmolVLMProcessor"}
-        (folder / "tokenizer_config.json").write_text(json.dumps(named, indent=1))
+        self._save_tokenizer(folder)
         processor = {
             "image_processor_type": "SmolVLMImageProcessor",
             "size": {"longest_edge": SIDE},
@@ -264,6 +272,15 @@ class Model:
         (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=1))
         kinds = {"processor_class": "SmolVLMProcessor", "image_seq_len": ROWS}
         (folder / "processor_config.json").write_text(json.dumps(kinds, indent=1))
+
+    def _save_tokenizer(self, folder: Path) -> None:
+        tokens = json.loads(self.tokenizer.to_json())
+        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+        tokens["added_tokens"] += [{"id": i, "content": text, **flags} for text, i in self.special.items()]
+        (folder / "tokenizer.json").write_text(json.dumps(tokens, ensure_ascii=False), encoding="utf-8")
+        named = {**self.tokenizer.special_tokens, "chat_template": TEMPLATE}
+        named |= {"tokenizer_class": "PreTrainedTokenizerFast", "processor_class": "SmolVLMProcessor"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(named, indent=1))
 
 
 # ------------------------------------------------------------ training
