@@ -6,8 +6,9 @@ these are those of transformers' processors. The ids of tokens are in the file o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from msgspec import structs
@@ -19,10 +20,12 @@ from .gguf_config import float32_text
 from .spec.model_spec import ModelSpec
 from .spec.vision_spec import ImageProcessing, VisionSpec
 
-_PROJECTORS: Final = ("idefics3",)
 _PREFIX: Final = "clip.vision."
 _MAX_SIDE: Final = 1 << 14
 _LANCZOS: Final = 1
+_BICUBIC: Final = 3
+_QWEN3_VL: Final = ("qwen3vl", "qwen3vlmoe")
+_QWEN3_PIXELS: Final = (65_536, 16_777_216)
 
 
 def with_tower(file: GGUFFile, spec: ModelSpec, path: Path) -> ModelSpec:
@@ -46,11 +49,12 @@ def with_tower(file: GGUFFile, spec: ModelSpec, path: Path) -> ModelSpec:
         )
     key = fields.given("clip.vision.projector_type", "clip.projector_type")
     projector = fields.text(key, default="mlp")
-    if projector not in _PROJECTORS:
+    read = _READERS.get(projector)
+    if read is None:
         raise fields.error(
             key,
             projector,
-            f"which the engine does not compute, only {', '.join(_PROJECTORS)}; give the model's folder with "
+            f"which the engine does not compute, only {', '.join(_READERS)}; give the model's folder with "
             "safetensors, or serve its text with --language-model-only",
         )
     size = fields.integer(f"{_PREFIX}projection_dim", 1, 1 << 20, default=spec.hidden_size)
@@ -61,7 +65,8 @@ def with_tower(file: GGUFFile, spec: ModelSpec, path: Path) -> ModelSpec:
             f"but the embedding_length of {file.path.name} is {spec.hidden_size}: it is the tower of another model; "
             "give that of this one with --mmproj",
         )
-    vision = _read_vision(fields, _TokenIds(file.path, tokens if isinstance(tokens, list) else []))
+    ids = _TokenIds(file.path, tokens if isinstance(tokens, list) else [])
+    vision = read(_Files(fields, ids, Fields(file.path, file.metadata), spec))
     file.add_tower(tower)
     return structs.replace(spec, vision=vision)
 
@@ -83,7 +88,17 @@ class _TokenIds:
             ) from None
 
 
-def _read_vision(fields: Fields, ids: _TokenIds) -> VisionSpec:
+class _Files(NamedTuple):
+    """The fields of the tower's file, and the vocabulary, the fields and the architecture of the language model."""
+
+    tower: Fields
+    ids: _TokenIds
+    text: Fields
+    spec: ModelSpec
+
+
+def _idefics3(files: _Files) -> VisionSpec:
+    fields, ids = files.tower, files.ids
     image_size = fields.integer(f"{_PREFIX}image_size", 1, _MAX_SIDE)
     size = fields.integer(f"{_PREFIX}embedding_length", 1, 1 << 20)
     norm_eps = fields.number(f"{_PREFIX}attention.layer_norm_epsilon", 1e-30, 1.0, default=1e-6)
@@ -125,6 +140,82 @@ def _read_vision(fields: Fields, ids: _TokenIds) -> VisionSpec:
         rule = f"which cannot divide the {vision.grid} patches of a tile's side"
         raise fields.error(f"{_PREFIX}projector.scale_factor", vision.scale_factor, rule)
     return vision
+
+
+def _qwen3(files: _Files) -> VisionSpec:
+    """The tower of Qwen3-VL; the bounds of pixels are those of the published processors."""
+    fields, ids, spec = files.tower, files.ids, files.spec
+    architecture = files.text.text("general.architecture")
+    if architecture not in _QWEN3_VL:
+        rule = f"whose tower is not computed from GGUF files, only that of {' and '.join(_QWEN3_VL)}"
+        raise files.text.error("general.architecture", architecture, f"{rule}; give the model's folder")
+    size = fields.integer(f"{_PREFIX}embedding_length", 1, 1 << 20)
+    num_heads = fields.integer(f"{_PREFIX}attention.head_count", 1, 1 << 12)
+    if size % (4 * num_heads):
+        rule = f"they cannot divide the embedding length {size} into multiples of 4"
+        raise fields.error(f"{_PREFIX}attention.head_count", num_heads, rule)
+    patch_size = fields.integer(f"{_PREFIX}patch_size", 1, _MAX_SIDE)
+    factor = fields.integer(f"{_PREFIX}spatial_merge_size", 1, 64, default=2)
+    grid = fields.integer(f"{_PREFIX}image_size", patch_size, _MAX_SIDE) // patch_size
+    num_layers = fields.integer(f"{_PREFIX}block_count", 1, 1 << 12)
+    least = fields.integer(f"{_PREFIX}image_min_pixels", 1, 1 << 30, default=_QWEN3_PIXELS[0])
+    most = fields.integer(f"{_PREFIX}image_max_pixels", least, 1 << 30, default=_QWEN3_PIXELS[1])
+    return VisionSpec(
+        family="qwen3_vl",
+        hidden_size=size,
+        intermediate_size=fields.integer(f"{_PREFIX}feed_forward_length", 1, 1 << 22),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        norm_eps=1e-6,
+        activation="gelu_tanh",
+        image_size=0,
+        patch_size=patch_size,
+        scale_factor=factor,
+        image_token_id=ids.of("<|image_pad|>"),
+        image_token="<|image_pad|>",
+        begin_token="<|vision_start|>",
+        end_token="<|vision_end|>",
+        marker="<|image_pad|>",
+        processing=ImageProcessing(
+            longest_edge=None,
+            tile_size=patch_size * factor,
+            splits=True,
+            min_pixels=least,
+            max_pixels=max(most, (patch_size * factor) ** 2),
+            resample=_BICUBIC,
+            rescale_factor=1 / 255,
+            mean=_by_color(fields, f"{_PREFIX}image_mean", -1e9),
+            std=_by_color(fields, f"{_PREFIX}image_std", 1e-9),
+        ),
+        num_positions=grid**2,
+        deepstack_layers=_deepstack_layers(fields, num_layers),
+        rope_sections=_rope_sections(files.text, spec),
+        rope_alternates=True,
+    )
+
+
+def _deepstack_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    name = f"{_PREFIX}is_deepstack_layers"
+    value = fields.get(name)
+    if value is None:
+        return ()
+    if not isinstance(value, np.ndarray) or value.dtype.kind != "b" or value.shape != (num_layers,):
+        raise fields.error(name, value, f"expected true or false for each of the {num_layers} layers")
+    return tuple(np.flatnonzero(value).tolist())
+
+
+def _rope_sections(fields: Fields, spec: ModelSpec) -> tuple[int, ...]:
+    """How the pairs of rotated dimensions of the language model are divided among its three axes."""
+    name = f"{fields.text('general.architecture')}.rope.dimension_sections"
+    value, num_turning = fields.get(name), (spec.rotary_dim or spec.head_dim) // 2
+    sections = value.tolist() if isinstance(value, np.ndarray) and value.dtype.kind in "iu" else []
+    if len(sections) not in (3, 4) or sum(sections) != num_turning or any(sections[3:]):
+        rule = f"expected three numbers with the sum {num_turning}, the pairs of a head that turn, and a 0"
+        raise fields.error(name, value, f"{rule}; convert the model again")
+    return tuple(sections[:3])
+
+
+_READERS: Final[dict[str, Callable[[_Files], VisionSpec]]] = {"idefics3": _idefics3, "qwen3vl_merger": _qwen3}
 
 
 def _by_color(fields: Fields, name: str, low: float) -> tuple[float, float, float]:

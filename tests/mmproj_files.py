@@ -1,4 +1,4 @@
-"""A folder of SmolVLM as llama.cpp's converter stores it: a GGUF file of the language model, and a `mmproj` file."""
+"""Folders of SmolVLM and Qwen3-VL as llama.cpp stores them: a GGUF file of the language model, and a `mmproj` file."""
 
 from __future__ import annotations
 
@@ -116,18 +116,7 @@ def _write_tower(
         "vision__image_mean": images["image_mean"],
         "vision__image_std": images["image_std"],
     } | keys
-    for name, value in values.items():
-        key = f"clip.{name.replace('__', '.')}"
-        if isinstance(value, bool):
-            writer.add_bool(key, value)
-        elif isinstance(value, int):
-            writer.add_uint32(key, value)
-        elif isinstance(value, float):
-            writer.add_float32(key, value)
-        elif isinstance(value, str):
-            writer.add_string(key, value)
-        elif value is not None:
-            writer.add_array(key, value)
+    _add_keys(writer, values)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, tower["num_hidden_layers"])
     form = gguf.GGMLQuantizationType[kind]
     for name, array in tensors.items():
@@ -145,8 +134,121 @@ def _write_tower(
     _finish(writer)
 
 
+def _add_keys(writer: Any, values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        key = f"clip.{name.replace('__', '.')}"
+        if isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        elif value is not None:
+            writer.add_array(key, value)
+
+
 def _finish(writer: Any) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def write_qwen3_pair(folder: Path, to: Path, kind: str = "F32", **keys: Any) -> Path:
+    """The same for a folder of Qwen3-VL; its tokens are those of `tests/model_runner/vision/test_qwen_vl.py`."""
+    from safetensors.torch import load_file
+
+    config = json.loads((folder / "config.json").read_text())
+    tensors = {n: t.float().numpy() for n, t in load_file(folder / "model.safetensors").items()}
+    of_tower = {n: a for n, a in tensors.items() if n.startswith("model.visual.")}
+    to.mkdir(exist_ok=True)
+    _write_qwen3_text(to / "model.gguf", config["text_config"], tensors.keys() - of_tower.keys(), tensors)
+    _write_qwen3_tower(folder, to / "mmproj-model.gguf", config, of_tower, kind, keys)
+    return to / "model.gguf"
+
+
+def _write_qwen3_text(path: Path, text: dict[str, Any], own: set[str], tensors: Arrays) -> None:
+    import gguf
+
+    writer = gguf.GGUFWriter(path, "qwen3vl")
+    writer.add_context_length(text["max_position_embeddings"])
+    writer.add_embedding_length(text["hidden_size"])
+    writer.add_block_count(text["num_hidden_layers"])
+    writer.add_feed_forward_length(text["intermediate_size"])
+    writer.add_head_count(text["num_attention_heads"])
+    writer.add_head_count_kv(text["num_key_value_heads"])
+    writer.add_key_length(text["head_dim"])
+    writer.add_value_length(text["head_dim"])
+    writer.add_layer_norm_rms_eps(text["rms_norm_eps"])
+    rope = text["rope_parameters"]
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
+    tokens = [f"<unused{n}>" for n in range(text["vocab_size"])]
+    tokens[91:94] = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(tokens)
+    writer.add_eos_token_id(2)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3VL, text["num_hidden_layers"])
+    for name in sorted(own):
+        hf = name.replace("model.language_model.", "model.")
+        stored = names.get_name(hf, try_suffixes=(".weight", ".bias"))
+        assert stored is not None, name
+        writer.add_tensor(stored, np.ascontiguousarray(tensors[name]))
+    _finish(writer)
+
+
+def _write_qwen3_tower(
+    folder: Path, path: Path, config: dict[str, Any], tensors: Arrays, kind: str, keys: dict[str, Any]
+) -> None:
+    import gguf
+
+    tower = config["vision_config"]
+    images = json.loads((folder / "preprocessor_config.json").read_text())
+    layers = tower["deepstack_visual_indexes"]
+    writer = gguf.GGUFWriter(path, "clip")
+    writer.add_type("mmproj")
+    values = {
+        "has_vision_encoder": True,
+        "projector_type": "qwen3vl_merger",
+        "use_gelu": True,
+        "vision__projection_dim": config["text_config"]["hidden_size"],
+        "vision__embedding_length": tower["hidden_size"],
+        "vision__feed_forward_length": tower["intermediate_size"],
+        "vision__block_count": tower["depth"],
+        "vision__attention__head_count": tower["num_heads"],
+        "vision__attention__layer_norm_epsilon": 1e-6,
+        "vision__image_size": round(tower["num_position_embeddings"] ** 0.5) * tower["patch_size"],
+        "vision__patch_size": tower["patch_size"],
+        "vision__spatial_merge_size": tower["spatial_merge_size"],
+        "vision__is_deepstack_layers": [layer in layers for layer in range(tower["depth"])],
+        "vision__image_mean": images["image_mean"],
+        "vision__image_std": images["image_std"],
+    } | keys
+    _add_keys(writer, values)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, tower["depth"])
+    form = gguf.GGMLQuantizationType[kind]
+    parts = {"norm": "post_ln", "linear_fc1": "0", "linear_fc2": "2"}
+    for name, array in tensors.items():
+        own = name.removeprefix("model.")
+        if own == "visual.patch_embed.proj.weight":
+            for number, stored in enumerate(("v.patch_embd.weight", "v.patch_embd.weight.1")):
+                writer.add_tensor(stored, np.ascontiguousarray(array[:, :, number]))
+            continue
+        module, _, part = own.rpartition(".")
+        *_, last = module.split(".")
+        if own.startswith("visual.merger."):
+            stored = f"{'v' if last == 'norm' else 'mm'}.{parts[last]}.{part}"
+        elif own.startswith("visual.deepstack_merger_list."):
+            layer = layers[int(own.split(".")[2])]
+            stored = f"v.deepstack.{layer}.{last.removeprefix('linear_')}.{part}"
+        else:
+            stored = names.get_name(own, try_suffixes=(".weight", ".bias"))
+        assert stored is not None, name
+        if array.ndim != 2 or "pos_embed" in name or array.shape[1] % 32:
+            writer.add_tensor(stored, np.ascontiguousarray(array))
+        else:
+            writer.add_tensor(stored, gguf.quantize(array, form), raw_dtype=form)
+    _finish(writer)

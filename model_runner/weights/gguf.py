@@ -25,7 +25,8 @@ from ...models.families.registry import gguf_of
 from ...models.gguf.gguf_file import GGUFFile, TensorInfo, dequantize
 from ...models.gguf_names import A_LOG, find_split_kv, full_shape, is_not_read, stored_names
 from ...models.spec.quantization import GGUF_FORMS
-from ...models.weight_files.vision_tensors import TOWER, gguf_tower_names
+from ...models.weight_files.gguf_tower_tensors import find_frames, gguf_tower_names
+from ...models.weight_files.vision_tensors import TOWER
 from ...runtime.errors import ConfigError
 from ..kernels.blocks.stored_rows import StoredRows
 from ..kernels.blocks.tensor_rows import TensorRows
@@ -77,7 +78,7 @@ class GGUFStore:
         for hf, gguf in gguf_tower_names(spec):
             if gguf in self._file.tensors:
                 self._stored[hf] = _Stored(self._file.tensors[gguf])
-        self._split_kv = find_split_kv(self._file, spec)
+        self._split = find_split_kv(self._file, spec) | find_frames(self._file, spec)
         self._not_read = {name for name in self._file.tensors if is_not_read(spec, name)}
         self._check_stacks(spec)
 
@@ -93,17 +94,17 @@ class GGUFStore:
     def names(self) -> set[str]:
         """Tensors without a Hugging Face name keep the file's name."""
         known = {stored.info.name for stored in self._stored.values()}
-        known |= {part.name for split in self._split_kv.values() for part in split}
-        return set(self._stored) | set(self._split_kv) | (set(self._file.tensors) - known - self._not_read)
+        known |= {part.name for parts in self._split.values() for part in parts}
+        return set(self._stored) | set(self._split) | (set(self._file.tensors) - known - self._not_read)
 
     def shape(self, name: str, wanted: tuple[int, ...]) -> tuple[int, ...] | None:
-        stored = self._split_kv.get(name) or self._stored.get(name)
+        stored = self._split.get(name) or self._stored.get(name)
         return None if stored is None else full_shape(stored.shape, wanted)
 
     def read(self, name: str, out: Tensor, part: Slice | None = None) -> None:
         """A part is cut from the whole tensor, because rows may be stored in another order."""
         if part is not None:
-            stored = self._split_kv.get(name) or self._stored[name]
+            stored = self._split.get(name) or self._stored[name]
             shape = stored.shape
             if out.ndim == 1:  # see `full_shape`
                 shape = (math.prod(shape),)
@@ -111,8 +112,8 @@ class GGUFStore:
                 shape = (shape[0], *out.shape[1:])
             cut_from_whole(partial(self.read, name), shape, out, part)
             return
-        if name in self._split_kv:
-            split = self._split_kv[name]
+        if name in self._split:
+            split = self._split[name]
             out.copy_(torch.from_numpy(split.read(self._file)))
             for one in split:
                 self._file.release(one)
@@ -147,7 +148,7 @@ class GGUFStore:
 
     def blocks(self, name: str, part: Slice | None = None) -> StoredRows | None:
         """Nothing is read here, and later only what belongs to the part."""
-        if name in self._split_kv:
+        if name in self._split:
             return None
         stored = self._stored[name]
         info, expert = stored

@@ -22,7 +22,7 @@ from .encoder_tensors import NAMES, encoder_modules, is_beside_encoder, prefix_o
 from .needed_tensors import Module, is_unused, needed_modules
 from .safetensors_header import SAFE_TO_IGNORE, SINGLE_FILE, SafetensorsFile, read_headers
 from .stored_forms import BLOCKS, SCALES, HeaderEntry
-from .vision_tensors import TOWER, gguf_tower_names, vision_modules
+from .vision_tensors import TOWER, vision_modules
 
 if TYPE_CHECKING:
     from ..gguf.gguf_file import GGUFFile
@@ -107,16 +107,17 @@ def check_gguf_weights(file: GGUFFile, spec: ModelSpec) -> WeightsSummary:
     """
     from ..gguf.ggml_types import check_convertible
     from ..gguf_names import find_split_kv, full_shape, is_not_read, stored_names
+    from .gguf_tower_tensors import find_frames, gguf_tower_names
 
     stored = {hf: (gguf, expert) for hf, gguf, expert in stored_names(spec)}
     stored |= {hf: (gguf, None) for hf, gguf in gguf_tower_names(spec)}
     left = {name for name in file.tensors if not is_not_read(spec, name)}
-    split_kv = find_split_kv(file, spec)
-    left -= {part.name for split in split_kv.values() for part in split}
+    split = find_split_kv(file, spec) | find_frames(file, spec)
+    left -= {part.name for parts in split.values() for part in parts}
     for module in chain(needed_modules(spec), vision_modules(spec)):
         path = file.paths[-1] if module.name.startswith(TOWER) else file.path
         for name, shape in _tensors_of(module):
-            if name in split_kv:
+            if name in split:
                 continue
             gguf, expert = stored[name]
             info = file.tensors.get(gguf)

@@ -39,42 +39,12 @@ POOLED, POOLED_NORM, POOLED_PROJECTION = (
     "mm_input_projection_weight",
 )
 """Of Gemma 3, whose projection is [hidden of the tower, hidden of the language model]."""
-_GGUF_NAMES: Final = {
-    "idefics3": {
-        PATCHES: "v.patch_embd",
-        POSITIONS: "v.position_embd",
-        FINAL_NORM: "v.post_ln",
-        PROJECTION: "mm.model.fc",
-    },
-}
-_GGUF_LAYER_NAMES: Final = {
-    "layer_norm1": "ln1",
-    "layer_norm2": "ln2",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.out_proj": "attn_out",
-    "mlp.fc1": "ffn_up",
-    "mlp.fc2": "ffn_down",
-}
 QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
 def tower_layer(layer_id: int) -> str:
     """The name of a layer, to which the names of its modules are appended."""
     return f"vision_model.encoder.layers.{layer_id}."
-
-
-def gguf_tower_names(spec: ModelSpec) -> Iterator[tuple[str, str]]:
-    """Every tensor of a tower and llama.cpp's name of it in a `mmproj` file, as `stored_names`."""
-    if spec.vision is None:
-        return
-    names = dict(_GGUF_NAMES[spec.vision.family])
-    for layer in range(spec.vision.num_layers):
-        names |= {tower_layer(layer) + hf: f"v.blk.{layer}.{gguf}" for hf, gguf in _GGUF_LAYER_NAMES.items()}
-    for hf, gguf in names.items():
-        for part in ("weight", "bias"):
-            yield f"{hf}.{part}", f"{gguf}.{part}"
 
 
 def is_unused_of_tower(vision: VisionSpec | None, name: str) -> bool:

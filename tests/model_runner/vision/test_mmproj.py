@@ -9,16 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from engine.launch.resolve.model_resolution import find_model, read_model
 from engine.models.weight_files.weight_memory import num_parameters
 from engine.runtime.config.engine_config import ModelConfig
 from engine.runtime.errors import ConfigError
-from tests.mmproj_files import write_pair
+from tests.mmproj_files import write_pair, write_qwen3_pair
 
+from . import test_qwen_vl as qwen_vl
 from .test_images import MakeSeeing, Pictures, Seeing, make_seeing, pictures, scores
+from .test_qwen_vl import MakeQwen, make_qwen
 
-__all__ = ["make_seeing", "pictures"]  # fixtures
+__all__ = ["make_qwen", "make_seeing", "pictures"]  # fixtures
 
 
 def found(path: Path, **settings: Any) -> Any:
@@ -140,3 +143,41 @@ def test_a_tower_without_a_tensor(make_seeing: MakeSeeing, tmp_path: Path) -> No
         ConfigError, match=r"mmproj-model\.gguf: .*'vision_model.encoder.layers.2.* is missing"
     ):
         found(path)
+
+
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize(("kind", "atol"), [("F32", 1e-4), ("F16", 0.02)])
+def test_qwen3_vl_is_that_of_the_folder(
+    make_qwen: MakeQwen, make_driver: Any, unpack: Any, tmp_path: Path, kind: str, atol: float
+) -> None:
+    qwen = make_qwen("qwen3_vl")
+    model = found(write_qwen3_pair(qwen.folder, tmp_path / "pair", kind))
+    vision, own = qwen.spec.vision, model.spec.vision
+    assert own is not None and vision is not None and not model.no_tower
+    assert replace(own, processing=vision.processing) == vision
+    assert (own.processing.min_pixels, own.processing.max_pixels) == (65_536, 16_777_216)
+    assert (own.processing.mean, own.processing.tile_size) == (vision.processing.mean, 8)
+    assert num_parameters(model.spec) == num_parameters(qwen.spec)
+    driver = make_driver(
+        model.spec, Path(model.source.path), kind="gguf", tower=model.source.tower, num_encoder_rows=128
+    )
+    images = [qwen.image(seed, *grid) for seed, grid in enumerate(qwen_vl.GRIDS)]
+    kept, tokens = qwen_vl.Pictures(driver, tmp_path), qwen.prompt(images)
+    encodes = tuple(map(kept.add, images))
+
+    result = driver.step([(kept.start(driver, tokens, encodes), len(tokens))], encodes=encodes)
+
+    expected = qwen.logprobs(tokens, images)[torch.arange(len(tokens) - 1), tokens[1:]]
+    np.testing.assert_allclose(scores(unpack, result), expected, atol=atol)
+
+
+def test_a_tower_of_qwen3_vl_that_does_not_fit(make_qwen: MakeQwen, tmp_path: Path) -> None:
+    folder = make_qwen("qwen3_vl").folder
+    path = write_qwen3_pair(folder, tmp_path / "pair", vision__is_deepstack_layers=[True])
+
+    assert "expected true or false for each of the 4 layers" in found(path).no_tower
+    smaller = write_qwen3_pair(folder, tmp_path / "other", vision__embedding_length=12)
+    assert (
+        "head_count is 2, they cannot divide the embedding length 12 into multiples of 4"
+        in found(smaller).no_tower
+    )
