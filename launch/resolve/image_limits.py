@@ -46,17 +46,28 @@ def image_limits(
     """
     vision, pixels, detail = spec.vision, media.mm_max_pixels, media.mm_detail
     if vision is None:
-        if pixels not in ("auto", 0):
-            raise ConfigError(
-                f"mm_max_pixels is {pixels}, but the model sees no images; omit --mm-max-pixels"
-            )
+        for name, value in (("max", pixels), ("min", media.mm_min_pixels)):
+            if value not in ("auto", 0):
+                raise ConfigError(
+                    f"mm_{name}_pixels is {value}, but the model sees no images; omit --mm-{name}-pixels"
+                )
         return dataclasses.replace(media, mm_max_pixels=0, mm_detail="high"), {}
-    notes = {}
+    notes, least = {}, media.mm_min_pixels
+    if least and not vision.row_pixels:
+        raise ConfigError(
+            f"mm_min_pixels is {least}, but the tiles of this model's images have one size; omit --mm-min-pixels"
+        )
+    if least > vision.most_pixels:
+        raise ConfigError(
+            f"mm_min_pixels is {least}, but the model's processor makes images of at most {vision.most_pixels} pixels; "
+            "lower --mm-min-pixels"
+        )
     if pixels == "auto":
         pixels, notes["mm_max_pixels"] = vision.most_pixels, "the largest image of the model's processor"
         tile_s = vision.flops_per_tile(spec.hidden_size) / (num_threads * _flops(dtype, cpu_flags))
         unit = vision.processing.tile_size**2
         allowed = max(1, int(IMAGE_S / tile_s * vision.shown_pixels / unit)) * unit
+        allowed = max(allowed, least)  # what the user asks for
         if device == "cpu" and allowed < pixels:
             pixels = allowed
             what = f"one of {vision.shown_pixels:,} pixels" if vision.row_pixels else "a tile"
@@ -72,7 +83,7 @@ def with_image_limits(spec: ModelSpec, media: MediaConfig) -> ModelSpec:
     """The model with images as large as the settings, which are resolved, allow."""
     if spec.vision is None or media.mm_max_pixels == "auto":
         return spec
-    return replace(spec, vision=spec.vision.limited(media.mm_max_pixels))
+    return replace(spec, vision=spec.vision.limited(media.mm_max_pixels, media.mm_min_pixels))
 
 
 def _flops(dtype: str, cpu_flags: Collection[str]) -> float:

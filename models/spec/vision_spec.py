@@ -197,14 +197,19 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
             return self.processing.max_pixels
         return self.most_tiles * self.processing.tile_size**2
 
-    def limited(self, max_pixels: int) -> VisionSpec:
-        """The same with images of so many pixels at most, or of one tile if that has more."""
+    def limited(self, max_pixels: int, min_pixels: int = 0) -> VisionSpec:
+        """The same with images of so many pixels at most, or of one tile if that has more.
+
+        Args:
+            max_pixels: of all tiles.
+            min_pixels: of images of any size, at least; 0: those of the model's processor.
+        """
+        if side := self.row_pixels:
+            most = max(min(max_pixels, self.most_pixels), side**2)
+            least = min(min_pixels or self.processing.min_pixels, most)
+            return replace(self, processing=replace(self.processing, min_pixels=least, max_pixels=most))
         if max_pixels >= self.most_pixels or not self.processing.splits:
             return self
-        if side := self.row_pixels:
-            most = max(max_pixels, side**2)
-            least = min(self.processing.min_pixels, most)
-            return replace(self, processing=replace(self.processing, min_pixels=least, max_pixels=most))
         num_tiles = max(max_pixels // self.processing.tile_size**2 - 1, 1)
         side = math.isqrt(num_tiles)
         if side == 1 and (num_tiles == 1 or not self.processing.max_tiles):

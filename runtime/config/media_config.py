@@ -20,20 +20,20 @@ _NAME: Final = re.compile(r"[a-z0-9_]([a-z0-9_.-]{0,252})")
 
 
 def _mm_processor_kwargs(value: object) -> dict[str, object]:
-    """vLLM's form: `{"max_pixels": 262144, "do_image_splitting": false}`."""
+    """vLLM's form: `{"min_pixels": 784, "max_pixels": 262144, "do_image_splitting": false}`."""
     try:
         given = msgspec.json.decode(value, type=dict[str, Any]) if isinstance(value, str) else value
     except ValueError:
         given = None
     settings: dict[str, object] = {}
     for name, each in cast("dict[str, object]", given).items() if isinstance(given, dict) else [("", None)]:
-        if name == "max_pixels" and isinstance(each, int) and not isinstance(each, bool):
-            settings["mm_max_pixels"] = each
+        if name in ("min_pixels", "max_pixels") and isinstance(each, int) and not isinstance(each, bool):
+            settings[f"mm_{name}"] = each
         elif name == "do_image_splitting" and isinstance(each, bool):
             settings |= {"mm_detail": "high"} if each else {"mm_max_pixels": 1}  # one tile
         else:
             raise ConfigError(
-                f"mm_processor_kwargs is {value!r}, but it must be an object with max_pixels (a number) or "
+                f"mm_processor_kwargs is {value!r}, but it must be an object with min_pixels, max_pixels (numbers) or "
                 'do_image_splitting (true or false), such as {"max_pixels": 1048576}'
             )
     return settings
@@ -58,6 +58,11 @@ class MediaConfig:
         "down. auto: those of the model's processor, on a CPU as many as two seconds allow.",
         Alias("mm_processor_kwargs", translate=_mm_processor_kwargs, in_help=False),
     ] = "auto"
+    mm_min_pixels: Annotated[
+        int,
+        "Least pixels of an image for models that see images of any size; smaller ones are scaled up. 0: those of the "
+        "model's processor.",
+    ] = 0
     mm_detail: Annotated[
         ImageDetail,
         "Detail of images whose requests state none: low is one tile, high as the model's processor does; auto: low on "
@@ -71,6 +76,11 @@ class MediaConfig:
 
     def __post_init__(self) -> None:
         check_at_least("mm_max_pixels", self.mm_max_pixels, 0)
+        check_at_least("mm_min_pixels", self.mm_min_pixels, 0)
+        if self.mm_max_pixels not in ("auto", 0) and self.mm_min_pixels > self.mm_max_pixels:
+            raise ConfigError(
+                f"mm_min_pixels is {self.mm_min_pixels}, but it must be at most mm_max_pixels ({self.mm_max_pixels})"
+            )
         check_finite("mm_cache_gb", self.mm_cache_gb, 0.0, open_end=True)
         folder = self.allowed_local_media_path
         if folder is not None and not os.path.isabs(folder):

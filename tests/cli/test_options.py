@@ -149,6 +149,7 @@ SERVE_FLAGS = """
 --mm-detail
 --mm-encoder-cache-tokens
 --mm-max-pixels
+--mm-min-pixels
 --mm-processor-cache-gb
 --mm-processor-kwargs
 --mmproj

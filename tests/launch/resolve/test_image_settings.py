@@ -159,6 +159,23 @@ def test_images_of_any_size_have_as_many_pixels_as_two_seconds_allow() -> None:
     assert resolve(resolved.config, limited, host).config == resolved.config
 
 
+def test_the_least_pixels_of_images_of_any_size() -> None:
+    spec = msgspec.structs.replace(SEEING, vision=ANY_SIZE)
+    for least, most in ((784, 1_003_520), (10_000_000, "auto")):
+        resolved = resolve(config(mm_min_pixels=least, mm_max_pixels=most), spec, HOST)
+        vision = with_image_limits(spec, resolved.config.media).vision
+
+        assert vision is not None and vision.processing.min_pixels == least <= vision.processing.max_pixels
+        assert most in ("auto", vision.processing.max_pixels)
+    for refusing, asked, message in (
+        (spec, 20_000_000, "makes images of at most 12845056 pixels"),
+        (SEEING, 784, "have one size; omit --mm-min-pixels"),
+        (SPEC, 784, "mm_min_pixels is 784, but the model sees no images"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            resolve(config(mm_min_pixels=asked), refusing, HOST)
+
+
 def test_rows_of_several_layers_take_memory_from_the_pool() -> None:
     def pool(*layers: int) -> int:
         vision = msgspec.structs.replace(ANY_SIZE, deepstack_layers=layers)
