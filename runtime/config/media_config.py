@@ -77,7 +77,7 @@ class MediaConfig:
     def __post_init__(self) -> None:
         check_at_least("mm_max_pixels", self.mm_max_pixels, 0)
         check_at_least("mm_min_pixels", self.mm_min_pixels, 0)
-        if self.mm_max_pixels not in ("auto", 0) and self.mm_min_pixels > self.mm_max_pixels:
+        if self.mm_max_pixels != "auto" and 0 < self.mm_max_pixels < self.mm_min_pixels:
             raise ConfigError(
                 f"mm_min_pixels is {self.mm_min_pixels}, but it must be at most mm_max_pixels ({self.mm_max_pixels})"
             )
