@@ -116,6 +116,7 @@ class TokenizerManager:
         self._dispatcher = dispatcher = Dispatcher(sends, policy, self.engine, pair)
         self._send = send = dispatcher.send
         self._metrics = metrics
+        metrics.images = images
         self._draw_seed = draw_seed
         self._clock = clock
         self._limiter = QueueLimiter(

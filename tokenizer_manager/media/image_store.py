@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
@@ -38,6 +38,8 @@ class ImageStore:
     Attributes:
         vision: of the model.
         jobs: the process that decodes.
+        num_taken: images that requests got.
+        num_refused: images that were refused, by code of the error.
     """
 
     def __init__(
@@ -69,6 +71,8 @@ class ImageStore:
         self._images: OrderedDict[bytes, _Image] = OrderedDict()  # by digest, the last used one at the end
         self._digests: dict[bytes, bytes] = {}  # by key of the source
         self._tasks: set[asyncio.Task[PreparedImage]] = set()
+        self.num_taken = 0
+        self.num_refused: Counter[str] = Counter()
         self._remove_lost()
 
     @property
@@ -88,9 +92,12 @@ class ImageStore:
             for source in sources:
                 fetched = await self._fetcher.fetched(source)
                 taken.append(await self._take(fetched))  # what is there is released on errors
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, RequestError):
+                self.num_refused[error.code or "error"] += 1
             self.release(image.digest for image in taken)
             raise
+        self.num_taken += len(taken)
         return taken
 
     def release(self, digests: Iterable[bytes]) -> None:

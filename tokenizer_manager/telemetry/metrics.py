@@ -7,8 +7,9 @@ never one that a request states. `BuildInfo` is the version that runs, for `engi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 
@@ -146,6 +147,18 @@ _SHOWN_AS: Final = {
 """Names of metrics that differ from those of `SchedulerReport`: Prometheus spells units out."""
 
 
+class ImageFigures(Protocol):
+    """The figures of an `ImageStore`."""
+
+    num_taken: int
+    num_refused: Counter[str]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all files."""
+        ...
+
+
 class Metrics:
     """All metrics of the process.
 
@@ -158,6 +171,7 @@ class Metrics:
         http_responses: by status.
         num_resumed_reqs: submitted again because a process was lost.
         num_restarts: of scheduler and detokenizer after a loss.
+        images: those of prompts; None: the model sees none.
     """
 
     def __init__(self, model_name: str = "", build: Mapping[str, str] = NO_LABELS) -> None:
@@ -197,6 +211,7 @@ class Metrics:
         )
         self.num_resumed_reqs = 0
         self.num_restarts = 0
+        self.images: ImageFigures | None = None
         self.http_responses = LabeledCounter("http_responses_total", "HTTP responses, by status.", "status")
 
     def row_arrived(self, generation: Generation, choice: Choice, output: TextOutput, now_s: float) -> None:
@@ -257,6 +272,8 @@ class Metrics:
                 "restarts_total", "Restarts of processes after one was lost.", "counter", self.num_restarts
             ),
         ]
+        if self.images is not None:
+            lines += self._of_images(self.images)
         if len(replicas) > 1:
             lines += self._of_replicas(replicas)
         own = (
@@ -273,6 +290,15 @@ class Metrics:
             lines += metric.lines(self._labels)
         lines += self.http_responses.lines()
         return "\n".join(lines) + "\n"
+
+    def _of_images(self, images: ImageFigures) -> Iterator[str]:
+        yield from self._value("images_total", "Images that requests got.", "counter", images.num_taken)
+        yield from self._value(
+            "image_cache_bytes", "Size of the files with tiles.", "gauge", images.num_bytes
+        )
+        yield from head("refused_images_total", "Images that were refused, by code of the error.", "counter")
+        for code, count in sorted(images.num_refused.items()):
+            yield sample("refused_images_total", {**self._labels, "code": code}, count)
 
     def _of_scheduler(self, report: SchedulerReport) -> Iterator[str]:
         """The lines of the scheduler's numbers."""

@@ -140,6 +140,22 @@ def test_the_same_image_is_one_file_and_another_one_a_second(seeing):
     assert [item.pixels for item in first.media] == [item.pixels for item in again.media]
 
 
+def test_images_are_counted_with_their_bytes_and_refusals(serve):
+    served = serve(say_all("x"), **_settings())
+    assert served.client.post(PATH, json=chat([part(PICTURE), part(OTHER)])).status_code == 200
+    assert served.client.post(PATH, json=chat([part(PICTURE[:200])])).status_code == 400
+
+    page = served.client.get("/metrics").text
+
+    values = {
+        name.partition("{")[0]: (name, float(value))
+        for name, _, value in (line.rpartition(" ") for line in page.splitlines() if line[:1] != "#")
+    }
+    refused, num_refused = values["engine:refused_images_total"]
+    assert num_refused == 1 and 'code="invalid_image"' in refused
+    assert values["engine:images_total"][1] == 2 and values["engine:image_cache_bytes"][1] > 0
+
+
 def num_in_use(served: Served) -> int:
     assert served.services.images.store is not None
     return sum(image.num_users for image in served.services.images.store._images.values())
