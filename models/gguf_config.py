@@ -101,9 +101,11 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
         sampling_defaults=read_gguf_sampling(file),
         **facts,
     )
-    spec = structs.replace(
-        spec, max_position_embeddings=spec.known_positions, quantization=_quantization(file, spec)
-    )
+    if spec.mtp is not None and f"blk.{spec.mtp.number}.nextn.eh_proj.weight" not in file.tensors:
+        spec = structs.replace(spec, mtp=None)  # --no-nextn of llama.cpp's converter
+    used = spec.mtp and structs.replace(spec.mtp, is_used=True)
+    types = _quantization(file, structs.replace(spec, mtp=used))
+    spec = structs.replace(spec, max_position_embeddings=spec.known_positions, quantization=types)
     if contradiction := spec.contradiction():
         raise ConfigError(f"{file.path}: {contradiction}")
     return spec

@@ -65,12 +65,28 @@ FUSED: Final = {
 """Modules of Phi-3 that are separate modules in other models."""
 
 
+_NEXTN: Final = {
+    "eh_proj": "nextn.eh_proj",
+    "enorm": "nextn.enorm",
+    "hnorm": "nextn.hnorm",
+    "shared_head.norm": "nextn.shared_head_norm",
+}
+"""Modules beside the block in the layer that predicts further tokens."""
+_NEXTN_COPIES: Final = ("nextn.embed_tokens.", "nextn.shared_head_head.")
+"""Tensors of some files that equal those of the model."""
+
+
+def _num_layers(spec: ModelSpec) -> int:
+    """Layers that are read, with the one that predicts further tokens, which follows the others."""
+    return spec.num_layers + (spec.mtp_layer is not None)
+
+
 def stacked_names(spec: ModelSpec) -> Iterator[tuple[str, str]]:
     """Modules of experts without their numbers, and the file's tensors that stack those of a layer."""
     if spec.experts is None:
         return
     names = spec.experts.names
-    for layer in range(spec.num_layers):
+    for layer in range(_num_layers(spec)):
         for hf, gguf in _expert_names(names).items():
             yield f"model.layers.{layer}.{names.block}.experts.{hf}", f"blk.{layer}.{gguf}.weight"
 
@@ -87,7 +103,10 @@ def stored_names(spec: ModelSpec, *, experts: bool = True) -> Iterator[tuple[str
             yield f"{hf}.{n}.weight", gguf, n
     family = gguf_of(spec.model_type)
     in_layer = LAYER_NAMES if family is None else family.names
-    for layer in range(spec.num_layers):
+    num_layers = _num_layers(spec)
+    for hf, gguf in _NEXTN.items() if num_layers > spec.num_layers else ():
+        yield f"model.layers.{spec.num_layers}.{hf}.weight", f"blk.{spec.num_layers}.{gguf}.weight", None
+    for layer in range(num_layers):
         for hf, gguf in in_layer.items():
             for part in ("weight", "bias"):
                 yield f"model.layers.{layer}.{hf}.{part}", f"blk.{layer}.{gguf}.{part}", None
@@ -113,7 +132,8 @@ def stored_names(spec: ModelSpec, *, experts: bool = True) -> Iterator[tuple[str
 def is_not_read(spec: ModelSpec, name: str) -> bool:
     """Whether a tensor of the file is none that the model takes.
 
-    It is of the rope scaling, of a layer after the last, or makes keys and values that the layer does not use.
+    It is of the rope scaling, of a layer after the last, or makes keys and values that the layer does not use; or it
+    is a copy of embedding or head in the layer that predicts further tokens.
     """
     unused = tuple(
         f"blk.{layer}.{part}"
@@ -121,8 +141,10 @@ def is_not_read(spec: ModelSpec, name: str) -> bool:
         for part in _KEYS_AND_VALUES
         if not spec.computes_kv(layer)
     )
-    further = tuple(f"blk.{spec.num_layers + n}." for n in range(spec.files.num_mtp_layers))
-    return name in NOT_WEIGHTS or name.startswith((*further, *unused))
+    last = spec.num_layers + spec.files.num_mtp_layers
+    further = tuple(f"blk.{layer}." for layer in range(_num_layers(spec), last))
+    copies = tuple(f"blk.{spec.num_layers}.{part}" for part in _NEXTN_COPIES)
+    return name in NOT_WEIGHTS or name.startswith((*further, *copies, *unused))
 
 
 def full_shape(stored: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:
@@ -187,7 +209,7 @@ def find_split_kv(file: GGUFFile, spec: ModelSpec) -> dict[str, SplitKV]:
         ConfigError: a part is missing, or of another shape.
     """
     latent, found = spec.latent, {}
-    for layer in range(spec.num_layers if latent is not None else 0):
+    for layer in range(_num_layers(spec) if latent is not None else 0):
         assert latent is not None
         names = f"blk.{layer}.attn_k_b.weight", f"blk.{layer}.attn_v_b.weight"
         if not set(names) & set(file.tensors):

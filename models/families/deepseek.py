@@ -324,6 +324,9 @@ def _deepseek(fields: Fields, arch: str) -> Facts:
 
 
 def _deepseek2(fields: Fields, arch: str) -> Facts:
+    """Layers that predict further tokens count as blocks of the file; llama.cpp's converter leaves them out."""
+    further = fields.integer(f"{arch}.nextn_predict_layers", 0, 1 << 8, default=0)
+    num_layers = fields.integer(f"{arch}.block_count", further + 1, 1 << 12) - further
     heads = f"{arch}.attention"
     end = "" if fields.get(f"{heads}.key_length_mla") is None else "_mla"
     rotary_dim = fields.integer(f"{arch}.rope.dimension_count", 1, _MAX_SIZE_GGUF)
@@ -338,6 +341,9 @@ def _deepseek2(fields: Fields, arch: str) -> Facts:
     )
     scaling, mscale = _rope(fields, arch)
     return {
+        "num_layers": num_layers,
+        "files": FilesSpec(num_mtp_layers=further),
+        "mtp": mtp_after(num_layers) if further else None,
         "latent": latent,
         "num_kv_heads": 1,
         "head_dim": latent.row_size,
@@ -350,11 +356,10 @@ def _deepseek2(fields: Fields, arch: str) -> Facts:
 
 
 def _glm_dsa(fields: Fields, arch: str) -> Facts:
-    """Layers that predict further tokens count as blocks of the file."""
-    further = fields.integer(f"{arch}.nextn_predict_layers", 0, 1 << 8, default=0)
-    facts = _deepseek2(fields, arch)
+    """As of `_deepseek2`; the layer that predicts further tokens has an indexer, and is not read."""
+    facts = _deepseek2(fields, arch) | {"mtp": None}
     heads = f"{arch}.attention.indexer"
-    num_layers = fields.integer(f"{arch}.block_count", further + 1, 1 << 12) - further
+    num_layers: int = facts["num_layers"]
     shared = _shared_indexers_gguf(fields, arch, num_layers)
     index = IndexSpec(
         num_heads=fields.integer(f"{heads}.head_count", 1, 1 << 12),
@@ -364,8 +369,6 @@ def _glm_dsa(fields: Fields, arch: str) -> Facts:
         shared_layers=shared if any(shared) else (),
     )
     return facts | {
-        "num_layers": num_layers,
-        "files": FilesSpec(num_mtp_layers=further),
         **_with_index(facts["latent"], index),
         **experts_after_gguf(fields, arch, SIGMOID),
     }

@@ -10,6 +10,7 @@ from msgspec import structs
 from ..fields import Fields
 from ..spec.layer_form import GLM4, PRE_NORMS, QK_NORMS, Biases, LayerForm
 from ..spec.model_spec import FilesSpec
+from ..spec.mtp_spec import mtp_after
 from .deepseek import (
     SIGMOID,
     experts_after,
@@ -70,6 +71,7 @@ def _glm4_moe_gguf(fields: Fields, arch: str) -> Facts:
     further = fields.integer(f"{arch}.nextn_predict_layers", 0, 1 << 8, default=0)
     num_layers = fields.integer(f"{arch}.block_count", further + 1, 1 << 12) - further
     facts = {"num_layers": num_layers, "files": FilesSpec(num_mtp_layers=further), "form": QK_NORMS}
+    facts["mtp"] = mtp_after(num_layers) if further else None
     return facts | experts_after_gguf(fields, arch, SIGMOID)
 
 

@@ -10,7 +10,7 @@ from ..fields import Fields
 from ..spec.experts_spec import ExpertNames, ExpertsSpec, Routing
 from ..spec.layer_form import QK_NORMS, AttentionForm, Biases, LayerForm, ModuleNames, WindowsSpec
 from ..spec.model_spec import FilesSpec
-from ..spec.mtp_spec import QWEN_MTP, MTPSpec
+from ..spec.mtp_spec import QWEN_MTP, MTPSpec, mtp_after
 from ..spec.quantization import BLOCK_LEN
 from ..spec.state_spec import DeltaSpec, StateSpec
 from .family import GGUF, LAYER_NAMES, QK_NORM_NAMES, Facts, Family
@@ -272,6 +272,7 @@ def _delta_nets_gguf(fields: Fields, arch: str, *, fused_small: bool = False) ->
     return {
         "num_layers": num_layers,
         "files": FilesSpec(num_mtp_layers=further),
+        "mtp": mtp_after(num_layers, feeds_normed=True) if further else None,
         "form": DELTA_FORM,
         "attention": AttentionForm(output_gate=True),
         "state": state if any(state.layers) else None,

@@ -55,8 +55,8 @@ class MTPSpec(msgspec.Struct, frozen=True, kw_only=True):
         return name.startswith(tuple(f"{module}." for module in modules)) and not name.endswith(_COPIES)
 
 
-def mtp_after(num_layers: int) -> MTPSpec:
-    """DeepSeek's and GLM's form: a further layer with the other modules in it."""
+def mtp_after(num_layers: int, *, feeds_normed: bool = False) -> MTPSpec:
+    """DeepSeek's and GLM's form: a further layer with the other modules in it; Qwen's in GGUF files, too."""
     name = f"model.layers.{num_layers}"
     return MTPSpec(
         layers="model.layers",
@@ -65,6 +65,7 @@ def mtp_after(num_layers: int) -> MTPSpec:
         embedding_norm=f"{name}.enorm",
         hidden_norm=f"{name}.hnorm",
         head_norm=f"{name}.shared_head.norm",
+        feeds_normed=feeds_normed,
     )
 
 

@@ -72,7 +72,14 @@ DEEPSEEK = {
     "n_group": 4,
     "topk_group": 2,
 }
-FORMS = {"qwen3.5": QWEN3_5, "qwen3-next": QWEN3_NEXT, "glm-4.5": GLM4_MOE, "deepseek-v3": DEEPSEEK}
+QWEN3_5_MOE = {**QWEN3_NEXT, "model_type": "qwen3_5_moe_text"}
+FORMS = {
+    "qwen3.5": QWEN3_5,
+    "qwen3.5-moe": QWEN3_5_MOE,
+    "qwen3-next": QWEN3_NEXT,
+    "glm-4.5": GLM4_MOE,
+    "deepseek-v3": DEEPSEEK,
+}
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,8 +46,13 @@ def test_layers_that_predict_further_tokens_are_not_read(make_tiny_model, make_d
     assert make_driver(tiny.spec, tiny.folder).generate([prompt], num=3) == [tiny.greedy(prompt, 3)]
 
 
-def write_gguf(path: Path, tiny: TinyModel, kind_name: str = "F32") -> None:
-    """As llama.cpp's converter (conversion/qwen.py) writes them, with a layer that predicts further tokens."""
+def write_gguf(
+    path: Path, tiny: TinyModel, kind_name: str = "F32", nextn: Mapping[str, torch.Tensor] | None = None
+) -> None:
+    """As llama.cpp's converter (conversion/qwen.py) writes them, with a layer that predicts further tokens.
+
+    `nextn`: the tensors of this layer beside its block, which is the last one of the model; None: a part of one.
+    """
     import gguf
 
     config, spec = tiny.reference.config, tiny.spec
@@ -56,7 +61,7 @@ def write_gguf(path: Path, tiny: TinyModel, kind_name: str = "F32") -> None:
         "qwen3_5_text": gguf.MODEL_ARCH.QWEN35,
         "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE,
     }[spec.model_type]
-    further = 0 if spec.model_type == "qwen3_next" else 1
+    further = 0 if spec.model_type == "qwen3_next" and nextn is None else 1
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -67,7 +72,7 @@ def write_gguf(path: Path, tiny: TinyModel, kind_name: str = "F32") -> None:
     writer.add_value_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_rope_dimension_count(config.head_dim // 2)
+    writer.add_rope_dimension_count(spec.rotary_dim or spec.head_dim)
     writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
     writer.add_ssm_state_size(config.linear_key_head_dim)
     writer.add_ssm_group_count(config.linear_num_key_heads)
@@ -84,7 +89,7 @@ def write_gguf(path: Path, tiny: TinyModel, kind_name: str = "F32") -> None:
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     writer.add_eos_token_id(2)
-    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers + further)
     kind = gguf.GGMLQuantizationType[kind_name]
 
     def add(name: str, tensor: torch.Tensor) -> None:
@@ -101,8 +106,8 @@ def write_gguf(path: Path, tiny: TinyModel, kind_name: str = "F32") -> None:
             target = names.get_name(stored, try_suffixes=(".weight", ".bias"))
             assert target is not None, stored
             add(target, part)
-    if further:
-        add(f"blk.{config.num_hidden_layers}.nextn.enorm.weight", torch.ones(config.hidden_size))
+    for name, tensor in (nextn or {"enorm": torch.ones(config.hidden_size)}).items() if further else ():
+        add(f"blk.{config.num_hidden_layers}.nextn.{name}.weight", tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
