@@ -256,9 +256,13 @@ class StepTarget:
                 for each in batch.plan.encodes
             )
             if encode_s > 0 and not self._parts.coefficients[0]:
-                logger.info(
-                    "encoding a tile of an image takes %.2g s here", encode_s / parts * self._tile_parts
+                first, tile_s = batch.plan.encodes[0], encode_s / parts * self._tile_parts
+                what = (
+                    f"an image of {first.shape[2]} x {first.shape[1]} pixels"
+                    if first.blocks
+                    else "a tile of an image"
                 )
+                logger.info("encoding %s takes %.2g s here", what, tile_s * first.num_blocks)
             self._parts.learn((parts,), encode_s)
         if not self.target_s:
             return
