@@ -90,9 +90,8 @@ def test_a_gguf_pair_answers_as_the_folder(tiny, tmp_path):
     """Also the tokens around an image are those of the GGUF file's vocabulary."""
     image = picture(40, 30, seed=3)
 
-    with LLM(
-        str(write_pair(tiny.folder, tmp_path)), dtype="float32", page_size=4, max_total_tokens=2048
-    ) as llm:
+    folder = str(write_pair(tiny.folder, tmp_path))
+    with LLM(folder, dtype="float32", page_size=4, max_total_tokens=2048, mm_detail="high") as llm:
         output = llm.chat(chat({"type": "image", "image": image}), GREEDY)
 
     assert output.token_ids == tiny.answer(THEIRS, [image], 10)
