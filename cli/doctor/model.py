@@ -98,7 +98,9 @@ def check_task(facts: ModelFacts) -> Check:
         return ok("task", "generate text")
     if pooling is None:
         assert vision is not None
-        text = f"generate text, of images too: {vision.rows_per_tile} tokens a tile, 1 to {vision.most_tiles} tiles"
+        text = f"generate text, of images too: {vision.rows_per_tile} tokens an image"
+        if vision.most_tiles > 1:
+            text = f"generate text, of images too: {vision.rows_per_tile} tokens a tile, 1 to {vision.most_tiles} tiles"
         if side := vision.row_pixels:
             most = vision.processing.max_pixels // side**2
             text = (

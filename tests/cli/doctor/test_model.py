@@ -385,20 +385,21 @@ def test_stages_are_listed_with_their_weights(model):
     assert re.search(r" \+ .* in stages of 1 \+ 1 layers that wait \d+% of the time", check.text), check.text
 
 
-@pytest.mark.parametrize("has_pillow", [True, False])
-def test_a_model_that_sees_images_needs_pillow(monkeypatch, has_pillow):
+@pytest.mark.parametrize(("has_pillow", "most_tiles"), [(True, 17), (False, 17), (True, 1)])
+def test_a_model_that_sees_images_needs_pillow(monkeypatch, has_pillow, most_tiles):
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name: object() if has_pillow or name != "PIL" else None
     )
     spec: Any = SimpleNamespace(
-        pooling=None, vision=SimpleNamespace(row_pixels=0, rows_per_tile=64, most_tiles=17)
+        pooling=None, vision=SimpleNamespace(row_pixels=0, rows_per_tile=64, most_tiles=most_tiles)
     )
     facts: Any = SimpleNamespace(spec=spec, source=None)
 
     check = check_task(facts)
 
     assert check.verdict is (OK if has_pillow else WARN)
-    assert "of images too: 64 tokens a tile, 1 to 17 tiles" in check.text
+    size = "a tile, 1 to 17 tiles" if most_tiles > 1 else "an image"
+    assert f"of images too: 64 tokens {size}" in check.text
     assert has_pillow or ("the extra vision, is missing" in check.text and "pip install pillow" in check.fix)
 
 
