@@ -66,6 +66,7 @@ def load_driver(
     seed: int = _SEED,
     speculative: Any = "off",
     place: Place = ALONE,
+    measured: dict[bool, Any] | None = None,
     **kernels: Any,
 ) -> Driver:
     """A driver of a runner with random weights, on a mirror or (None) on the CPU without recordings.
@@ -74,6 +75,8 @@ def load_driver(
         record: whether steps are recorded.
         chunk: most prompt tokens of a step. The trial at start computes that many.
         place: of a rank among others, see `ranks.py`.
+        measured: by `record`, results of the trial at start, which are kept here: with them there is no other trial.
+            Only for loads that are equal but for `record`.
         kernels: fields of `KernelConfig`.
     """
     capacity = Capacity(
@@ -99,6 +102,14 @@ def load_driver(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dummy, "_BOUND", bound)
         patch.setattr(load, "collapse_resident_memory", lambda: 0)
+        if measured is not None:
+            if record not in measured:
+                trial = load.measure
+                patch.setattr(
+                    load, "measure", lambda *parts, **more: measured.setdefault(record, trial(*parts, **more))
+                )
+            else:
+                patch.setattr(load, "measure", lambda *_, **__: measured[record])
         with _disable_current_modes() if mirror is None else mirror.loading():
             source = ModelSource("hf", "dummy", "test")
             runner = load_model_runner(config, source, spec, capacity, place, adapter_slots)
