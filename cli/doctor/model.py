@@ -337,11 +337,12 @@ def check_fit(
         for length in lengths
     }
     requests = ", ".join(f"{count} of {length}" for length, count in at_once.items())
+    drafts = "" if spec.mtp_layer is None else "; drafts with its own layer that predicts further tokens"
     return ok(
         "fit",
         f"{model.dtype} on {model.device}: weights {weights_text}, KV "
         f"{size_text(capacity.kv_token_bytes)} per token, {capacity.max_total_tokens} tokens, context "
-        f"{capacity.max_model_len}; requests at once: {requests} tokens",
+        f"{capacity.max_model_len}; requests at once: {requests} tokens{drafts}",
         weights_bytes=sum(weights),
         stage_weights_bytes=weights,
         kv_token_bytes=capacity.kv_token_bytes,

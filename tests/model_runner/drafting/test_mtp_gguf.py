@@ -12,12 +12,15 @@ import gguf
 import pytest
 from msgspec import structs
 
+from engine.cli.doctor.model import check_fit
 from engine.launch.resolve.prepare import prepare
 from engine.models.gguf.gguf_file import GGUFFile
 from engine.models.gguf_config import read_gguf_spec
+from engine.models.source import ModelSource
 from engine.models.spec.model_spec import ModelSpec
 from engine.models.weight_files.check_weights import check_gguf_weights
 from engine.runtime.config.config_sources import from_arguments, merge
+from tests.cli.doctor.conftest import host
 from tests.model_runner.structures.test_delta_nets import write_gguf as write_delta_nets
 from tests.model_runner.weights.test_gguf_latent import write as write_latent
 from tests.model_runner.weights.test_gguf_mixtures import write as write_mixture
@@ -121,9 +124,12 @@ def test_blocks_of_the_layer_stay_quantized(make_tiny_model, tmp_path):
     assert {f"{spec.mtp.layer}.eh_proj", f"{spec.mtp.layer}.self_attn.o_proj"} <= of_layer
 
 
-def test_auto_takes_it(make_tiny_model, tmp_path):
+def test_auto_takes_it_and_doctor_says_so(make_tiny_model, tmp_path):
     path = tmp_path / "model.gguf"
     write(make_tiny_model, path, "glm-4.5")
-    found = prepare(merge(from_arguments({"model": path, "speculative": "auto"})))
+    merged = merge(from_arguments({"model": path, "speculative": "auto"}))
+    found, source = prepare(merged), ModelSource("gguf", str(path), "test")
+    check = check_fit(read_gguf_spec(GGUFFile(path)), merged.config, host(), source)
+    assert check.text.endswith("; drafts with its own layer that predicts further tokens")
     assert found.config.scheduler.speculative == "mtp"
     assert found.notes["speculative"] == "the files have a layer that predicts further tokens"

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from engine.runtime.step_plan import RUNNER_DRAFT, ForwardMode, StepPlan, StepResult
 from engine.scheduler.batch import ScheduleBatch
+from engine.scheduler.queries.why import explain
 from engine.scheduler.speculation.runner_drafts import DraftRates
 from tests.scheduler.fake_runner import ints
 from tests.scheduler.harness import Harness
@@ -202,6 +203,28 @@ def test_a_copied_text_takes_the_drafts_of_the_scheduler(make_harness):
     drafts = harness.scheduler.report(0.0).drafts
     methods = {name: sum(n for key, n in drafts.items() if key.startswith(name)) for name in ("ngram", "mtp")}
     assert methods["ngram"] > 100 > methods["mtp"]
+
+
+@pytest.mark.parametrize("method", ["mtp", "eagle3", "draft"])
+def test_usage_metrics_and_why_tell_about_them(make_harness, method):
+    model = {} if method == "mtp" else {"speculative_model": "a drafter"}
+    harness = make_harness(0.7, speculative=method, **model)
+    harness.submit("a", prompt=RANDOM, max_new_tokens=100)
+    steps = harness.run_until_idle()
+    report = harness.scheduler.report(0.0)
+    usage = harness.answers["a"].rows[-1].usage
+    checked, accepted = sum(drafted(steps)), usage.accepted_draft_tokens
+    assert 0 < accepted < usage.draft_tokens == checked
+    for counts, total in (
+        (report.drafts, checked),
+        (report.accepted_drafts, report.totals.accepted_draft_tokens),
+    ):
+        assert {source.split()[0] for source in counts} == {method}
+        by_position = [counts[source] for source in sorted(counts, key=lambda source: int(source.split()[1]))]
+        assert by_position == sorted(by_position, reverse=True) and sum(by_position) == total
+    told = explain(harness.scheduler.decisions, "a").sentence
+    per_step = 100 / (100 - accepted)
+    assert f"; {per_step:.1f} tokens a step; {accepted / checked:.0%} of {checked} drafts right" in told
 
 
 @pytest.mark.parametrize("late", [False, True])
