@@ -37,10 +37,8 @@ _SHARED_TRIES: Final = 64
 _FADING: Final = 255 / 256
 """Weight that counts keep in a step that tells nothing about them: half of it takes 180 steps."""
 _SHARE: Final = 0.005
-_MOST_STEPS: Final = 8
+_MOST_STEPS: Final = 4
 _COST_WEIGHT: Final = 0.5
-_PLAIN_AGE: Final = 128
-"""Decode steps after which the runner makes no drafts before a plain step, whose time is half of the comparison."""
 
 
 class DraftRates:
@@ -80,7 +78,8 @@ class RunnerDrafts:
 
     Attributes:
         method: index into `DRAFT_METHODS`.
-        draft_s: seconds per draft; 0 until some are measured, so that they are tried.
+        draft_s: seconds to make one draft of each of a step's requests, which are made together; 0 until some are
+            measured, so that they are tried.
         credit_s: seconds that drafts may lose; infinite until a plain step is measured.
         by_runner: the requests whose drafts in the step that is planned are the runner's, if they get any.
     """
@@ -120,22 +119,20 @@ class RunnerDrafts:
             self._first_chances[req] = chances[0]
         return chances
 
-    def limit(self, reqs: list[Req], counts: list[int], intervals: Float64s, costs: StepCosts) -> list[int]:
+    def limit(self, reqs: list[Req], counts: list[int], intervals: Float64s) -> list[int]:
         """The numbers of drafts without those of the runner that may lose too much, or with one that is a trial.
 
         Args:
             reqs: the step's B requests.
             counts: drafts of each of them; empty if there are none.
             intervals: seconds of a step with 0, 1, ... drafts.
-            costs: of steps; plain ones must have been measured recently.
         """
         counts = counts or [0] * len(reqs)
         made = sum(count for req, count in zip(reqs, counts, strict=True) if req in self.by_runner)
         num_drafts = sum(counts)
-        credit_s = self.credit_s if costs.knows_plain(len(reqs), _PLAIN_AGE) else -math.inf
         if made:
             verifying_s = (intervals[num_drafts] - intervals[0]) * made / num_drafts
-            if verifying_s + made * self.draft_s > credit_s:
+            if verifying_s + max(counts) * self.draft_s > self.credit_s:
                 num_drafts, made = num_drafts - made, 0
                 counts = [
                     0 if req in self.by_runner else count for req, count in zip(reqs, counts, strict=True)
@@ -145,7 +142,7 @@ class RunnerDrafts:
         self._was_trial = False
         if may_try:
             trial_s = intervals[num_drafts + 1] - intervals[num_drafts] + self.draft_s
-            if trial_s <= credit_s:
+            if trial_s <= self.credit_s:
                 tried = max(idle, key=lambda idx: self._first_chances[reqs[idx]])
                 self.by_runner.add(reqs[tried])
                 counts[tried], self._was_trial = 1, True
@@ -165,18 +162,18 @@ class RunnerDrafts:
         num_drafts = np.frombuffer(batch.plan.num_drafts, dtype=np.int32)
         firsts = np.cumsum(num_drafts) - num_drafts
         draft_ids = np.frombuffer(batch.plan.draft_ids, dtype=np.int32)
-        made = right = 0
+        made = right = longest = 0
         for idx in np.flatnonzero(num_drafts).tolist():
             if draft_ids[firsts[idx]] == RUNNER_DRAFT:
                 count, accepted = int(num_drafts[idx]), int(num_accepted[idx])
-                made, right = made + count, right + accepted
+                made, right, longest = made + count, right + accepted, max(longest, count)
                 self._shared.learn(count, accepted)
                 own = self._own.get(batch.reqs[idx])
                 if own is not None:
                     own.learn(count, accepted)
         if not made:
             return
-        self._measure(seconds / made)
+        self._measure(seconds / longest)
         intervals = costs.intervals(len(batch), len(batch) + batch.num_drafts)
         verifying_s = (intervals[-1] - intervals[0]) * made / batch.num_drafts
         self.credit_s += float(right * intervals[0] / len(batch) - verifying_s) - seconds
@@ -192,7 +189,10 @@ class RunnerDrafts:
         self._own.pop(req, None)
 
     def _measure(self, each_s: float) -> None:
-        """A draft took so long. The smaller of the last two counts: the first one after a pause does more work."""
+        """A draft of each request took so long.
+
+        The smaller of the last two counts: the first one after a pause computes the tokens that waited as well.
+        """
         if not self.draft_s:
             self.draft_s = each_s
         else:

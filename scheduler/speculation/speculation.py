@@ -75,6 +75,8 @@ logger = logging.getLogger(__name__)
 _MIN_GAIN: Final = 1.05
 """Least gain in tokens per second over a plain step; a smaller one is within the error of the estimates."""
 _MIN_CHANCE: Final = 1e-9
+_FEW: Final = 2
+"""Up to so many requests it costs less to look for drafts than to estimate times of steps."""
 
 
 class Speculation:
@@ -149,20 +151,23 @@ class NgramSpeculation(Speculation):
 
     def plan(self, work: Work) -> Drafts:
         num_reqs = len(work.decode_reqs)
-        if work.chunks or not 0 < num_reqs < self._max_step_tokens or self._caps.are_lowered:
+        # A step has room for a draft of each request, or none are looked for: at least half would find no place.
+        if work.chunks or not 0 < 2 * num_reqs <= self._max_step_tokens or self._caps.are_lowered:
             return NO_DRAFTS
         if not self._costs.knows_plain(num_reqs):
             return NO_DRAFTS
-        intervals = self._costs.intervals(num_reqs, self._max_step_tokens)
-        if not _best(num_reqs + np.arange(len(intervals)), intervals):
+        if num_reqs > _FEW and not self._may_pay(num_reqs):
             return NO_DRAFTS  # not even if all were right; the proposers see these tokens later
         self._guided.clear()
         if self._runner is not None:
             self._runner.begin_step()
         chances = [self._chances_or_none(req, self._max_step_tokens - num_reqs) for req in work.decode_reqs]
+        if not any(chances):
+            return NO_DRAFTS
+        intervals = self._costs.intervals(num_reqs, self._max_step_tokens)
         counts = self._choose(chances, intervals, self._seconds_of_drafts(work.decode_reqs))
         if self._runner is not None:
-            counts = self._runner.limit(work.decode_reqs, counts, intervals, self._costs)
+            counts = self._runner.limit(work.decode_reqs, counts, intervals)
         if not any(counts):
             return NO_DRAFTS
         counts = self._memory.take_pages(work.decode_reqs, counts)
@@ -211,6 +216,11 @@ class NgramSpeculation(Speculation):
         if self._runner is not None:
             self._runner.stopped(req)
 
+    def _may_pay(self, num_reqs: int) -> bool:
+        """Whether drafts that are all right would gain enough."""
+        intervals = self._costs.intervals(num_reqs, self._max_step_tokens)
+        return _best(num_reqs + np.arange(len(intervals)), intervals) > 0
+
     def _chances_or_none(self, req: Req, most: int) -> list[float]:
         """For each possible draft of the request, the probability that it and all before it are correct.
 
@@ -229,7 +239,7 @@ class NgramSpeculation(Speculation):
             chances = self._guided_chances(req, chances, most)
         if self._runner is None:
             return chances
-        most = min(self._max_drafts, self._memory.room(req))
+        most = min(self._max_drafts, self._memory.room(req), most)
         if self._runner_len is not None:
             most = min(most, self._runner_len - int(self._states.num_computed[req.row]))
         theirs = self._runner.chances(req, most)
@@ -241,10 +251,11 @@ class NgramSpeculation(Speculation):
         return theirs
 
     def _seconds_of_drafts(self, reqs: list[Req]) -> list[float]:
-        """Seconds to make one draft of each request."""
-        if self._runner is None:
+        """Seconds to make one draft of each request: its part of those that are made together."""
+        if self._runner is None or not self._runner.by_runner:
             return [0.0] * len(reqs)
-        return [self._runner.draft_s if req in self._runner.by_runner else 0.0 for req in reqs]
+        draft_s = self._runner.draft_s / len(self._runner.by_runner)
+        return [draft_s if req in self._runner.by_runner else 0.0 for req in reqs]
 
     def _guided_chances(self, req: Req, chances: list[float], most: int) -> list[float]:
         ngram_ids = self._ngram_drafts(req, len(chances)) if chances else []

@@ -27,6 +27,11 @@ MAX_TOKENS: Final = MAX_DRAFT_STEP_TOKENS
 _WEIGHT: Final = 0.5
 _MAX_AGE: Final = 512
 """Decode steps until a measurement expires: a bad exploration step costs the time of two or three steps (0.5 %)."""
+_FIRST_TRUST: Final = 8
+"""The same of the first plain step of a size, which is often slow; it doubles with each further one.
+
+Of the first three the fastest one is believed.
+"""
 _NEAR: Final = 1.25
 """A plain step counts as measured if a batch up to this factor larger or smaller was measured."""
 
@@ -41,6 +46,7 @@ class StepCosts:
         self._last = np.zeros(MAX_TOKENS + 1)  # the last measurement, not averaged
         self._measured_at = np.full(MAX_TOKENS + 1, -_MAX_AGE)
         self._plain_at = np.full(MAX_TOKENS + 1, -_MAX_AGE)  # by a step without drafts
+        self._trusted = np.zeros(MAX_TOKENS + 1, dtype=np.int64)  # decode steps that a plain step is believed
         self._num_steps = 0
         self._between_s = self._last_between_s = 0.0
         self._num_rounds = 1.0  # of steps without drafts; a moving average
@@ -66,9 +72,14 @@ class StepCosts:
             return
         # Another process, or memory that is touched for the first time, sometimes delays a step. A single slow step
         # must not exclude a number of tokens until the measurement expires.
-        believed = seconds
-        if not self._is_old(self._measured_at[num_tokens]):
-            before = self._seconds[num_tokens]
+        believed, before = seconds, self._seconds[num_tokens]
+        is_old = self._is_old(self._measured_at[num_tokens])
+        if plain:
+            trusted = 0 if is_old else 2 * self._trusted[num_tokens]
+            self._trusted[num_tokens] = min(max(trusted, _FIRST_TRUST), _MAX_AGE)
+        if plain and not is_old and self._trusted[num_tokens] <= 4 * _FIRST_TRUST:
+            believed = min(seconds, before)
+        elif not is_old:
             believed = before + _WEIGHT * (min(seconds, self._last[num_tokens]) - before)
         elif self._known().size:
             believed = min(seconds, 3 * self.seconds(num_tokens, num_tokens)[0])
@@ -77,10 +88,10 @@ class StepCosts:
         if plain:
             self._plain_at[num_tokens] = self._num_steps
 
-    def knows_plain(self, num_requests: int, max_age: int = _MAX_AGE) -> bool:
-        """Whether a plain step of about this size was one of the last `max_age`; drafts are compared with it."""
-        near = self._plain_at[math.ceil(num_requests / _NEAR) : int(num_requests * _NEAR) + 1]
-        return bool((self._num_steps - near < max_age).any())
+    def knows_plain(self, num_requests: int) -> bool:
+        """Whether a plain step of about this size was measured recently; drafts are compared with it."""
+        near = slice(math.ceil(num_requests / _NEAR), int(num_requests * _NEAR) + 1)
+        return bool((self._num_steps - self._plain_at[near] < self._trusted[near]).any())
 
     def seconds(self, first: int, last: int) -> Float64s:
         """Seconds of steps with first..last tokens; last <= MAX_TOKENS, and at least one size must be measured."""

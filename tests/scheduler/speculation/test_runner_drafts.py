@@ -83,8 +83,8 @@ class Times(NamedTuple):
 
     @property
     def is_bounded(self) -> bool:
-        """The promise: half a percent, eight steps once, and the step of a size that was not measured before."""
-        return self.seconds <= 1.005 * self.plain_s + 8 * STEP_S + self.longest_s
+        """The promise: half a percent, four steps once, and the step of a size that was not measured before."""
+        return self.seconds <= 1.005 * self.plain_s + 4 * STEP_S + self.longest_s
 
 
 def timed(
@@ -274,7 +274,7 @@ def test_nothing_is_drafted_beyond_the_positions_that_the_drafter_knows(make_har
     steps = [batch for batch in harness.run_until_idle() if batch.num_drafts]
     ends = [batch.plan.num_computed_tokens for batch in steps]
     lasts = [ints(begin)[0] + batch.num_drafts for begin, batch in zip(ends, steps, strict=True)]
-    assert max(lasts) == 50
+    assert 48 <= max(lasts) <= 50
 
 
 def test_a_wrong_draft_says_nothing_about_those_after_it():
