@@ -1,15 +1,16 @@
-"""Gain of a draft model by the share of its drafts that are right, with models that have any such share.
+"""Gain of drafts by the share of them that is right, with models that have any such share, and number of streams.
 
-    python benchmarks/draft_gain.py [--quantization int4] [--noise 0 0.1 0.2 0.4] [--draft-layers 1] [--rounds 3]
+    python benchmarks/draft_gain.py [--quantization int4] [--noise 0 0.1 0.2 0.4] [--streams 1 8 64] [--rounds 3]
+    python benchmarks/draft_gain.py --methods draft suffix --noise 0.3 --streams 64
 
 The model is a random Llama of SmolLM2-135M's layers and a vocabulary of 8,192; the draft model is its first layers
 with the same embedding and head. The other layers add `--noise` times what they would to the residual stream: with 0
 both models say the same and all drafts are right, with more of it fewer are. Answers are sampled at temperature 1, so
-no text repeats itself; one stream, one thread.
+no text repeats itself; one thread. Answers have `--output-len` tokens, of several streams fewer.
 
-A row has the share of right drafts, tokens per step, and CPU time per token without drafts and with them, which other
-programs on the machine disturb less than the time of a clock; the ratio is that of the lowest times of the rounds, in
-which both take turns. The scheduler chooses the number of drafts as in a server, by times of a clock.
+A row has the share of right drafts, tokens per step of a stream, and CPU time per token without drafts and with them,
+which other programs on the machine disturb less than the time of a clock; the scheduler chooses the number of drafts by
+CPU time as well. The ratio is that of the lowest times of the rounds, in which all methods take turns.
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ import argparse
 import json
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final, NamedTuple
+from unittest import mock
 
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from engine import LLM, SamplingParams
+from engine.model_runner.kernels.cpu import compiler
 
 HIDDEN, INNER, HEADS, KV_HEADS, LAYERS, VOCAB = 576, 1536, 9, 3, 30, 8192
 PROMPT: Final = "A prompt of a few words, so that nearly all tokens are those of the answer."
@@ -91,14 +95,56 @@ def write_model(folder: Path, num_layers: int, noise: float, num_own: int) -> Pa
     return folder
 
 
-def timed(llm: LLM, seed: int, output_len: int) -> Timed:
-    """Generate one answer."""
-    sampling = SamplingParams(temperature=1.0, seed=seed, max_new_tokens=output_len, ignore_eos=True)
+def timed(llm: LLM, seed: int, num_streams: int, output_len: int) -> Timed:
+    """Generate an answer of each stream."""
+    samplings = [
+        SamplingParams(temperature=1.0, seed=64 * seed + idx, max_new_tokens=output_len, ignore_eos=True)
+        for idx in range(num_streams)
+    ]
     begin_s = time.process_time()
-    [output] = llm.generate([PROMPT], sampling)
+    outputs = llm.generate([PROMPT] * num_streams, samplings)
     seconds = time.process_time() - begin_s
-    usage = output.usage
-    return Timed(seconds / len(output.token_ids), usage.draft_tokens, usage.accepted_draft_tokens)
+    return Timed(
+        seconds / (num_streams * output_len),
+        sum(output.usage.draft_tokens for output in outputs),
+        sum(output.usage.accepted_draft_tokens for output in outputs),
+    )
+
+
+def rows(options: argparse.Namespace, noise: float, num_streams: int) -> list[str]:
+    """Rows of the table, one for each method."""
+    output_len = max(32, int(options.output_len / num_streams**0.5))
+    methods = ["off", *options.methods]
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        model = write_model(Path(folder) / "model", LAYERS, noise, options.draft_layers)
+        draft = write_model(Path(folder) / "draft", options.draft_layers, noise, options.draft_layers)
+        settings: dict[str, Any] = {
+            "num_threads": 1,
+            "dtype": "bfloat16",
+            "quantization": options.quantization,
+        }
+        settings |= {"max_total_tokens": 4096 + num_streams * 2 * output_len}
+        own = [
+            {"speculative": method} | ({"speculative_model": str(draft)} if method == "draft" else {})
+            for method in methods
+        ]
+        engines = [stack.enter_context(LLM(str(model), **(settings | each))) for each in own]
+        found = [
+            [timed(llm, seed, num_streams, output_len) for llm in engines]
+            for seed in range(options.rounds + 1)
+        ][1:]
+    lowest = [min(each[idx].token_s for each in found) for idx in range(len(methods))]
+    lines = []
+    for idx, method in enumerate(methods[1:], 1):
+        tried = sum(each[idx].num_drafts for each in found)
+        right = sum(each[idx].num_accepted for each in found)
+        tokens = options.rounds * num_streams * output_len
+        lines.append(
+            f"| {method} | {num_streams} | {noise:g} | {right / max(tried, 1):.0%} of {tried} "
+            f"| {tokens / (tokens - right):.2f} | {1e3 * lowest[0]:.2f} | {1e3 * lowest[idx]:.2f} "
+            f"| {lowest[0] / lowest[idx]:.2f} |"
+        )
+    return lines
 
 
 def main() -> None:
@@ -107,36 +153,29 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quantization", choices=["int8", "int4"], help="of the model (default: bfloat16)")
+    parser.add_argument("--avx2", action="store_true", help="hide AVX-512, AVX-VNNI and AMX")
+    parser.add_argument("--methods", nargs="+", default=["draft"], choices=["ngram", "suffix", "draft"])
     parser.add_argument("--noise", nargs="+", type=float, default=[0.0, 0.1, 0.2, 0.4])
+    parser.add_argument("--streams", nargs="+", type=int, default=[1])
     parser.add_argument("--draft-layers", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output-len", type=int, default=256)
     options = parser.parse_args()
     print(
-        "| noise | right drafts | tokens a step | ms a token without | with | ratio |\n|---|---|---|---|---|---|"
+        "| method | streams | noise | right drafts | tokens a step | ms a token without | with | ratio |\n"
+        "|---|---|---|---|---|---|---|---|"
     )
-    for noise in options.noise:
-        with tempfile.TemporaryDirectory() as folder:
-            model = write_model(Path(folder) / "model", LAYERS, noise, options.draft_layers)
-            draft = write_model(Path(folder) / "draft", options.draft_layers, noise, options.draft_layers)
-            settings: dict[str, Any] = {"num_threads": 1, "max_total_tokens": 4096, "dtype": "bfloat16"}
-            if options.quantization:
-                settings["quantization"] = options.quantization
-            drafting: dict[str, Any] = {"speculative": "draft", "speculative_model": str(draft)}
-            with LLM(str(model), **settings) as plain, LLM(str(model), **settings, **drafting) as drafted:
-                found = [
-                    [timed(llm, seed, options.output_len) for llm in (plain, drafted)]
-                    for seed in range(options.rounds + 1)
-                ][1:]
-            before, after = (min(each[idx].token_s for each in found) for idx in (0, 1))
-            tried = sum(each[1].num_drafts for each in found)
-            right = sum(each[1].num_accepted for each in found)
-            tokens = options.rounds * options.output_len
-            print(
-                f"| {noise:g} | {right / max(tried, 1):.0%} of {tried} | {tokens / (tokens - right):.2f} "
-                f"| {1e3 * before:.1f} | {1e3 * after:.1f} | {before / after:.2f} |",
-                flush=True,
-            )
+    flags = compiler.cpu_flags()
+    if options.avx2:
+        flags = frozenset(flag for flag in flags if not flag.startswith(("avx512", "avx_vnni", "amx")))
+    with (
+        mock.patch("time.perf_counter", time.process_time),
+        mock.patch("time.monotonic", time.process_time),
+        mock.patch.object(compiler, "cpu_flags", return_value=flags),
+    ):
+        for num_streams in options.streams:
+            for noise in options.noise:
+                print("\n".join(rows(options, noise, num_streams)), flush=True)
 
 
 if __name__ == "__main__":
