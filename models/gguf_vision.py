@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from msgspec import structs
@@ -23,6 +23,7 @@ from .spec.vision_spec import ImageProcessing, VisionSpec
 _PREFIX: Final = "clip.vision."
 _MAX_SIDE: Final = 1 << 14
 _LANCZOS: Final = 1
+_BILINEAR: Final = 2
 _BICUBIC: Final = 3
 _QWEN3_VL: Final = ("qwen3vl", "qwen3vlmoe")
 _QWEN3_PIXELS: Final = (65_536, 16_777_216)
@@ -98,48 +99,80 @@ class _Files(NamedTuple):
 
 
 def _idefics3(files: _Files) -> VisionSpec:
-    fields, ids = files.tower, files.ids
+    fields, around = files.tower, "<fake_token_around_image>"
+    facts = _siglip(files, _LANCZOS)
+    for text in (around, "<global-img>"):
+        files.ids.of(text)
+    longest = fields.integer(f"{_PREFIX}preproc_image_size", 1, _MAX_SIDE, default=4 * facts["image_size"])
+    return VisionSpec(
+        family="idefics3",
+        scale_factor=_scale_factor(files, facts, None),
+        image_token_id=files.ids.of("<image>"),
+        image_token="<image>",
+        begin_token=around,
+        end_token=around,
+        marker="<image>",
+        global_token="<global-img>",
+        **facts | {"processing": structs.replace(facts["processing"], longest_edge=longest, splits=True)},
+    )
+
+
+def _gemma3(files: _Files) -> VisionSpec:
+    facts, begin, end = _siglip(files, _BILINEAR), "<start_of_image>", "<end_of_image>"
+    for text in (begin, end):
+        files.ids.of(text)
+    return VisionSpec(
+        family="gemma3",
+        scale_factor=_scale_factor(files, facts, 4),
+        sees_whole=True,
+        image_token_id=files.ids.of("<image_soft_token>"),
+        image_token="<image_soft_token>",
+        begin_token=begin,
+        end_token=end,
+        marker=begin,
+        **facts,
+    )
+
+
+def _siglip(files: _Files, resample: int) -> dict[str, Any]:
+    """The sizes of a tower of SigLIP, and how an image becomes one tile."""
+    fields = files.tower
     image_size = fields.integer(f"{_PREFIX}image_size", 1, _MAX_SIDE)
     size = fields.integer(f"{_PREFIX}embedding_length", 1, 1 << 20)
     norm_eps = fields.number(f"{_PREFIX}attention.layer_norm_epsilon", 1e-30, 1.0, default=1e-6)
     if not fields.boolean("clip.use_gelu", default=False):
         raise fields.error("clip.use_gelu", False, "expected true for a tower of SigLIP; download it again")
-    vision = VisionSpec(
-        family="idefics3",
-        hidden_size=size,
-        intermediate_size=fields.integer(f"{_PREFIX}feed_forward_length", 1, 1 << 22),
-        num_layers=fields.integer(f"{_PREFIX}block_count", 1, 1 << 12),
-        num_heads=fields.integer(f"{_PREFIX}attention.head_count", 1, 1 << 12),
-        norm_eps=float32_text(norm_eps),
-        activation="gelu_tanh",  # ggml's gelu
-        image_size=image_size,
-        patch_size=fields.integer(f"{_PREFIX}patch_size", 1, image_size),
-        scale_factor=fields.integer(f"{_PREFIX}projector.scale_factor", 1, 64),
-        image_token_id=ids.of("<image>"),
-        image_token="<image>",
-        begin_token="<fake_token_around_image>",
-        end_token="<fake_token_around_image>",
-        marker="<image>",
-        global_token="<global-img>",
-        processing=ImageProcessing(
-            longest_edge=fields.integer(f"{_PREFIX}preproc_image_size", 1, _MAX_SIDE, default=4 * image_size),
+    num_heads = fields.integer(f"{_PREFIX}attention.head_count", 1, 1 << 12)
+    if size % num_heads:
+        rule = f"they cannot divide the embedding length {size}"
+        raise fields.error(f"{_PREFIX}attention.head_count", num_heads, rule)
+    return {
+        "hidden_size": size,
+        "intermediate_size": fields.integer(f"{_PREFIX}feed_forward_length", 1, 1 << 22),
+        "num_layers": fields.integer(f"{_PREFIX}block_count", 1, 1 << 12),
+        "num_heads": num_heads,
+        "norm_eps": float32_text(norm_eps),
+        "activation": "gelu_tanh",  # ggml's gelu
+        "image_size": image_size,
+        "patch_size": fields.integer(f"{_PREFIX}patch_size", 1, image_size),
+        "processing": ImageProcessing(
+            longest_edge=None,
             tile_size=image_size,
-            splits=True,
-            resample=_LANCZOS,
+            splits=False,
+            resample=resample,
             rescale_factor=1 / 255,
             mean=_by_color(fields, f"{_PREFIX}image_mean", -1e9),
             std=_by_color(fields, f"{_PREFIX}image_std", 1e-9),
         ),
-    )
-    for text in (vision.begin_token, vision.global_token):
-        ids.of(text)
-    if size % vision.num_heads:
-        rule = f"they cannot divide the embedding length {size}"
-        raise fields.error(f"{_PREFIX}attention.head_count", vision.num_heads, rule)
-    if vision.grid % vision.scale_factor:
-        rule = f"which cannot divide the {vision.grid} patches of a tile's side"
-        raise fields.error(f"{_PREFIX}projector.scale_factor", vision.scale_factor, rule)
-    return vision
+    }
+
+
+def _scale_factor(files: _Files, facts: dict[str, Any], default: int | None) -> int:
+    name, grid = f"{_PREFIX}projector.scale_factor", facts["image_size"] // facts["patch_size"]
+    factor = files.tower.integer(name, 1, 64, default=default)
+    if grid % factor:
+        raise files.tower.error(name, factor, f"which cannot divide the {grid} patches of a tile's side")
+    return factor
 
 
 def _qwen3(files: _Files) -> VisionSpec:
@@ -215,7 +248,11 @@ def _rope_sections(fields: Fields, spec: ModelSpec) -> tuple[int, ...]:
     return tuple(sections[:3])
 
 
-_READERS: Final[dict[str, Callable[[_Files], VisionSpec]]] = {"idefics3": _idefics3, "qwen3vl_merger": _qwen3}
+_READERS: Final[dict[str, Callable[[_Files], VisionSpec]]] = {
+    "idefics3": _idefics3,
+    "gemma3": _gemma3,
+    "qwen3vl_merger": _qwen3,
+}
 
 
 def _by_color(fields: Fields, name: str, low: float) -> tuple[float, float, float]:

@@ -1,4 +1,4 @@
-"""Folders of SmolVLM and Qwen3-VL as llama.cpp stores them: a GGUF file of the language model, and a `mmproj` file."""
+"""Folders as llama.cpp stores them: a GGUF file of the language model, and a `mmproj` file."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 Arrays = dict[str, npt.NDArray[Any]]
+_TOWERS = ("model.vision_model.", "model.connector.", "vision_tower.", "multi_modal_projector.")
 
 
 def write_pair(folder: Path, to: Path, kind: str = "F32", *, swapped: bool = False, **keys: Any) -> Path:
@@ -24,7 +25,7 @@ def write_pair(folder: Path, to: Path, kind: str = "F32", *, swapped: bool = Fal
 
     config = json.loads((folder / "config.json").read_text())
     tensors = {n: t.float().numpy() for n, t in load_file(folder / "model.safetensors").items()}
-    of_tower = {n: a for n, a in tensors.items() if n.startswith(("model.vision_model.", "model.connector."))}
+    of_tower = {n: a for n, a in tensors.items() if n.startswith(_TOWERS)}
     to.mkdir(exist_ok=True)
     _write_text(folder, to / "model.gguf", config, {n: a for n, a in tensors.items() if n not in of_tower})
     _write_tower(folder, to / "mmproj-model.gguf", config, of_tower, kind, swapped, keys)
@@ -34,8 +35,8 @@ def write_pair(folder: Path, to: Path, kind: str = "F32", *, swapped: bool = Fal
 def _write_text(folder: Path, path: Path, config: dict[str, Any], tensors: Arrays) -> None:
     import gguf
 
-    text = config["text_config"]
-    writer = gguf.GGUFWriter(path, "llama")
+    text, is_gemma = config["text_config"], config["model_type"] == "gemma3"
+    writer = gguf.GGUFWriter(path, "gemma3" if is_gemma else "llama")
     writer.add_context_length(text["max_position_embeddings"])
     writer.add_embedding_length(text["hidden_size"])
     writer.add_block_count(text["num_hidden_layers"])
@@ -43,12 +44,21 @@ def _write_text(folder: Path, path: Path, config: dict[str, Any], tensors: Array
     writer.add_head_count(text["num_attention_heads"])
     writer.add_head_count_kv(text["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(text["rms_norm_eps"])
-    writer.add_rope_freq_base(text["rope_parameters"]["rope_theta"])
+    rope = text["rope_parameters"]
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    if is_gemma:
+        writer.add_key_length(text["head_dim"])
+        writer.add_value_length(text["head_dim"])
+        writer.add_sliding_window(text["sliding_window"])
+        writer.add_sliding_window_pattern(2)
     _write_tokens(writer, folder, text["vocab_size"])
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, text["num_hidden_layers"])
+    arch = gguf.MODEL_ARCH.GEMMA3 if is_gemma else gguf.MODEL_ARCH.LLAMA
+    names = gguf.get_tensor_name_map(arch, text["num_hidden_layers"])
     for name, array in tensors.items():
-        hf = name.replace("model.text_model.", "model.")
-        if "q_proj" in name or "k_proj" in name:  # pairs of rotary side by side
+        hf = name.replace("model.text_model.", "model.").replace("language_model.model.", "model.")
+        if is_gemma and name.endswith("norm.weight"):
+            array = array + 1
+        elif not is_gemma and ("q_proj" in name or "k_proj" in name):  # pairs of rotary side by side
             heads = text["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
             array = array.reshape(heads, 2, -1, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
         stored = names.get_name(hf, try_suffixes=(".weight", ".bias"))
@@ -63,6 +73,8 @@ def _write_tokens(writer: Any, folder: Path, vocab_size: int) -> None:
     path = folder / "tokenizer.json"
     tokens = [f"<unused{n}>" for n in range(vocab_size)]
     special = {"<image>": 93, "<fake_token_around_image>": 94, "<global-img>": 95}
+    if "gemma3" in (folder / "config.json").read_text():
+        special = {"<image_soft_token>": 93, "<start_of_image>": 94, "<end_of_image>": 95}
     if path.exists():
         core = json.loads(path.read_text())
         special = {each["content"]: each["id"] for each in core["added_tokens"]}
@@ -101,7 +113,7 @@ def _write_tower(
     writer.add_type("mmproj")
     values = {
         "has_vision_encoder": True,
-        "projector_type": "idefics3",
+        "projector_type": "gemma3" if config["model_type"] == "gemma3" else "idefics3",
         "use_gelu": True,
         "vision__projection_dim": config["text_config"]["hidden_size"],
         "vision__embedding_length": tower["hidden_size"],
@@ -111,8 +123,8 @@ def _write_tower(
         "vision__attention__layer_norm_epsilon": tower["layer_norm_eps"],
         "vision__image_size": tower["image_size"],
         "vision__patch_size": tower["patch_size"],
-        "vision__projector__scale_factor": config["scale_factor"],
-        "vision__preproc_image_size": images["size"]["longest_edge"],
+        "vision__projector__scale_factor": config.get("scale_factor", 2),
+        "vision__preproc_image_size": images["size"].get("longest_edge"),
         "vision__image_mean": images["image_mean"],
         "vision__image_std": images["image_std"],
     } | keys
@@ -120,7 +132,10 @@ def _write_tower(
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, tower["num_hidden_layers"])
     form = gguf.GGMLQuantizationType[kind]
     for name, array in tensors.items():
-        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if "soft_emb_norm" in name:
+            array = array + 1
+        known = name.replace("vision_tower.", "vision_tower.vision_model.").replace("_weight", ".weight")
+        stored = names.get_name(known, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
         if swapped:
             others = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}

@@ -26,7 +26,7 @@ from ...models.gguf.gguf_file import GGUFFile, TensorInfo, dequantize
 from ...models.gguf_names import A_LOG, find_split_kv, full_shape, is_not_read, stored_names
 from ...models.spec.quantization import GGUF_FORMS
 from ...models.weight_files.gguf_tower_tensors import find_frames, gguf_tower_names
-from ...models.weight_files.vision_tensors import TOWER
+from ...models.weight_files.vision_tensors import POOLED_NORM, TOWER
 from ...runtime.errors import ConfigError
 from ..kernels.blocks.stored_rows import StoredRows
 from ..kernels.blocks.tensor_rows import TensorRows
@@ -177,7 +177,8 @@ class GGUFStore:
 
     @staticmethod
     def _is_plain(name: str) -> bool:
-        return _STATE_LAYER in name or name.startswith(TOWER)
+        is_of_tower = name.startswith(TOWER) and not name.startswith(POOLED_NORM)
+        return _STATE_LAYER in name or is_of_tower
 
     def describe(self, name: str) -> str:
         return str(self._file.paths[-1] if name.startswith(TOWER) else self._file.path)

@@ -10,7 +10,16 @@ import numpy.typing as npt
 
 from ..gguf.gguf_file import GGUFFile, TensorInfo, dequantize
 from .qwen_vision_tensors import QWEN_FORMS, QWEN_PATCHES, QWEN_POSITIONS, qwen_connectors, qwen_layer
-from .vision_tensors import FINAL_NORM, PATCHES, POSITIONS, PROJECTION, tower_layer
+from .vision_tensors import (
+    FINAL_NORM,
+    PATCHES,
+    POOLED,
+    POOLED_NORM,
+    POOLED_PROJECTION,
+    POSITIONS,
+    PROJECTION,
+    tower_layer,
+)
 
 if TYPE_CHECKING:
     from ..spec.model_spec import ModelSpec
@@ -70,11 +79,13 @@ def gguf_tower_names(spec: ModelSpec) -> Iterator[tuple[str, str]]:
     for hf, gguf in names.items():
         for part in ("weight", "bias"):
             yield f"{hf}.{part}", f"{gguf}.{part}"
+    if spec.vision.family == "gemma3":
+        yield f"{POOLED}.{POOLED_PROJECTION}", "mm.input_projection.weight"
 
 
 def _siglip_modules(vision: VisionSpec) -> dict[str, str]:
     names = {PATCHES: "v.patch_embd", POSITIONS: "v.position_embd", FINAL_NORM: "v.post_ln"}
-    names[PROJECTION] = "mm.model.fc"  # of Idefics3
+    names |= {PROJECTION: "mm.model.fc", POOLED_NORM: "mm.soft_emb_norm"}  # of Idefics3, and of Gemma 3
     for layer in range(vision.num_layers):
         names |= {tower_layer(layer) + hf: f"v.blk.{layer}.{gguf}" for hf, gguf in _SIGLIP_LAYER.items()}
     return names

@@ -60,6 +60,30 @@ def test_logits_are_those_of_the_folder(
     np.testing.assert_allclose(scores(unpack, result), expected, atol=atol)
 
 
+def test_gemma_3_is_that_of_the_folder(
+    make_seeing: MakeSeeing,
+    make_driver: Any,
+    unpack: Any,
+    pictures: Callable[[Seeing], Pictures],
+    tmp_path: Path,
+) -> None:
+    """Attention both ways within an image, and the norm of the connector, which the file has as 1 + w."""
+    seeing = make_seeing("gemma3")
+    model = found(write_pair(seeing.folder, tmp_path / "pair"))
+    assert model.spec.vision == seeing.spec.vision and not model.no_tower
+    assert num_parameters(model.spec) == num_parameters(seeing.spec)
+    driver = make_driver(
+        model.spec, Path(model.source.path), kind="gguf", tower=model.source.tower, num_encoder_rows=64
+    )
+    images, kept = [seeing.tiles(1), seeing.tiles(2)], pictures(seeing)
+    tokens, encodes = seeing.prompt(images), tuple(map(kept.encode, images))
+
+    result = driver.step([(kept.start(driver, tokens, encodes), len(tokens))], encodes=encodes)
+
+    expected = seeing.logprobs(tokens, images)[torch.arange(len(tokens) - 1), tokens[1:]]
+    np.testing.assert_allclose(scores(unpack, result), expected, atol=1e-4)
+
+
 def test_which_file_is_the_tower(make_seeing: MakeSeeing, tmp_path: Path, caplog: Any) -> None:
     seeing = make_seeing()
     path = write_pair(seeing.folder, tmp_path / "pair")
@@ -84,7 +108,10 @@ def test_which_file_is_the_tower(make_seeing: MakeSeeing, tmp_path: Path, caplog
 @pytest.mark.parametrize(
     ("keys", "cause"),
     [
-        ({"projector_type": "ldp"}, "'ldp', which the engine does not compute, only idefics3"),
+        (
+            {"projector_type": "ldp"},
+            "'ldp', which the engine does not compute, only idefics3, gemma3, qwen3vl_merger",
+        ),
         (
             {"vision__projection_dim": 128},
             "projection_dim is 128, but the embedding_length of model.gguf is 64",
