@@ -121,7 +121,7 @@ def drafts_timed() -> Iterator[list[float]]:
     with (
         mock.patch.object(Drafter, "draft", timed),
         mock.patch.object(RunnerDrafts, "chances", chances),
-        mock.patch.object(RunnerDrafts, "not_tried"),
+        mock.patch.object(RunnerDrafts, "limit", lambda self, reqs, counts, *_: counts),
         mock.patch.object(StepCosts, "knows_plain", return_value=True),
         mock.patch.object(StepCosts, "intervals", lambda self, num_reqs, last: np.ones(last - num_reqs + 1)),
     ):
