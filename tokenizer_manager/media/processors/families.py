@@ -27,7 +27,7 @@ class Processor(Protocol):
     def tiles_of(
         self, image: Image, processing: ImageProcessing, *, splits: bool
     ) -> tuple[npt.NDArray[np.uint8], int, int]:
-        """The tiles of an RGB image, [tiles, height, width, 3], and in how many rows and columns they stand.
+        """The tiles of an RGB image, contiguous [tiles, height, width, 3], and in how many rows and columns they stand.
 
         Rows and columns are 0 if there is only the whole image of a fixed size. `splits`: an image larger than a tile
         becomes several; one of any size keeps more pixels than a small copy has.

@@ -40,7 +40,8 @@ def tiles_of(
         return whole, 0, 0
     pixels = np.asarray(image.resize((columns * size, rows * size), resample))
     tiles = pixels.reshape(rows, size, columns, size, 3).swapaxes(1, 2).reshape(-1, size, size, 3)
-    return np.concatenate((tiles, whole)), rows, columns
+    # The tiles of a single row are a view in the order of the image, which `concatenate` keeps.
+    return np.ascontiguousarray(np.concatenate((tiles, whole))), rows, columns
 
 
 def prompt_text(vision: VisionSpec, rows: int, columns: int) -> str:

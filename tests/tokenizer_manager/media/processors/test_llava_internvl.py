@@ -15,7 +15,7 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-from engine.tokenizer_manager.media.decode import decode_image
+from engine.tokenizer_manager.media.decode import BadImage, decode_image
 from engine.tokenizer_manager.media.processors import internvl, llava
 
 from ..image_files import MODES, file_of, picture
@@ -52,6 +52,14 @@ def test_a_whole_image_is_that_of_siglip() -> None:
         assert np.array_equal(own, of_transformers(theirs, image)), size
 
 
+def test_a_narrow_image_has_no_middle_of_a_bounded_size() -> None:
+    whole, *_ = llava.tiles_of(PIL.Image.new("RGB", (1, 200)), CROPPED, splits=True)
+    assert whole.shape == (1, 24, 24, 3)
+
+    with pytest.raises(BadImage, match="has 201 x 1 pixels, but one side must not be more than 200 times"):
+        llava.tiles_of(PIL.Image.new("RGB", (201, 1)), CROPPED, splits=True)
+
+
 @pytest.mark.parametrize(("least", "most"), [(1, 6), (3, 12), (1, 2)])
 def test_tiles_and_text_are_those_of_internvl(least: int, most: int) -> None:
     theirs = GotOcr2ImageProcessorPil(
@@ -70,7 +78,7 @@ def test_tiles_and_text_are_those_of_internvl(least: int, most: int) -> None:
 
         tiles, rows, columns = internvl.tiles_of(image, how, splits=True)
 
-        assert np.array_equal(tiles, expected), size
+        assert np.array_equal(tiles, expected) and tiles.flags.c_contiguous, size
         text = InternVLProcessor.replace_image_token(processor, {"num_patches": [len(expected)]}, 0)
         assert internvl.prompt_text(vision, rows, columns) == text
         small, *grid = internvl.tiles_of(image, how, splits=False)
