@@ -30,7 +30,7 @@ _MAX_AGE: Final = 512
 _FIRST_TRUST: Final = 8
 """The same of the first plain step of a size, which is often slow; it doubles with each further one.
 
-Of the first three the fastest one is believed.
+The second and third replace the first, without a weight for what was believed before.
 """
 _NEAR: Final = 1.25
 """A plain step counts as measured if a batch up to this factor larger or smaller was measured."""
@@ -78,7 +78,7 @@ class StepCosts:
             trusted = 0 if is_old else 2 * self._trusted[num_tokens]
             self._trusted[num_tokens] = min(max(trusted, _FIRST_TRUST), _MAX_AGE)
         if plain and not is_old and self._trusted[num_tokens] <= 4 * _FIRST_TRUST:
-            believed = min(seconds, before)
+            believed = min(seconds, self._last[num_tokens])
         elif not is_old:
             believed = before + _WEIGHT * (min(seconds, self._last[num_tokens]) - before)
         elif self._known().size:
