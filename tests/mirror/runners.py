@@ -18,6 +18,7 @@ from engine.model_runner import load
 from engine.model_runner.adapters.adapter_store import SlotSizes
 from engine.model_runner.distributed.join_group import ALONE, Place
 from engine.model_runner.load import load_model_runner
+from engine.model_runner.trial import measure
 from engine.model_runner.weights import dummy
 from engine.models.source import ModelSource
 from engine.models.spec.model_spec import ModelSpec
@@ -104,7 +105,7 @@ def load_driver(
         patch.setattr(load, "collapse_resident_memory", lambda: 0)
         if measured is not None:
             if record not in measured:
-                trial = load.measure
+                trial = measure
                 patch.setattr(
                     load, "measure", lambda *parts, **more: measured.setdefault(record, trial(*parts, **more))
                 )

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from engine.runtime.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.runtime.config.server_config import LogConfig
 from engine.runtime.messages import AbortRequest, Call, FinishKind, FlushCache
-from engine.runtime.step_plan import GetMasks, GoOn, StepPlan, StepResult, no_masks, to_the_end
+from engine.runtime.step_plan import RUNNER_DRAFT, GetMasks, GoOn, StepPlan, StepResult, no_masks, to_the_end
 from engine.scheduler.journal.log_file import read_runs
 from engine.scheduler.journal.recorder import Recorder, make_recorder
 from engine.scheduler.journal.replay import replay
@@ -24,7 +24,7 @@ from engine.scheduler.pipeline import Pipeline
 from engine.scheduler.records.decision_log import PassRecord, Settled
 from tests.selection import examples
 
-from .fake_runner import FakeRunner
+from .fake_runner import FakeRunner, ints
 from .grammar.toy_matcher import FixedMasks, ToyGrammar
 from .harness import Harness
 from .journal.recorded import SCHEDULER_FIELDS
@@ -50,6 +50,14 @@ class SlowDevice:
     def launch(self, plan: StepPlan, go_on: GoOn = to_the_end, masks: GetMasks = no_masks) -> SlowStep:
         self.note("launch", plan.step_id)
         step = SlowStep(self, plan)
+        if masks is not no_masks and RUNNER_DRAFT in ints(plan.draft_ids):
+            # The drafter waits for the device, and the masks for its drafts: nothing is left to be done later.
+            self.note("masks", plan.step_id)
+            step.masks, step.here = masks, self.runner.here
+            self.queue.append(step)
+            while step.result is None:
+                self.run_next()
+            return step
         if masks is not no_masks:  # the forward pass is on the device; the masks are copied after it
             found = masks()
             self.note("masks", plan.step_id)
