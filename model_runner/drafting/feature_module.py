@@ -110,20 +110,23 @@ class FeatureModule:
 
     def keep(self, batch: InputBatch, states: Tensor, valid: Int64s) -> None:
         put, page_size = self._put, self._page_size
-        lens = batch.layout.extend_lens
-        tokens = ranges(np.cumsum(lens) - lens, valid)
-        positions, ends = batch.positions[tokens], np.cumsum(valid)
-        is_end = positions % page_size == page_size - 1
-        is_end[ends - 1] = True
-        ending = tokens[is_end]
-        pages = put(batch.out_cache_loc[ending] // page_size)
-        self._page_states.index_copy_(0, pages, states.index_select(0, put(ending)))
-        self._page_ends.index_copy_(0, pages, put(positions[is_end][:, None]))
-        if int(valid.max()) > self._num_places:  # of long chunks only the last tokens have a place
-            late = np.flatnonzero(np.arange(len(tokens)) >= np.repeat(ends - self._num_places, valid))
-            tokens, positions = tokens[late], positions[late]
-        places = batch.token_rows[tokens] * self._num_places + (positions + 1) % self._num_places
-        kept = states if len(tokens) == len(states) else states.index_select(0, put(tokens))
+        token_rows, positions, kept = batch.token_rows, batch.positions, states
+        pages, ends, end_states = batch.out_cache_loc // page_size, positions, states
+        if len(valid) < len(positions):  # else one token each, of decodes
+            lens, stops = batch.layout.extend_lens, np.cumsum(valid)
+            tokens = ranges(np.cumsum(lens) - lens, valid)
+            is_end = positions[tokens] % page_size == page_size - 1
+            is_end[stops - 1] = True
+            ending = tokens[is_end]
+            pages, ends, end_states = pages[ending], positions[ending], states.index_select(0, put(ending))
+            if int(valid.max()) > self._num_places:  # of long chunks only the last tokens have a place
+                tokens = tokens[np.arange(len(tokens)) >= np.repeat(stops - self._num_places, valid)]
+            token_rows, positions = token_rows[tokens], positions[tokens]
+            kept = states.index_select(0, put(tokens))
+        page_idx = put(pages)
+        self._page_states.index_copy_(0, page_idx, end_states)
+        self._page_ends.index_copy_(0, page_idx, put(ends)[:, None])
+        places = token_rows * self._num_places + (positions + 1) % self._num_places
         self._features.index_copy_(0, put(places), kept)
 
     def compute(self, run: Run, states: Tensor | None = None) -> None:

@@ -135,12 +135,14 @@ class Lag:
         `input_ids`: as for `Run.of_step`.
         """
         layout = batch.layout
-        tokens = ranges((np.cumsum(layout.extend_lens) - layout.extend_lens)[idx], valid)
-        token_rows = batch.token_rows[tokens]
-        places = batch.positions[tokens] % self.size
-        self._loc[token_rows, places] = batch.out_cache_loc[tokens]
-        ids = input_ids if len(tokens) == len(input_ids) else input_ids.index_select(0, self._put(tokens))
-        self._ids.index_copy_(0, self._put(token_rows * self.size + places), ids)
+        token_rows, positions, loc = batch.token_rows, batch.positions, batch.out_cache_loc
+        if len(idx) < len(positions):  # else one token each
+            tokens = ranges((np.cumsum(layout.extend_lens) - layout.extend_lens)[idx], valid)
+            token_rows, positions, loc = token_rows[tokens], positions[tokens], loc[tokens]
+            input_ids = input_ids.index_select(0, self._put(tokens))
+        places = token_rows * self.size + positions % self.size
+        self._loc.reshape(-1)[places] = loc
+        self._ids.index_copy_(0, self._put(places), input_ids)
         self._end[layout.rows[idx]] = layout.prefix_lens[idx] + valid
 
     def full(self, rows: Int64s) -> Int64s:
