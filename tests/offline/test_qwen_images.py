@@ -12,6 +12,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from engine import LLM, SamplingParams
+from engine.models.tokenizer.tokenizer import Tokenizer as EngineTokenizer
 from engine.runtime.errors import RequestError
 from tests.model_runner.vision.test_qwen_vl import FAMILIES, TEXT
 from tests.tokenizer_manager.media.image_files import picture
@@ -86,6 +87,11 @@ class TinyQwen:
         tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, **named)
         self._tokenizer: Any = tokenizer
         self._images: Any = Qwen2VLImageProcessorPil(**IMAGES)
+        self._own_tokenizer = EngineTokenizer.from_folder(folder)
+
+    def bytes_of(self, token_ids: Sequence[int]) -> list[int]:
+        """The bytes of an answer."""
+        return [byte for token_id in token_ids for byte in self._own_tokenizer.token_bytes(token_id)]
 
     def prompt(self, messages: Sequence[Any], images: Sequence[PIL.Image.Image]) -> dict[str, Any]:
         """The inputs of transformers' model, by the steps of `Qwen2VLProcessor`, which wants a processor of videos."""
