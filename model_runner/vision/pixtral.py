@@ -8,7 +8,6 @@ Patches are in the order of rows, as in `QwenTower`. Names of tensors: `pixtral_
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -28,8 +27,8 @@ from ...models.weight_files.pixtral_tensors import (
 )
 from ..layers.linear import Linear
 from ..layers.norm import RMSNorm
-from ..weights.linear_format import PlainFormat
 from .qwen_vit import patches_by_rows, places_of, rotated
+from .tower import tower_context
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,9 +50,9 @@ class PixtralTower:
     """
 
     def __init__(self, context: ModelContext, spec: VisionSpec) -> None:
-        """Take the weights from a checkpoint; they are plain, also beside a quantized language model."""
+        """Take the weights from a checkpoint, in the form of `tower_context`."""
         ops, size, side = context.ops, spec.hidden_size, spec.patch_size
-        context = dataclasses.replace(context, linear_format=PlainFormat(ops.pack_linear), adapters=None)
+        context = tower_context(context)
         self.spec, self.dtype = spec, context.dtype
         self._device, self._add = context.device, ops.add
         kernel = context.weights.tensor(f"{PIXTRAL_PATCHES}.weight", (size, 3, side, side))

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from engine.models.hf.hf_config import read_hf_spec
+from engine.models.spec.model_spec import with_quantization
 from engine.models.weight_files.check_weights import check_folder_weights
 from engine.models.weight_files.weight_memory import num_parameters
 from engine.runtime.messages import MediaItem
@@ -146,3 +147,20 @@ def test_rows_and_logits_are_those_of_transformers(
     assert len(parts) == spec.vision.num_parts and all(part is None for part in parts[:-1])
     np.testing.assert_allclose(parts[-1], rows.pooler_output[0], atol=1e-4)
     assert tokens.count(BEGIN_ID) == 3
+
+
+def test_the_tower_is_computed_in_8_bits(make_driver: Any, tmp_path: Path) -> None:
+    model = make(tmp_path / "model", {"hidden_size": 64, "intermediate_size": 96}, {})
+    image, rows = model.image(0, 3, 4), []
+    for quantization in (None, "int8"):
+        spec = with_quantization(model.spec, quantization)
+        driver = make_driver(
+            spec, model.folder, num_encoder_rows=32, quantization=quantization, dtype="bfloat16"
+        )
+        encode = Pictures(driver, tmp_path).add(image)
+        driver.step([], encodes=(encode,))
+        rows.append(driver.runner.encoder_rows.rows[encode.first_row : encode.first_row + 3 * 4])
+    plain, made = rows
+
+    assert not torch.equal(plain, made)
+    assert (plain - made).norm() < 0.05 * plain.norm()
