@@ -294,6 +294,7 @@ class BatchBuilder:
                 start=int(index_of[targets.start]),
                 targets=self.buffers.put(targets.tokens.astype(np.int64)),
                 top_k=self.states[int(rows[idx])].sampling.prompt_logprobs or 0,
+                chosen=self.states[int(rows[idx])].sampling.logprob_token_ids,
             )
             for idx, targets in prompt_targets.items()
         )

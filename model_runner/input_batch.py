@@ -39,12 +39,14 @@ class PromptSpan:
         start: index, among the W, of the token that predicts the first of them; the others follow one by one.
         targets: [n] int64, the tokens, device.
         top_k: number of likeliest tokens to report for each.
+        chosen: further tokens to report for each.
     """
 
     batch_idx: int
     start: int
     targets: Tensor
     top_k: int
+    chosen: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from .adapter_runs import runs_or_none
 from .memory.device_memory import free_cached_memory
 from .memory.device_timer import DeviceTimer
 from .request_states import SamplingFlag
-from .sampling.logits import TokenLogprobs, concatenate, ranks_of
+from .sampling.logits import TokenLogprobs, chosen_logprobs, concatenate, ranks_of
 from .sampling.sampler import Sampled
 from .structures.causal_lm import logits_of
 
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from .pooling.pooler import PooledChunk, PooledRows, Pooler
     from .recording.executor import RecordedBytes, StepExecutor
     from .request_states import RequestStates, TokenRelay
+    from .sampling.sampling_batch import LogprobRequest
     from .sampling.shared_sampler import SamplerLike
     from .sampling.token_counts import TokenCounts
     from .structures.causal_lm import CausalLM
@@ -66,12 +67,16 @@ _PROMPT_LOGPROB_ROWS: Final = 256
 
 
 class PromptLogprobs(NamedTuple):
-    """Log-probabilities and ranks of one request's prompt tokens of one chunk, and whether all logits are finite."""
+    """Log-probabilities and ranks of one request's prompt tokens of one chunk, and whether all logits are finite.
+
+    `chosen`: [n, m] of the span's chosen tokens; None if it has none.
+    """
 
     span: PromptSpan
     logprobs: TokenLogprobs
     ranks: Tensor
     finite: Tensor
+    chosen: Tensor | None
 
 
 class UnmaskedTokens(NamedTuple):
@@ -217,7 +222,7 @@ class ModelRunner:
         last = first
         for number in range(1, plan.num_rounds):
             assert last.sampled is not None, "a multi-step decode consists of decodes"
-            token_ids, finite, _ = last.sampled
+            token_ids, finite = last.sampled.token_ids, last.sampled.finite
             if not finite.numpy().all() or not go_on(token_ids.numpy().astype(np.int32).tobytes()):
                 break
             last = self._forward(self.builder.next_round(last.batch, plan, number), masks)
@@ -356,12 +361,22 @@ class ModelRunner:
             token_ids=token_ids,
             finite=finite,
             logprobs=sampled.logprobs.through(fetch) if sampled.logprobs is not None else None,
+            chosen=self._chosen_logprobs(logits, batch.sampling.logprobs),
         )
         return fetched, num_tokens, unmasked
 
+    def _chosen_logprobs(self, logits: Tensor, asked: LogprobRequest | None) -> Tensor | None:
+        """The log-probabilities of chosen tokens, as in `Sampled`, on their way to the host."""
+        ids = None if asked is None else asked.chosen_ids()
+        if asked is None or ids is None:
+            return None
+        rows, ids_there = self.buffers.put_all([np.array(asked.sampled_idx, dtype=np.int64), ids])
+        return self.outputs.fetch(chosen_logprobs(logits.index_select(0, rows), ids_there))
+
     def _prompt_logprobs(self, hidden: Tensor, span: PromptSpan, row: int) -> PromptLogprobs:
-        parts, ranks, finite = [], [], []
+        parts, ranks, finite, chosen = [], [], [], []
         slot = self.states.adapter_slot[row]
+        chosen_ids = self.buffers.put(np.array([span.chosen], dtype=np.int64))
         for done in range(0, len(span.targets), _PROMPT_LOGPROB_ROWS):
             targets = span.targets[done : done + _PROMPT_LOGPROB_ROWS]
             start = span.start + done
@@ -370,12 +385,15 @@ class ModelRunner:
             finite.append(logits.sum(dtype=torch.float32).isfinite())
             parts.append(self.sampler.token_logprobs(logits, targets, span.top_k))
             ranks.append(ranks_of(logits, targets))
+            if span.chosen:
+                chosen.append(chosen_logprobs(logits, chosen_ids))
         fetch = self.outputs.fetch
         return PromptLogprobs(
             span,
             concatenate(parts).through(fetch),
             fetch(torch.cat(ranks)),
             fetch(torch.stack(finite).all()),
+            fetch(torch.cat(chosen)) if chosen else None,
         )
 
 
@@ -420,8 +438,12 @@ class PendingStep:
         for prompt in prompts:
             if bool(prompt.finite):
                 packed = prompt.logprobs.pack(0, len(prompt.span.targets), prompt.span.top_k)
-                ranks = prompt.ranks.numpy().tobytes()
-                prompt_logprobs[prompt.span.batch_idx] = structs.replace(packed, ranks=ranks)
+                prompt_logprobs[prompt.span.batch_idx] = structs.replace(
+                    packed,
+                    ranks=prompt.ranks.numpy().tobytes(),
+                    chosen_ids=np.array(prompt.span.chosen, dtype=np.int32).tobytes(),
+                    chosen=b"" if prompt.chosen is None else prompt.chosen.numpy().tobytes(),
+                )
             else:
                 errors[prompt.span.batch_idx] = NOT_FINITE
         vectors = {}
@@ -489,5 +511,10 @@ def _pack_logprobs(
     packed: list[Logprobs | None] = []
     for first, count in zip(firsts, num_tokens, strict=True):
         n = places.get(first)
-        packed.append(None if n is None else sampled.logprobs.pack(n, n + count, sampling.logprobs.top_k[n]))
+        entry = None if n is None else sampled.logprobs.pack(n, n + count, sampling.logprobs.top_k[n])
+        if entry is not None and n is not None and sampled.chosen is not None:
+            ids = np.array(sampling.logprobs.chosen[n], dtype=np.int32)
+            chosen = sampled.chosen[n : n + count, : len(ids)].numpy().tobytes()
+            entry = structs.replace(entry, chosen_ids=ids.tobytes(), chosen=chosen)
+        packed.append(entry)
     return tuple(packed)

@@ -267,12 +267,16 @@ def _decode_logprobs(
     shape = (len(own), logprobs.top_k)
     top_ids = np.frombuffer(logprobs.top_ids, dtype=TOKEN_DTYPE).reshape(shape).tolist()
     top_values = np.frombuffer(logprobs.top_logprobs, dtype="<f4").reshape(shape).tolist()
+    chosen_ids = np.frombuffer(logprobs.chosen_ids, dtype=TOKEN_DTYPE).tolist()
+    chosen = np.frombuffer(logprobs.chosen, dtype="<f4").reshape(len(own), len(chosen_ids)).tolist()
     return [
         TokenLogprob(
             token_id,
             tokenizer.token_bytes(token_id).decode(errors="replace"),
             value,
-            dict(zip(ids, values, strict=True)),
+            dict(zip(ids + chosen_ids, values + further, strict=True)),
         )
-        for token_id, value, ids, values in zip(token_ids, own, top_ids, top_values, strict=True)
+        for token_id, value, ids, values, further in zip(
+            token_ids, own, top_ids, top_values, chosen, strict=True
+        )
     ]

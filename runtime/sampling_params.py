@@ -31,10 +31,11 @@ MAX_COUNT: Final = 2**31 - 1
 """Most tokens: above any context length and vocabulary size; fits into int32 and into every message."""
 MAX_TEMPERATURE: Final = 100.0
 MAX_TOP_LOGPROBS: Final = 20
+MAX_LOGPROB_TOKEN_IDS: Final = 128
 MAX_STOP_STRINGS: Final = 1024
 MAX_STOP_STRING_CHARS: Final = 65_536
 MAX_LOGIT_BIAS_ENTRIES: Final = 65_536
-"""These four bound what the engine supports; `RequestLimits` bounds what a server accepts from its clients."""
+"""These five bound what the engine supports; `RequestLimits` bounds what a server accepts from its clients."""
 GREEDY_TEMPERATURE: Final = (
     1e-5  # below this, dividing logits by the temperature overflows bf16: use the exact argmax instead
 )
@@ -114,6 +115,8 @@ class SamplingParams(
         logprobs: None: no log-probabilities; k: those of each output token and of the k likeliest, 0 <= k <= 20.
         prompt_logprobs: the same for the prompt's tokens after `prompt_logprobs_start` (the first one has none).
         prompt_logprobs_start: a position in the prompt; the tokens up to it need not be computed if a cache has them.
+        logprob_token_ids: tokens whose log-probabilities are wanted too, at each place of `logprobs` and
+            `prompt_logprobs`.
         skip_special_tokens: special tokens do not appear in the text.
         include_stop_str_in_output: keep the matched stop string in the text.
         speculative: False: no draft tokens for this request, whatever `--speculative` says. The answer is the same.
@@ -174,6 +177,7 @@ class SamplingParams(
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     prompt_logprobs_start: int = 0
+    logprob_token_ids: tuple[int, ...] = ()
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     speculative: bool = True
@@ -212,13 +216,17 @@ class SamplingParams(
         if self.logit_bias is not None:
             _check_logit_bias(self.logit_bias, vocab_size)
         _check_stop(self.stop)
-        _check_stop_token_ids(self.stop_token_ids, vocab_size)
+        _check_token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_STRINGS, vocab_size)
         check_flag("ignore_eos", self.ignore_eos)
         if self.logprobs is not None:
             check_integer("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
         if self.prompt_logprobs is not None:
             check_integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
         check_integer("prompt_logprobs_start", self.prompt_logprobs_start, 0, MAX_COUNT)
+        _check_token_ids("logprob_token_ids", self.logprob_token_ids, MAX_LOGPROB_TOKEN_IDS, vocab_size)
+        if self.logprob_token_ids and self.logprobs is None and self.prompt_logprobs is None:
+            rule = "needs logprobs or prompt_logprobs, at whose places they are returned"
+            raise refused("logprob_token_ids", list(self.logprob_token_ids), rule)
         check_flag("skip_special_tokens", self.skip_special_tokens)
         check_flag("include_stop_str_in_output", self.include_stop_str_in_output)
         check_flag("speculative", self.speculative)
@@ -259,13 +267,13 @@ def _check_stop(strings: object) -> None:
             raise _too_long("stop", len(string), f"{MAX_STOP_STRING_CHARS} characters in a string")
 
 
-def _check_stop_token_ids(token_ids: object, vocab_size: int) -> None:
+def _check_token_ids(field: str, token_ids: object, most: int, vocab_size: int) -> None:
     if type(token_ids) is not tuple:
-        raise wrong_type("stop_token_ids", token_ids, "a list of token ids")
-    if len(token_ids) > MAX_STOP_STRINGS:
-        raise _too_long("stop_token_ids", len(token_ids), f"{MAX_STOP_STRINGS} entries")
+        raise wrong_type(field, token_ids, "a list of token ids")
+    if len(token_ids) > most:
+        raise _too_long(field, len(token_ids), f"{most} entries")
     for token_id in token_ids:
-        _check_token_id("stop_token_ids", token_id, vocab_size)
+        _check_token_id(field, token_id, vocab_size)
 
 
 def _check_token_id(field: str, token_id: object, vocab_size: int) -> None:
@@ -309,6 +317,7 @@ def _plain_seed(value: object) -> object:
 _CONVERSIONS: Final[dict[str, Callable[[object], object]]] = {
     "stop": _plain_texts,
     "stop_token_ids": _plain_token_ids,
+    "logprob_token_ids": _plain_token_ids,
     "logit_bias": _plain_entries,
     "seed": _plain_seed,
 }

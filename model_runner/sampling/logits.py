@@ -128,6 +128,12 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, top_k: int) -> TokenLogpro
     return TokenLogprobs(token, top_ids.to(torch.int32), top - normalizer)
 
 
+def chosen_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """[n, m] float32 log-probabilities of m tokens at each row: logits [n, V], token_ids [n, m] or [1, m] int64."""
+    rows = logits.float()
+    return rows.gather(1, token_ids.expand(len(rows), -1)) - rows.logsumexp(dim=-1, keepdim=True)
+
+
 def ranks_of(logits: Tensor, token_ids: Tensor) -> Tensor:
     """[n] int32 ranks of tokens, [n] int64, among logits, [n, V]: 1 for the likeliest; equal logits have one rank."""
     likelier = logits > logits.gather(1, token_ids[:, None])

@@ -40,11 +40,13 @@ class Sampled(NamedTuple):
         token_ids: [S] int64.
         finite: [S] bool; where False the logits were not finite and the token is arbitrary.
         logprobs: for the requests in `SamplingBatch.logprobs`, with the largest k of them.
+        chosen: [n, M] float32, of the tokens that these requests have chosen, at most M each; None if none has.
     """
 
     token_ids: Tensor
     finite: Tensor
     logprobs: TokenLogprobs | None
+    chosen: Tensor | None = None
 
 
 class Sampler:

@@ -113,10 +113,27 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class LogprobRequest:
-    """Requests with log-probabilities: their indices into the S rows, and the number of likeliest tokens of each."""
+    """Requests with log-probabilities.
+
+    Attributes:
+        sampled_idx: their indices into the S rows.
+        top_k: the number of likeliest tokens of each.
+        chosen: the further tokens that each wants, see `SamplingParams.logprob_token_ids`.
+    """
 
     sampled_idx: tuple[int, ...]
     top_k: tuple[int, ...]
+    chosen: tuple[tuple[int, ...], ...]
+
+    def chosen_ids(self) -> npt.NDArray[np.int64] | None:
+        """[n, M] the chosen tokens of each, padded with token 0; None if there are none."""
+        most = max(map(len, self.chosen))
+        if not most:
+            return None
+        ids = np.zeros((len(self.chosen), most), dtype=np.int64)
+        for row, chosen in enumerate(self.chosen):
+            ids[row, : len(chosen)] = chosen
+        return ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +263,11 @@ class _Planner:
     def logprobs(self) -> LogprobRequest:
         indices = self.having(SamplingFlag.LOGPROBS).tolist()
         params = [self.states[row].sampling for row in self.rows[indices].tolist()]
-        return LogprobRequest(tuple(indices), tuple(p.logprobs or 0 for p in params))
+        return LogprobRequest(
+            tuple(indices),
+            tuple(p.logprobs or 0 for p in params),
+            tuple(p.logprob_token_ids for p in params),
+        )
 
 
 def _float32s(values: list[float]) -> Float32s:

@@ -29,6 +29,8 @@ class Logprobs(Record, frozen=True):
         top_logprobs: [n, k] float32.
         top_k: k.
         ranks: [n] int32, of the tokens of a prompt: 1 for the likeliest; empty for an answer's.
+        chosen_ids: [m] int32, the tokens of `SamplingParams.logprob_token_ids`.
+        chosen: [n, m] float32, theirs.
     """
 
     token_logprobs: bytes
@@ -36,6 +38,8 @@ class Logprobs(Record, frozen=True):
     top_logprobs: bytes = b""
     top_k: int = 0
     ranks: bytes = b""
+    chosen_ids: bytes = b""
+    chosen: bytes = b""
 
     @property
     def num_tokens(self) -> int:
@@ -52,6 +56,8 @@ class Logprobs(Record, frozen=True):
             self.top_logprobs[:top_bytes],
             self.top_k,
             self.ranks[:token_bytes],
+            self.chosen_ids,
+            self.chosen[: num_tokens * len(self.chosen_ids)],
         )
 
 

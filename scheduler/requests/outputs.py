@@ -139,4 +139,6 @@ def joined(parts: list[Logprobs]) -> Logprobs:
         top_logprobs=b"".join(part.top_logprobs for part in parts),
         top_k=parts[0].top_k,
         ranks=b"".join(part.ranks for part in parts),
+        chosen_ids=parts[0].chosen_ids,
+        chosen=b"".join(part.chosen for part in parts),
     )

@@ -214,6 +214,25 @@ class TestLogprobs:
         assert token[0] == pytest.approx(expected[5].item(), abs=1e-4)
         np.testing.assert_allclose(top[0], expected[top_ids[0].tolist()], atol=1e-4)
 
+    def test_of_chosen_tokens(self, make_tiny_llama, make_driver, unpack):
+        """Beside requests that have chosen others, or none."""
+        tiny = make_tiny_llama()
+        driver = make_driver(tiny.spec, tiny.folder)
+        prompt = prompt_of(9)
+        asked = [(3, 1, 4), (), (2,)]
+        params = [replace(GREEDY, logprobs=1, prompt_logprobs=0, logprob_token_ids=each) for each in asked]
+        reqs = [driver.start(prompt, each) for each in params]
+        result = driver.step([(req, 9) for req in reqs])
+        expected = tiny.logprobs(prompt)
+        for idx, ids in enumerate(asked):
+            for found, rows in (
+                (result.logprobs[idx], expected[-1:]),
+                (result.prompt_logprobs[idx], expected[:-1]),
+            ):
+                assert np.frombuffer(found.chosen_ids, dtype=np.int32).tolist() == list(ids)
+                chosen = np.frombuffer(found.chosen, dtype=np.float32).reshape(len(rows), len(ids))
+                np.testing.assert_allclose(chosen, rows[:, list(ids)], atol=1e-4)
+
     @pytest.mark.parametrize("start", [0, 7, 32])
     @pytest.mark.parametrize("chunk", [1, 5, 40])
     def test_of_a_prompt_in_chunks(self, make_tiny_llama, make_driver, unpack, chunk, start):

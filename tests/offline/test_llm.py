@@ -189,6 +189,17 @@ def test_logprobs_come_with_their_tokens(llm):
     assert [entry.token for entry in output.prompt_logprobs] == list("ello")
 
 
+def test_logprobs_of_given_tokens(llm):
+    params = SamplingParams(
+        temperature=0, max_new_tokens=3, logprobs=1, prompt_logprobs=1, logprob_token_ids=[5, 9]
+    )
+    output = llm.generate("Hello", params)
+    assert output.logprobs is not None and output.prompt_logprobs is not None
+    for entry in [*output.prompt_logprobs, *output.logprobs]:
+        assert {5, 9} <= entry.top.keys() and len(entry.top) <= 3
+        assert max(entry.top.values()) >= entry.top[5]
+
+
 def test_the_prefix_cache_serves_the_second_time(llm):
     prompt = "a prompt of which whole pages stay in the cache"
     llm.flush_cache()

@@ -145,6 +145,8 @@ BAD_VALUES: Final[dict[str, list[Any]]] = {
     "ignore_eos": _NO_FLAG,
     "logprobs": [*_NO_INTEGER, -1, 21],
     "prompt_logprobs": [*_NO_INTEGER, -1, 21],
+    "prompt_logprobs_start": [*_NO_INTEGER, None, -1, MAX_COUNT + 1],
+    "logprob_token_ids": [5, "5", (5.5,), ("5",), (True,), (-1,), (10**9,), (1,) * 129, (5,)],
     "skip_special_tokens": _NO_FLAG,
     "include_stop_str_in_output": _NO_FLAG,
     "speculative": _NO_FLAG,

@@ -58,6 +58,7 @@ SAMPLING: Final[dict[str, list[Any]]] = {
     "logprobs": [1.5, "1", True, -1, 21],
     "prompt_logprobs": [1.5, "1", True, -1, 21],
     "prompt_logprobs_start": [None, 1.5, "1", True, -1, 2**40],
+    "logprob_token_ids": [None, 5, [5], (5.5,), (True,), (-1,), (VOCAB_SIZE,), (5,), (1,) * 129],
     "skip_special_tokens": [None, 1, "yes"],
     "include_stop_str_in_output": [None, 1, "yes"],
     "speculative": [None, 1, "yes"],

@@ -22,28 +22,33 @@ class TokenLogprob(NamedTuple):
 
     Attributes:
         rank: of a prompt's token, 1 for the likeliest; 0 for one of an answer.
+        chosen: the tokens of `SamplingParams.logprob_token_ids`.
     """
 
     token_id: int
     logprob: float
     top: list[tuple[int, float]]
     rank: int = 0
+    chosen: Sequence[tuple[int, float]] = ()
 
 
 def unpack(logprobs: Logprobs, token_ids: Sequence[int]) -> list[TokenLogprob]:
     """The entries of `logprobs`, which belong to `token_ids`."""
-    own, top_ids, top_values, ranks = array("f"), array("i"), array("f"), array("i")
+    own, top_ids, top_values, ranks, chosen = array("f"), array("i"), array("f"), array("i"), array("f")
     own.frombytes(logprobs.token_logprobs)
     top_ids.frombytes(logprobs.top_ids)
     top_values.frombytes(logprobs.top_logprobs)
     ranks.frombytes(logprobs.ranks)
-    k = logprobs.top_k
+    chosen.frombytes(logprobs.chosen)
+    chosen_ids = int32s(logprobs.chosen_ids)
+    k, m = logprobs.top_k, len(chosen_ids)
     return [
         TokenLogprob(
             token_id,
             _finite(logprob),
             [(top_ids[j], _finite(top_values[j])) for j in range(i * k, (i + 1) * k)],
             ranks[i] if ranks else 0,
+            [(chosen_ids[j], _finite(chosen[i * m + j])) for j in range(m)],
         )
         for i, (token_id, logprob) in enumerate(zip(token_ids, own, strict=True))
     ]

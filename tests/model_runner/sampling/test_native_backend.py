@@ -396,7 +396,7 @@ class TestLogprobs:
         rows = [Row(GREEDY, peaked(300, n)) for n in range(3)]
         batch = Batch(rows, 300)
         sampler = Sampler(batch.counts, NativeSamplerBackend(batch.counts, best_library))
-        plan = SamplingBatch(3, logprobs=LogprobRequest((0, 2), (0, 4)))
+        plan = SamplingBatch(3, logprobs=LogprobRequest((0, 2), (0, 4), ((), ())))
         sampled = sampler.sample(batch.logits, plan)
         assert sampled.logprobs is not None
         expected = batch.logits.log_softmax(-1).amax(-1)[[0, 2]]

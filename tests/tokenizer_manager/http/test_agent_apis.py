@@ -115,6 +115,7 @@ NULLABLE = {
     "ChatChunk.prompt_logprobs",
     "Completion.prompt_logprobs",
     "CompletionChoice.prompt_logprobs",
+    "PromptTokenLogprob.rank",
     # OpenAI's chat completions and completions
     "ErrorObject.param",
     "ErrorObject.code",
@@ -157,6 +158,8 @@ NULLABLE = {
     "MetaInfo.input_top_logprobs",
     "MetaInfo.output_token_logprobs",
     "MetaInfo.output_top_logprobs",
+    "MetaInfo.input_token_ids_logprobs",
+    "MetaInfo.output_token_ids_logprobs",
 }
 """Members that may be null in the APIs of vendors: their schemas say so. Others are left out where there is nothing."""
 OWN_MEMBERS = {"GrammarReport", "Truncated", "OverruledToken"}

@@ -174,3 +174,45 @@ def test_logprobs_of_a_prompt_from_a_position_on(serve: Serve):
     assert refused.json()["error"]["message"].startswith(
         "logprob_start_len is 5, but must be below the prompt's length, 5 tokens"
     )
+
+
+def with_chosen(request: GenerateRequest):
+    """One token, with the log-probabilities of "a" and "b"."""
+    [x] = TOKENIZER.encode("x")
+    ids = ints(*TOKENIZER.encode("ab"))
+    logprobs = Logprobs(floats(-0.5), ints(x), floats(-0.5), 1, chosen_ids=ids, chosen=floats(-2, -3))
+    prompt = Logprobs(floats(-4, -1), ranks=ints(7, 1), chosen_ids=ids, chosen=floats(-5, -6, -7, -8))
+    yield row(request, "x", token_ids=[x], finish=LENGTH, logprobs=logprobs, prompt_logprobs=prompt)
+
+
+def test_log_probabilities_of_given_tokens(serve: Serve):
+    served = serve(with_chosen)
+    a, b = TOKENIZER.encode("ab")
+    body = {"prompt": "abc", "logprobs": 1, "prompt_logprobs": 0, "logprob_token_ids": [a, b]}
+    [choice] = served.client.post(PATH, json=body).json()["choices"]
+    assert served.engine.next_request().sampling.logprob_token_ids == (a, b)
+    assert choice["logprobs"]["top_logprobs"] == [{"x": -0.5, "a": -2.0, "b": -3.0}]
+    assert choice["prompt_logprobs"][2][str(b)] == {"logprob": -8.0, "rank": None, "decoded_token": "b"}
+
+    chat = HI | {"logprobs": True, "top_logprobs": 1, "logprob_token_ids": [a, b]}
+    [entry] = served.client.post(CHAT, json=chat).json()["choices"][0]["logprobs"]["content"]
+    assert [(top["token"], top["logprob"]) for top in entry["top_logprobs"]] == [
+        ("x", -0.5),
+        ("a", -2),
+        ("b", -3),
+    ]
+
+    native = {"text": "abc", "return_logprob": True, "token_ids_logprob": [a, b], "logprob_start_len": 0}
+    meta = served.client.post("/generate", json=native).json()["meta_info"]
+    assert meta["output_token_ids_logprobs"] == [[[-2.0, a, "a"], [-3.0, b, "b"]]]
+    assert meta["input_token_ids_logprobs"] == [
+        None,
+        [[-5.0, a, "a"], [-6.0, b, "b"]],
+        [[-7.0, a, "a"], [-8.0, b, "b"]],
+    ]
+
+    for path, wrong in ((PATH, {"prompt": "abc"}), (CHAT, HI)):
+        refused = served.client.post(path, json=wrong | {"logprob_token_ids": [a]})
+        assert refused.status_code == 400
+        assert "logprob_token_ids" in refused.json()["error"]["message"]
+        assert "needs logprobs" in refused.json()["error"]["message"]

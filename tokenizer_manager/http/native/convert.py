@@ -50,7 +50,6 @@ _POLICY: Final = FieldPolicy(
         "return_entropy": (False,),
         "return_hidden_states": (False,),
         "return_text_in_logprobs": (False,),
-        "token_ids_logprob": (),
         "video_data": (),
     },
     no_effect={"log_metrics", "no_logs"},
@@ -74,6 +73,7 @@ def _names_in(at: str) -> dict[str, str]:
         "logprobs": "top_logprobs_num",
         "prompt_logprobs": "top_logprobs_num",
         "prompt_logprobs_start": "logprob_start_len",
+        "logprob_token_ids": "token_ids_logprob",
     }
 
 
@@ -262,6 +262,7 @@ def _generation_request(
                     logprobs=0 if top is None and generated > n else top,
                     prompt_logprobs=top if start >= 0 else None,
                     prompt_logprobs_start=max(0, start),
+                    logprob_token_ids=request.token_ids_logprob if top is not None else None,
                 )
             )
         counts.add((n, generated))
@@ -339,9 +340,13 @@ def _body(engine: Engine, generation: Generation, choice: Choice, collected: Col
         first: LogprobRow = (None, *_named(tokenizer, before))
         meta.input_token_logprobs = [first, *_own(tokenizer, entries)]
         meta.input_top_logprobs = [None, *_top(tokenizer, entries)]
+        if entries[0].chosen:
+            meta.input_token_ids_logprobs = [None, *_chosen(tokenizer, entries)]
     if collected.logprobs:
         meta.output_token_logprobs = _own(tokenizer, collected.logprobs)
         meta.output_top_logprobs = _top(tokenizer, collected.logprobs)
+        if collected.logprobs[0].chosen:
+            meta.output_token_ids_logprobs = _chosen(tokenizer, collected.logprobs)
     return GenerateBody(collected.text, collected.token_ids.tolist(), meta)
 
 
@@ -362,6 +367,10 @@ def _own(tokenizer: Tokenizer, entries: list[TokenLogprob]) -> list[LogprobRow]:
 
 def _top(tokenizer: Tokenizer, entries: list[TokenLogprob]) -> list[list[LogprobRow]]:
     return [[(value, *_named(tokenizer, token_id)) for token_id, value in entry.top] for entry in entries]
+
+
+def _chosen(tokenizer: Tokenizer, entries: list[TokenLogprob]) -> list[list[LogprobRow]]:
+    return [[(value, *_named(tokenizer, token_id)) for token_id, value in entry.chosen] for entry in entries]
 
 
 def _named(tokenizer: Tokenizer, token_id: int) -> tuple[int, str]:

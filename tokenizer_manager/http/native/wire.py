@@ -25,6 +25,7 @@ from ..schema.field_types import (
     SamplingObject,
     Seconds,
     StartLen,
+    TokenId,
     WideTemperature,
 )
 from ..schema.generation_fields import SamplingFields
@@ -58,6 +59,7 @@ class NativeRequest(msgspec.Struct, kw_only=True):
     return_logprob: bool | None = None
     top_logprobs_num: CountOrNone | None = None
     logprob_start_len: StartLen | None = None
+    token_ids_logprob: list[TokenId] | None = None
     priority: Priority | None = None
     cache_salt: Salt | None = None
     user: str | None = None
@@ -95,6 +97,8 @@ class MetaInfo(msgspec.Struct):
     input_top_logprobs: list[list[LogprobRow] | None] | UnsetType = UNSET
     output_token_logprobs: list[LogprobRow] | UnsetType = UNSET
     output_top_logprobs: list[list[LogprobRow]] | UnsetType = UNSET
+    input_token_ids_logprobs: list[list[LogprobRow] | None] | UnsetType = UNSET
+    output_token_ids_logprobs: list[list[LogprobRow]] | UnsetType = UNSET
     grammar: GrammarReport | UnsetType = UNSET
     truncated: Truncated | UnsetType = UNSET
     cached_tokens_by_tier: dict[str, int] | UnsetType = UNSET  # those that were not in the KV pool

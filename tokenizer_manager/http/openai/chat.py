@@ -127,6 +127,7 @@ def read_chat(body: Body, engine: Engine, caller: Caller) -> tuple[ChatRequest, 
             keep_stop=request.include_stop_str_in_output,
             logprobs=request.num_top_logprobs(limits),
             prompt_logprobs=request.prompt_logprobs,
+            logprob_token_ids=request.logprob_token_ids,
         )
     request.messages = []  # the conversation has them; an answer may take long, and images are megabytes
     generation = GenerationRequest(
@@ -291,6 +292,7 @@ def chat_logprobs(
 
     content: list[ChatTokenLogprob] = []
     for entry, _ in placed:
-        top = [ChatTopLogprob(*fields(token_id, value)) for token_id, value in entry.top]
+        listed = dict([*entry.top, *entry.chosen])
+        top = [ChatTopLogprob(*fields(token_id, value)) for token_id, value in listed.items()]
         content.append(ChatTokenLogprob(*fields(entry.token_id, entry.logprob), top))
     return ChatLogprobs(content)

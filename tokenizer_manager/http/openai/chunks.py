@@ -48,7 +48,7 @@ def prompt_logprobs_of(entries: Sequence[TokenLogprob], top_k: int, tokenizer: T
         tokenizer: of the model.
     """
 
-    def of(token_id: int, logprob: float, rank: int) -> PromptTokenLogprob:
+    def of(token_id: int, logprob: float, rank: int | None) -> PromptTokenLogprob:
         return PromptTokenLogprob(logprob, rank, tokenizer.token_bytes(token_id).decode("utf-8", "replace"))
 
     found: PromptLogprobs = [None]
@@ -57,6 +57,8 @@ def prompt_logprobs_of(entries: Sequence[TokenLogprob], top_k: int, tokenizer: T
         for rank, (token_id, logprob) in enumerate(entry.top[:top_k], start=1):
             if token_id != entry.token_id:
                 tokens[token_id] = of(token_id, logprob, rank)
+        for token_id, logprob in entry.chosen:
+            tokens.setdefault(token_id, of(token_id, logprob, None))
         found.append(tokens)
     return found
 

@@ -83,6 +83,7 @@ def read_completion(
             keep_stop=request.include_stop_str_in_output,
             logprobs=0 if request.logprobs is None and generated > n else request.logprobs,
             prompt_logprobs=_num_prompt_logprobs(request),
+            logprob_token_ids=request.logprob_token_ids,
         )
     constraint = constraint_of(
         request, engine.config.answers, limits, strict_server=engine.config.server.strict
@@ -304,7 +305,8 @@ class CompletionLogprobsBuilder:
         chunk.text_offset.append(offset)
         top = None
         if entry is not None:
-            top = {self._token(each): value for each, value in entry.top[: self._top_k]}
+            listed = [*entry.top[: self._top_k], *entry.chosen]
+            top = {self._token(each): value for each, value in listed}
             top.setdefault(token, entry.logprob)  # OpenAI lists the sampled token too
         chunk.top_logprobs.append(top)
 

@@ -104,10 +104,13 @@ class CompletionRequest(GenerationFields, kw_only=True):
 
 
 class PromptTokenLogprob(msgspec.Struct):
-    """A token at a position of the prompt, in the form of vLLM; `rank`: 1 for the likeliest."""
+    """A token at a position of the prompt, in the form of vLLM.
+
+    `rank`: 1 for the likeliest; null for one of `logprob_token_ids` that is not among the k likeliest.
+    """
 
     logprob: float
-    rank: int
+    rank: int | None
     decoded_token: str
 
 

@@ -107,6 +107,8 @@ NOTES: Final[Mapping[str, str]] = {
     "top_logprobs_num": "With return_logprob: so many of the most likely tokens at each place.",
     "logprob_start_len": "Position of the prompt from which log-probabilities are returned.",
     "prompt_logprobs": "At each token of the prompt: its log-probability and rank, and the k most likely tokens.",
+    "logprob_token_ids": "Tokens whose log-probabilities are listed too, with logprobs or prompt_logprobs.",
+    "token_ids_logprob": "With return_logprob: tokens whose log-probabilities are listed too.",
     # ---- constraints
     "response_format": _CONSTRAINT + "Type json_object, json_schema, structural_tag or text.",
     "structured_outputs": _CONSTRAINT

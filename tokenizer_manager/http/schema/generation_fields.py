@@ -5,6 +5,7 @@ Only types are checked here: ranges by `SamplingParams.verify`, lengths by admis
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 import msgspec
@@ -94,14 +95,15 @@ class SamplingFields(_Numbers, kw_only=True):
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
         prompt_logprobs_start: int = 0,
+        logprob_token_ids: Sequence[int] | None = None,
     ) -> SamplingParams:
         """The sampling parameters; errors use the names of their fields, which `renamed_fields` changes.
 
         Args:
             limits: of the server.
             defaults: for the fields that the request leaves out.
-            max_new_tokens, min_new_tokens, keep_stop, logprobs, prompt_logprobs, prompt_logprobs_start: fields with
-                other names or forms.
+            max_new_tokens, min_new_tokens, keep_stop, logprobs, prompt_logprobs, prompt_logprobs_start,
+                logprob_token_ids: fields with other names or forms.
 
         Raises:
             RequestError: a bad key in `logit_bias`, a value out of range, or a limit is exceeded.
@@ -129,6 +131,7 @@ class SamplingFields(_Numbers, kw_only=True):
             "logprobs": logprobs,
             "prompt_logprobs": prompt_logprobs,
             "prompt_logprobs_start": prompt_logprobs_start,
+            "logprob_token_ids": tuple(logprob_token_ids or ()),
             "include_stop_str_in_output": keep_stop,
         }
         return defaults.params({name: value for name, value in given.items() if value is not None})
@@ -155,6 +158,7 @@ class GenerationFields(SamplingFields, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     prompt_logprobs: CountOrNone | None = None
+    logprob_token_ids: list[TokenId] | None = None
     max_tokens: AnswerLimit = None
     min_tokens: CountOrNone | None = None
     include_stop_str_in_output: bool | None = None
