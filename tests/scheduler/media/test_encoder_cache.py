@@ -634,14 +634,17 @@ def chunks_of(harness: Harness) -> list[tuple[int, int]]:
     return found
 
 
-def test_a_chunk_ends_before_or_after_images_that_are_longer():
+@pytest.mark.parametrize(
+    ("chunk_size", "last"), [(4, [(24, 28), (28, 32), (32, 35)]), (12, [(24, 35)])], ids=["page", "chunk"]
+)
+def test_a_chunk_ends_before_or_after_images_that_are_longer(chunk_size: int, last: list[tuple[int, int]]):
     """Pages have 4 tokens; images are 8 long, at 5 and 15, and no page ends between them."""
-    harness = make(images_are_whole=True, chunked_prefill_size=4)
+    harness = make(images_are_whole=True, chunked_prefill_size=chunk_size)
 
     images = [Image("cat", 1, 5), Image("dog", 1, 15)]
     harness.submit("a", prompt=list(range(1, 20)), images=images, max_new_tokens=1)
 
-    assert chunks_of(harness) == [(0, 4), (4, 24), (24, 28), (28, 32), (32, 35)]
+    assert chunks_of(harness) == [(0, 4), (4, 24), *last]
 
 
 def test_an_image_waits_for_a_step_without_other_prompts():
@@ -690,3 +693,35 @@ def test_the_first_half_of_an_image_is_never_a_hit():
     harness.submit(prompt=list(range(40, 79)), max_new_tokens=1)  # takes 10 of the 12 pages
     harness.run_until_idle()
     assert cached_tokens("again", prompt) == 4
+
+
+def test_a_sample_computes_an_image_at_the_end_of_its_prompt():
+    """It copies no page of the other sample that ends within it: the image is 3 long, and pages have 4 tokens."""
+    harness = Harness(num_pages=50, num_encoder_rows=12, encoder_tile_rows=3, images_are_whole=True)
+    for _ in range(2):
+        images = [Image("cat", 1, 8)]
+        harness.submit(prompt=list(range(1, 9)), images=images, max_new_tokens=3, message={"group": "g"})
+
+    harness.run_until_idle()
+
+    assert encodes(harness) == {"cat": 1}
+
+
+def test_the_first_half_of_an_image_on_the_host_is_never_a_hit():
+    """The host has the whole image, which goes from 6 to 14; the second prompt of 15 tokens ends after it."""
+    harness = make(
+        images_are_whole=True,
+        num_pages=12,
+        max_model_len=48,
+        num_host_pages=20,
+        cache={"kv_host_size": 1.0},
+    )
+    harness.submit("a", prompt=list(range(1, 12)), images=[Image("cat", 1, 6)], max_new_tokens=1)
+    harness.run_until_idle()
+    harness.submit(prompt=list(range(40, 84)), max_new_tokens=1)
+    harness.run_until_idle()
+
+    harness.submit("b", prompt=[*range(1, 7), 30], images=[Image("cat", 1, 6)], max_new_tokens=1)
+    harness.run_until_idle()
+
+    assert harness.answers["b"].rows[-1].usage.cached_tokens == 4
