@@ -177,7 +177,8 @@ class ModelRunner:
         timer, draft_timer = DeviceTimer(self.buffers.device), DeviceTimer(self.buffers.device)
         with timer:
             if self.drafter is not None and plan.finished_rows:
-                self.drafter.leave(np.frombuffer(plan.finished_rows, dtype=np.int32).astype(np.int64))
+                rows = np.frombuffer(plan.finished_rows, dtype=np.int32).astype(np.int64)
+                self.buffers.retried(self.drafter.leave, rows)
             swap_timer = self._move_pages(plan)
             self._update_rows(plan)
             if plan.total_num_scheduled_tokens:

@@ -102,10 +102,12 @@ class Drafter:
             self.module.start(new.row, prefix_loc)
 
     def leave(self, rows: Int64s) -> None:
-        """Requests leave their rows ([n]): the pages are freed or shared after this call."""
-        waiting = self._lag.waiting(rows)
-        if len(waiting):
-            self.module.compute(self._lag.take(waiting))
+        """Requests leave their rows ([n]): the pages are freed or shared after this call. It may be called again."""
+        self._drafted = (
+            _NOTHING,
+            _NOTHING,
+        )  # of a step without memory, if there are any; these rows get other tokens
+        self._compute(self._lag.waiting(rows))
 
     def draft(self, asked: DraftRows) -> npt.NDArray[np.int32]:
         """The drafts, [sum of counts], request after request; waits for the device."""
@@ -115,6 +117,7 @@ class Drafter:
         drafts = np.empty(int(counts.sum()), dtype=np.int64)
         run = self._lag.take_with(rows, asked.positions, self._last_ids(asked), asked.out_cache_loc[starts])
         drafts[starts[run.idx]] = self._sampled(run, asked.positions[run.idx] + 1, first=True)
+        self._lag.computed(run)
         for number in range(1, int(counts.max())):
             live = np.flatnonzero(counts > number)
             places, positions = starts[live] + number, asked.positions[live] + number
@@ -152,9 +155,14 @@ class Drafter:
         self._lag.add(batch, features.input_ids, idx, valid[idx])
         if self.module.keeps_drafts:
             self._lag.reached(*drafted)
-        full = self._lag.full(layout.rows[idx])
-        if len(full):
-            self.module.compute(self._lag.take(full))
+        self._compute(self._lag.full(layout.rows[idx]))
+
+    def _compute(self, rows: Int64s) -> None:
+        """Compute the waiting tokens of rows, each of which has some."""
+        if len(rows):
+            run = self._lag.take(rows)
+            self.module.compute(run)
+            self._lag.computed(run)
 
     def _last_ids(self, asked: DraftRows) -> Tensor:
         """[n] the last tokens."""

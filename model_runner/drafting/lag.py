@@ -125,6 +125,10 @@ class Lag:
         """The drafter has computed the tokens of rows up to `ends`."""
         self._done[rows], self._end[rows] = ends, ends
 
+    def computed(self, run: Run) -> None:
+        """The drafter has computed a run of `take` or `take_with`; without memory for it the tokens still wait."""
+        self.done(run.rows, run.prefix_lens + run.extend_lens)
+
     def reached(self, rows: Int64s, ends: Int64s) -> None:
         """The drafter has computed what waits of rows up to `ends`, [n] each, when it drafted these tokens."""
         self._done[rows] = np.maximum(self._done[rows], np.minimum(ends, self._end[rows]))
@@ -155,11 +159,11 @@ class Lag:
         return rows[self._end[rows] > self._done[rows]]
 
     def take(self, rows: Int64s) -> Run:
-        """The waiting tokens of rows, each of which has some; they count as computed."""
-        return self._run(rows, self._end[rows].copy())
+        """The waiting tokens of rows, each of which has some; see `computed`."""
+        return self._run(rows, self._end[rows])
 
     def take_with(self, rows: Int64s, positions: Int64s, last_ids: Tensor, last_loc: Int64s) -> Run:
-        """The waiting tokens of rows, and after them the last token of each, [n] each; all count as computed."""
+        """The waiting tokens of rows, and after them the last token of each, [n] each; see `computed`."""
         assert (self._end[rows] == positions).all(), (
             "a request has other tokens than those that were computed"
         )
@@ -175,9 +179,7 @@ class Lag:
         token_rows, positions = np.repeat(rows, lens), ranges(prefix, lens)
         places = positions % self.size
         ids = self._ids.index_select(0, self._put(token_rows * self.size + places))
-        run = Run(order, rows, prefix, lens, token_rows, positions, ids, self._loc[token_rows, places])
-        self._done[rows], self._end[rows] = prefix + lens, np.maximum(self._end[rows], prefix + lens)
-        return run
+        return Run(order, rows, prefix, lens, token_rows, positions, ids, self._loc[token_rows, places])
 
 
 def ranges(starts: Int64s, lens: Int64s) -> Int64s:

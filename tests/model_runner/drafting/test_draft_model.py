@@ -13,7 +13,9 @@ from msgspec import structs
 
 from engine.launch.resolve.drafter import _memory
 from engine.model_runner.batch_builder import BatchBuilder
+from engine.model_runner.drafting.draft_model import DraftModel
 from engine.model_runner.drafting.drafter import Drafter
+from engine.model_runner.drafting.lag import Run
 from engine.model_runner.load import load_model_runner
 from engine.models.source import ModelSource
 from engine.models.spec.model_spec import ModelSpec
@@ -87,6 +89,26 @@ def test_tokens_that_wait_are_computed_before_their_page_leaves(driver: Driver) 
     own, drafters = keys[:, :2].chunk(2)
     assert own.abs().min() > 0.0
     torch.testing.assert_close(own, drafters)
+
+
+def test_a_row_that_leaves_without_memory_is_tried_again(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    req = driver.start(TEXT[:4])
+    for count in (4, 1, 1):
+        driver.step([(req, count)])
+    computed, tries = DraftModel.compute, []
+
+    def no_memory_once(self: DraftModel, run: Run, states: Any = None) -> None:
+        tries.append(run.positions.tolist())
+        if len(tries) == 1:
+            raise torch.OutOfMemoryError("none is left")
+        computed(self, run, states)
+
+    monkeypatch.setattr(DraftModel, "compute", no_memory_once)
+    driver.finish(req)
+    driver.step([])
+    assert tries == [[4, 5], [4, 5]]
 
 
 def test_a_draft_model_with_fewer_tokens_reads_others_as_its_last(

@@ -46,6 +46,7 @@ class Life:
             assert loc == 1000 * row + position
             assert position == len(self.seen[row])
             self.seen[row][position] = token
+        self.lag.computed(run)
 
     def step(self, rows: list[int], lens: list[int], valid: list[int]) -> None:
         prefix = [len(self.tokens[row]) for row in rows]
