@@ -33,7 +33,14 @@ _MAX_HEAD: Final = 65536
 _READ: Final = 65536
 _PORTS: Final = {"http": 80, "https": 443}
 _SAFE: Final = "/%:@!$&'()*+,;=~"
+_MAX_READ: Final = 2 * MAX_BYTES
+"""Bytes of an answer, with the heads and lengths of its chunks."""
 _NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
+_NOT_PUBLIC: Final = (
+    ipaddress.IPv4Network("192.0.0.0/24"),  # metadata of Oracle's cloud; `is_global` of Python before 3.11.10
+    ipaddress.IPv4Network("168.63.129.16/32"),  # the host of a machine in Azure
+    ipaddress.IPv6Network("3fff::/20"),  # documentation
+)
 _FAILED: Final = "invalid_image_url"
 
 
@@ -59,6 +66,7 @@ class MediaFetcher:
         if len(source.url) > _MAX_URL:
             raise _not(source, f"has {len(source.url):,} characters, the limit is {_MAX_URL:,}; {DATA_FORM}")
         try:
+            source.url.encode()  # not half of a surrogate pair
             url = urlsplit(source.url)
             url.port  # noqa: B018  (raises)
         except ValueError as error:
@@ -160,8 +168,11 @@ class MediaFetcher:
                     source, f"is {shown(source.url)}, which is not below --allowed-local-media-path; move it"
                 )
             with _opened(folder, path) as file:
-                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                status = os.fstat(file.fileno())
+                if not stat.S_ISREG(status.st_mode):
                     raise _not(source, f"is {shown(source.url)}, which is no regular file")
+                if status.st_size > MAX_BYTES:
+                    raise too_large(source.param, status.st_size)
                 content = file.read(MAX_BYTES + 1)
         except (OSError, ValueError) as error:  # a path with NUL
             cause = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
@@ -180,6 +191,8 @@ def is_public(address: str) -> bool:
             return is_public(str(inner))
         if ip.is_site_local:
             return False
+    if any(ip in network for network in _NOT_PUBLIC):
+        return False
     return ip.is_global and not (ip.is_multicast or ip.is_reserved)
 
 
@@ -217,9 +230,11 @@ async def _body(source: ImageSource, reader: asyncio.StreamReader) -> bytes:
             _check_head(source, response)
         elif num_read > _MAX_HEAD:
             raise _not(source, "could not be fetched: the head of the answer has no end", _FAILED)
+        if num_read > _MAX_READ:
+            raise too_large(source.param, num_read)
     if not response.is_complete and (not response.status or response.has_length):
         raise _not(source, "could not be fetched: the answer is cut off; retry later", _FAILED)
-    return b"".join(response.chunks)
+    return bytes(response.body)
 
 
 def _check_head(source: ImageSource, response: _Response) -> None:
@@ -237,6 +252,7 @@ class _Response:
     """A response as `httptools` reads it, without its interim heads (1xx).
 
     Attributes:
+        body: until now; not a list of chunks, which a server may make of two bytes each.
         status: 0: its head is not complete.
         stated_bytes: of the body, as the head says.
         has_length: the head says where the body ends; else it ends with the connection.
@@ -245,7 +261,7 @@ class _Response:
     parser: httptools.HttpResponseParser
 
     def __init__(self) -> None:
-        self.chunks: list[bytes] = []
+        self.body = bytearray()
         self.status = self.num_bytes = self.stated_bytes = 0
         self.has_length = self.is_complete = False
 
@@ -265,7 +281,7 @@ class _Response:
     def on_body(self, body: bytes) -> None:
         self.num_bytes += len(body)
         if self.num_bytes <= MAX_BYTES:
-            self.chunks.append(body)
+            self.body += body
 
     def on_message_complete(self) -> None:
         self.is_complete = self.status > 0

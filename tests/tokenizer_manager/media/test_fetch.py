@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 import ssl
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,7 @@ def test_a_name_that_changes_after_the_check_changes_nothing(net, fetched):
         ("http:///a.png", "is not in --allowed-media-domains"),
         ("http://example.org:x/", "is no valid URL"),
         ("http://[::1/", "is no valid URL"),
+        ("http://example.org/\ud800.png", "is no valid URL"),
         ("http://example.org/" + "a" * 9000, "has 9,019 characters, the limit is 8,192"),
         ("file:///etc/passwd", "start the server with --allowed-local-media-path"),
     ],
@@ -259,6 +261,31 @@ def test_answers_that_are_no_content(net, fetched, answer):
     assert error.code == code and cause in error.message and len(net.connected) == 1
 
 
+@pytest.mark.parametrize(
+    "body",
+    [b"1;" + b"x" * 3000 + b"\r\na\r\n0\r\n\r\n", b"1\r\na\r\n0\r\n" + b"X: y\r\n" * 500 + b"\r\n"],
+    ids=["extension", "trailers"],
+)
+def test_bytes_around_the_content_are_bounded_too(net, fetched, monkeypatch, body):
+    net.reply = reply_of(body, head=b"Transfer-Encoding: chunked\r\n")
+    assert fetched("http://example.org/").content == b"a"
+    monkeypatch.setattr(fetch, "_MAX_READ", 2000)
+
+    assert refused(fetched, "http://example.org/").code == "image_too_large"
+
+
+def test_small_chunks_cost_no_more_memory_than_their_bytes(net, fetched):
+    num_chunks = 50_000
+    net.reply = reply_of(b"2\r\nab\r\n" * num_chunks + b"0\r\n\r\n", head=b"Transfer-Encoding: chunked\r\n")
+    tracemalloc.start()
+    try:
+        assert len(fetched("http://example.org/").content) == 2 * num_chunks
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < len(net.reply) + 20 * num_chunks
+
+
 def test_servers_that_cannot_be_reached(net, fetched, monkeypatch):
     assert "has no address" in str(refused(fetched, "http://unknown/", "unknown"))
     monkeypatch.setattr(fetch, "_LIMIT_S", 0.05)
@@ -305,6 +332,12 @@ def test_more_than_sixteen_at_a_time_are_refused(net, fetched, monkeypatch):
         ("::127.0.0.1", False),
         ("0.0.0.0", False),
         ("100.64.0.1", False),
+        ("192.0.0.192", False),
+        ("168.63.129.16", False),
+        ("64:ff9b:1::a00:1", False),
+        ("2001:0:4136:e378::1", False),
+        ("3fff::1", False),
+        ("::ffff:192.0.0.192", False),
         ("224.0.0.1", False),
         ("255.255.255.255", False),
         ("ff02::1", False),
@@ -360,6 +393,14 @@ def test_other_files_are_refused(fetched, folder, path, cause):
     error = refused(fetched, f"file://{folder}/{path}", allowed_local_media_path=str(folder))
 
     assert cause in error.message and "secret" not in error.message.replace("/secret", "")
+
+
+def test_a_file_that_is_too_large_is_refused_with_its_size(fetched, folder):
+    with open(folder / "large.png", "wb") as file:
+        file.truncate(3 * MAX_BYTES)  # without blocks on the disk
+    error = refused(fetched, f"file://{folder}/large.png", allowed_local_media_path=str(folder))
+
+    assert error.code == "image_too_large" and f"has {3 * MAX_BYTES:,} bytes" in error.message
 
 
 def test_a_link_that_appears_after_the_check_is_not_followed(fetched, folder, monkeypatch):
