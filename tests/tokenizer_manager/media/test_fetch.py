@@ -38,6 +38,7 @@ class Net:
         reply: of the server, which then closes the connection.
         connected: address and port of each connection.
         requests: heads that the server has received.
+        writers: of the client's connections.
     """
 
     def __init__(self) -> None:
@@ -46,6 +47,7 @@ class Net:
         self.connected: list[tuple[str, int]] = []
         self.requests: list[bytes] = []
         self.server_names: list[str | None] = []
+        self.writers: list[asyncio.StreamWriter] = []
         self.tls: ssl.SSLContext | None = None
         self.silent = False
 
@@ -63,7 +65,9 @@ class Net:
         async def open_connection(address: str, port: int, **kwargs: Any) -> Any:
             self.connected.append((address, port))
             self.server_names.append(kwargs.get("server_hostname"))
-            return await connect("127.0.0.1", own_port, **kwargs)
+            reader, writer = await connect("127.0.0.1", own_port, **kwargs)
+            self.writers.append(writer)
+            return reader, writer
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(asyncio, "open_connection", open_connection)
@@ -119,6 +123,7 @@ def test_an_image_is_fetched_from_the_checked_address(net, fetched):
     assert image == image_of_bytes(IMAGE, AT, "low")
     assert net.connected == [(PUBLIC, 80)]
     assert net.requests[0].startswith(b"GET /a%20b/%C3%B6.png?x=1&y=%C3%A4 HTTP/1.1\r\nHost: example.org\r\n")
+    assert b"\r\nAccept-Encoding: identity\r\nConnection: close\r\n" in net.requests[0]
 
 
 @pytest.mark.parametrize(
@@ -259,6 +264,7 @@ def test_answers_that_are_no_content(net, fetched, answer):
     error = refused(fetched, "http://example.org/a.png")
 
     assert error.code == code and cause in error.message and len(net.connected) == 1
+    assert net.writers[0].transport.is_closing()
 
 
 @pytest.mark.parametrize(
@@ -315,10 +321,27 @@ def test_without_the_flag_nothing_is_fetched(net):
         asyncio.run(MediaFetcher(MediaConfig()).fetched(image_of_url("https://example.org/a", AT)))
 
 
-def test_more_than_sixteen_at_a_time_are_refused(net, fetched, monkeypatch):
-    monkeypatch.setattr(fetch, "_MAX_RUNNING", 0)
-    with pytest.raises(QueueFullError, match="0 other images are being fetched"):
-        fetched("http://example.org/")
+def test_more_than_some_at_a_time_are_refused_until_one_ends(net, monkeypatch):
+    monkeypatch.setattr(fetch, "_MAX_RUNNING", 1)
+    monkeypatch.setattr(fetch, "_LIMIT_S", 60.0)
+    fetcher = MediaFetcher(MediaConfig(allowed_media_domains=("example.org",)))
+    connect = asyncio.open_connection
+
+    async def run() -> ImageSource:
+        net.silent = True
+        first = asyncio.create_task(net.fetch(fetcher, "http://example.org/", connect))
+        while not net.requests:
+            await asyncio.sleep(0)
+        with pytest.raises(QueueFullError, match="1 other images are being fetched"):
+            await fetcher.fetched(image_of_url("http://example.org/", AT))
+        first.cancel()  # its client has left
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        assert net.writers[0].transport.is_closing()
+        net.silent = False
+        return await net.fetch(fetcher, "http://example.org/", connect)
+
+    assert asyncio.run(run()).content == IMAGE
 
 
 @pytest.mark.parametrize(
@@ -371,8 +394,10 @@ def folder(tmp_path: Path) -> Path:
     [("a%20b.png", IMAGE), ("sub/c.png", b"c"), ("inner/c.png", b"c"), ("sub/../sub/c.png", b"c")],
 )
 def test_files_below_the_folder_are_read(fetched, folder, path, content):
+    num_open = len(os.listdir("/dev/fd"))
     for url in (f"file://{folder}/{path}", f"file://localhost{folder}/{path}"):
         assert fetched(url, allowed_local_media_path=str(folder)).content == content
+    assert len(os.listdir("/dev/fd")) == num_open
 
 
 @pytest.mark.parametrize(
