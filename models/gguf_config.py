@@ -20,6 +20,7 @@ from .gguf.gguf_file import TOWER_ARCHITECTURE, GGUFFile
 from .gguf_names import FUSED, stacked_names, stored_names
 from .spec.layer_form import FUSED_QKV, PRE_NORMS, Biases
 from .spec.model_spec import DTypeName, ModelSpec
+from .spec.mtp_spec import MTPSpec
 from .spec.quantization import GGUF_FORMS, QuantizationSpec
 
 _EOS_KEYS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")  # end of text, of turn, of message
@@ -101,14 +102,23 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
         sampling_defaults=read_gguf_sampling(file),
         **facts,
     )
-    if spec.mtp is not None and f"blk.{spec.mtp.number}.nextn.eh_proj.weight" not in file.tensors:
-        spec = structs.replace(spec, mtp=None)  # --no-nextn of llama.cpp's converter
-    used = spec.mtp and structs.replace(spec.mtp, is_used=True)
+    mtp = _with_tensors(spec, file)
+    spec, used = structs.replace(spec, mtp=mtp), mtp and structs.replace(mtp, is_used=True)
     types = _quantization(file, structs.replace(spec, mtp=used))
     spec = structs.replace(spec, max_position_embeddings=spec.known_positions, quantization=types)
     if contradiction := spec.contradiction():
         raise ConfigError(f"{file.path}: {contradiction}")
     return spec
+
+
+def _with_tensors(spec: ModelSpec, file: GGUFFile) -> MTPSpec | None:
+    """The layer that predicts further tokens, by the tensors that the file has of it."""
+    if spec.mtp is None or f"blk.{spec.mtp.number}.nextn.eh_proj.weight" not in file.tensors:
+        return None  # --no-nextn of llama.cpp's converter
+    if f"blk.{spec.mtp.number}.nextn.shared_head_norm.weight" in file.tensors:
+        return spec.mtp
+    # As in llama.cpp, the model's own norm is before the head.
+    return structs.replace(spec.mtp, head_norm=f"model.{spec.form.names.final_norm}")
 
 
 def _quantization(file: GGUFFile, spec: ModelSpec) -> QuantizationSpec | None:

@@ -103,10 +103,8 @@ class Drafter:
 
     def leave(self, rows: Int64s) -> None:
         """Requests leave their rows ([n]): the pages are freed or shared after this call. It may be called again."""
-        self._drafted = (
-            _NOTHING,
-            _NOTHING,
-        )  # of a step without memory, if there are any; these rows get other tokens
+        # Drafts of a step that had no memory, if there are any: the rows get other tokens.
+        self._drafted = _NOTHING, _NOTHING
         self._compute(self._lag.waiting(rows))
 
     def draft(self, asked: DraftRows) -> npt.NDArray[np.int32]:

@@ -20,6 +20,7 @@ from engine.models.source import ModelSource
 from engine.models.spec.model_spec import ModelSpec
 from engine.models.weight_files.check_weights import check_gguf_weights
 from engine.runtime.config.config_sources import from_arguments, merge
+from engine.runtime.errors import ConfigError
 from tests.cli.doctor.conftest import host
 from tests.model_runner.structures.test_delta_nets import write_gguf as write_delta_nets
 from tests.model_runner.weights.test_gguf_latent import write as write_latent
@@ -37,8 +38,19 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-def write(make_tiny_model: Any, path: Path, form: str, *, kind: str = "F32", nextn: bool = True) -> MTPModel:
-    """A model and its file; `nextn`: the further layer has its tensors beside the block."""
+def write(
+    make_tiny_model: Any,
+    path: Path,
+    form: str,
+    *,
+    kind: str = "F32",
+    nextn: bool = True,
+    head_norm: bool = True,
+) -> MTPModel:
+    """A model and its file.
+
+    `nextn`: the further layer has its tensors beside the block; `head_norm`: one of them is a norm before the head.
+    """
     whole: list[Any] = []
 
     def kept(*args: Any, **options: Any) -> Any:
@@ -55,6 +67,9 @@ def write(make_tiny_model: Any, path: Path, form: str, *, kind: str = "F32", nex
     last = model.model.config.num_hidden_layers
     norms = {"enorm": "enorm", "hnorm": "hnorm", "norm": "shared_head_norm"}
     tensors = {stored: model.norms[name] for name, stored in norms.items()} | {"eh_proj": model.projection}
+    if not head_norm:
+        del tensors["shared_head_norm"]
+        model.norms["norm"] = model.model.model.norm.weight.detach()
     if model.feeds_normed:
         tensors = {name: x + 1.0 if name != "eh_proj" else x for name, x in tensors.items()}
         tiny.reference.config.num_hidden_layers = last
@@ -112,6 +127,26 @@ def test_a_file_without_its_tensors_is_served_without_it(make_tiny_model, make_d
     driver = make_driver(spec, path, kind="gguf")
     prompt = [5, 17, 40, 23]
     assert driver.generate([prompt], num=4) == [model_greedy(model, prompt, 4)]
+
+
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("form", ["qwen3.5", "glm-4.5"])
+def test_without_a_norm_before_the_head_it_has_the_models(make_tiny_model, make_driver, tmp_path, form):
+    """As in llama.cpp (`shared_head_norm` is not required)."""
+    path = tmp_path / "model.gguf"
+    model = write(make_tiny_model, path, form, head_norm=False)
+    spec = used(read_gguf_spec(GGUFFile(path)))
+    check_gguf_weights(GGUFFile(path), spec)
+    check_logits(model, make_driver(spec, path, kind="gguf", speculative="mtp"))
+
+
+@pytest.mark.slow
+def test_a_file_with_a_part_of_the_layer_is_refused(make_tiny_model, tmp_path):
+    path = tmp_path / "model.gguf"
+    write(make_tiny_model, path, "glm-4.5")
+    path.write_bytes(path.read_bytes().replace(b"nextn.hnorm", b"nextn.other"))
+    with pytest.raises(ConfigError, match=r"hnorm.* missing"):
+        prepare(merge(from_arguments({"model": path, "speculative": "auto"})))
 
 
 @pytest.mark.slow
