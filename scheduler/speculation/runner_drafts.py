@@ -11,9 +11,10 @@ drafts show whether they are right only if they are made, which costs time. Two 
   wrong is not made. While drafts gain nothing, the credit pays for trials: one draft of one request in a step, and a
   plain step after it.
 
-So with any drafter decodes take at most `_SHARE` longer than without, and once `_MOST_STEPS` steps. A drafter that is
-never right is tried in one of some 20 to 70 steps, by what a draft costs; once it becomes right, its first trial earns
-the credit for more.
+So with any drafter decodes take at most `_SHARE` longer than without, once `_MOST_STEPS` steps, and the drafts of one
+step: of two drafts in a row the faster one counts, and the first one as a plain step at most. The first ones are
+recorded, and a pause of the machine may slow any. A drafter that is never right is tried in one of some 20 to 70 steps,
+by what a draft costs; once it becomes right, its first trial earns the credit for more.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ class RunnerDrafts:
     def __init__(self, method: int, max_drafts: int) -> None:
         """`max_drafts`: of one request in a step."""
         self.method = method
-        self.draft_s = self._last_draft_s = 0.0
-        self.credit_s = self._most_s = math.inf
+        self.draft_s = 0.0
+        self.credit_s = self._most_s = self._last_draft_s = math.inf
         self._max_drafts = max_drafts
         self._shared = DraftRates(max_drafts, _SHARED_TRIES)
         self._own: dict[Req, DraftRates] = {}
@@ -128,11 +129,11 @@ class RunnerDrafts:
             intervals: seconds of a step with 0, 1, ... drafts.
         """
         counts = counts or [0] * len(reqs)
-        made = sum(count for req, count in zip(reqs, counts, strict=True) if req in self.by_runner)
-        num_drafts = sum(counts)
+        theirs = [count for req, count in zip(reqs, counts, strict=True) if req in self.by_runner]
+        made, num_drafts = sum(theirs), sum(counts)
         if made:
             verifying_s = (intervals[num_drafts] - intervals[0]) * made / num_drafts
-            if verifying_s + max(counts) * self.draft_s > self.credit_s:
+            if verifying_s + max(theirs) * self.draft_s > self.credit_s:
                 num_drafts, made = num_drafts - made, 0
                 counts = [
                     0 if req in self.by_runner else count for req, count in zip(reqs, counts, strict=True)
@@ -173,10 +174,14 @@ class RunnerDrafts:
                     own.learn(count, accepted)
         if not made:
             return
-        self._measure(seconds / longest)
+        each_s, weight = min(seconds / longest, self._last_draft_s), _COST_WEIGHT
+        if math.isinf(self._last_draft_s):
+            each_s, weight = min(each_s, self._most_s / _MOST_STEPS), 1.0
+        self.draft_s += weight * (each_s - self.draft_s)
+        self._last_draft_s = seconds / longest
         intervals = costs.intervals(len(batch), len(batch) + batch.num_drafts)
         verifying_s = (intervals[-1] - intervals[0]) * made / batch.num_drafts
-        self.credit_s += float(right * intervals[0] / len(batch) - verifying_s) - seconds
+        self.credit_s += float(right * intervals[0] / len(batch) - verifying_s) - each_s * longest
 
     def passed(self, seconds: float, num_rounds: int, *, plain: bool) -> None:
         """A step of decodes took `seconds`; `plain`: it had no drafts."""
@@ -187,14 +192,3 @@ class RunnerDrafts:
     def stopped(self, req: Req) -> None:
         """Forget a request that lost its row."""
         self._own.pop(req, None)
-
-    def _measure(self, each_s: float) -> None:
-        """A draft of each request took so long.
-
-        The smaller of the last two counts: the first one after a pause computes the tokens that waited as well.
-        """
-        if not self.draft_s:
-            self.draft_s = each_s
-        else:
-            self.draft_s += _COST_WEIGHT * (min(each_s, self._last_draft_s) - self.draft_s)
-        self._last_draft_s = each_s

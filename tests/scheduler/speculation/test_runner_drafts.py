@@ -184,6 +184,24 @@ def test_no_drafter_is_slower(shares, token_steps, draft_steps, num_reqs, seed):
     assert times.is_bounded
 
 
+@pytest.mark.parametrize("slow", [0, 10], ids=["first", "later"])
+def test_a_single_slow_draft_does_not_stop_the_others(make_harness, slow):
+    """The first ones are recorded, and any may meet a pause of the machine: 200 plain steps here."""
+    harness = make_harness(draft_s=0.0005, token_s=0.0005, max_model_len=700)
+    usual, num_drafted = harness.runner.step_s, 0
+
+    def seconds(plan: StepPlan) -> float:
+        nonlocal num_drafted
+        num_drafted += bool(plan.draft_ids)
+        harness.runner.draft_s = 2.0 if num_drafted == slow else 0.0005
+        return usual(plan)
+
+    harness.runner.step_s = seconds
+    harness.runner.draft_s = 2.0 if not slow else 0.0005
+    harness.submit(max_new_tokens=600)
+    assert np.mean(drafted(harness.run_until_idle())[-20:]) > 4
+
+
 def test_a_costly_drafter_makes_fewer(make_harness):
     usual = []
     for draft_s in (0.0001, 0.002, 0.02):
