@@ -44,7 +44,13 @@ class ImagesMachine(RuleBasedStateMachine):
         tile_parts=st.sampled_from([1, 2, 5]),
         images_are_whole=st.booleans(),
         schedule_conservativeness=st.sampled_from([0.01, 1.0]),
-        host=st.sampled_from([{}, {"num_host_pages": 40, "preemption_mode": "swap"}]),
+        host=st.sampled_from(
+            [
+                {},
+                {"num_host_pages": 40, "preemption_mode": "swap"},
+                {"num_host_pages": 40, "cache": {"kv_host_size": 1.0}},
+            ]
+        ),
         speculative=st.sampled_from(["off", "ngram", "mtp"]),
         chaos=st.sampled_from([None, None, "retract=0.2:20"]),
     )
@@ -62,6 +68,8 @@ class ImagesMachine(RuleBasedStateMachine):
     ) -> None:
         if config["chunked_prefill_size"] == -1 and config["phases"] == "decode-first":
             config["phases"] = "mixed"
+        if "cache" in host and not config["radix_cache"]:
+            host = {}
         self.harness = Harness(
             page_size=page_size,
             num_pages=max(num_pages // page_size, 3),
@@ -84,6 +92,7 @@ class ImagesMachine(RuleBasedStateMachine):
         before=st.integers(0, 12),
         between=st.integers(0, 4),
         own=st.lists(st.integers(6, 12), max_size=6),
+        ends_with_text=st.booleans(),
         max_new_tokens=st.integers(1, 20),
         priority=st.integers(0, 2),
         group=st.sampled_from(["", "", "g"]),
@@ -95,6 +104,7 @@ class ImagesMachine(RuleBasedStateMachine):
         before: int,
         between: int,
         own: list[int],
+        ends_with_text: bool,
         max_new_tokens: int,
         priority: int,
         group: str,
@@ -104,7 +114,9 @@ class ImagesMachine(RuleBasedStateMachine):
         for name in names:
             images.append(Image(name, TILES[name], position))
             position += harness.image_rows(TILES[name]) + between
-        prompt = [*range(20, 20 + before + between * len(names)), *own, 1]
+        prompt = [*range(20, 20 + before + between * len(names)), *own]
+        if ends_with_text or not (names or prompt):
+            prompt.append(1)
         num_tokens = len(prompt) + sum(harness.image_rows(TILES[name]) for name in names)
         _, _, media = harness.with_images(prompt, images)
         expected = fits(num_tokens, max_new_tokens, harness.capacity)
