@@ -52,6 +52,14 @@ def test_is_dense_attention(lens, extend_lens):
     assert_close(ours, expected, torch.float32)
 
 
+def test_tokens_of_an_image_see_all_of_it():
+    lens = [20, 9, 7, 5, 30]
+    pages = Pages(spec_of(4, 2, 16), 4, lens, torch.float32, seed=0, backend=split_backend(Prompts, Decodes))
+    pages.images = [[(12, 18)], [], [(0, 7)], [], [(1, 9)]]
+    ours, expected = pages.run([10, 1, 7, 1, 1])
+    assert_close(ours, expected, torch.float32)
+
+
 def test_speaks_for_both():
     backend = split_backend(Prompts, Decodes)
     assert backend.name == "prompts,decodes"
