@@ -74,7 +74,9 @@ def test_is_dense_attention(batch, heads, page_size, dtypes, window, layer_id, s
 
 
 @settings(max_examples=examples(4))
-@example(([90], [90], [[(3, 88)]]), (3, 1, 40), DTYPES[0], None, 1, 0)  # blocks of queries end within the image
+@example(
+    ([90], [90], [[(3, 88)]]), (3, 1, 40), DTYPES[0], None, 1, 0
+)  # blocks of queries end within the image
 @given(
     batch=seeing_batches(max_len=90),
     heads=st.sampled_from([(3, 1, 40), (4, 4, 32), (2, 1, 256)]),

@@ -20,7 +20,7 @@ from engine.scheduler.queries.why import explain
 from engine.scheduler.records.verdict import Reason
 from engine.scheduler.speculation.speculation import NgramSpeculation
 
-from ..harness import Harness, Image
+from ..harness import Harness, Image, extend_lens
 from ..journal.recorded import finish, record
 
 ROWS = 8  # of a tile
@@ -652,7 +652,9 @@ def test_an_image_waits_for_a_step_without_other_prompts():
     harness.submit("text", prompt=list(range(1, 11)), max_new_tokens=1)
     harness.submit("a", prompt=list(range(21, 30)), images=[Image("cat", 3, 1)], max_new_tokens=1)
 
-    assert chunks_of(harness) == [(0, 10), (0, 28), (28, 33)]
+    batch = harness.step()
+    assert batch is not None and extend_lens(batch) == [10]
+    assert chunks_of(harness) == [(0, 28), (28, 33)]
     assert harness.answers["a"].finish is not None
 
 
