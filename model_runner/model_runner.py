@@ -377,7 +377,7 @@ class ModelRunner:
     def _prompt_logprobs(self, hidden: Tensor, span: PromptSpan, row: int) -> PromptLogprobs:
         parts, ranks, finite, chosen = [], [], [], []
         slot = self.states.adapter_slot[row]
-        chosen_ids = self.buffers.put(np.array([span.chosen], dtype=np.int64))
+        chosen_ids = self.buffers.put(np.array([span.chosen], dtype=np.int64)) if span.chosen else None
         for done in range(0, len(span.targets), _PROMPT_LOGPROB_ROWS):
             targets = span.targets[done : done + _PROMPT_LOGPROB_ROWS]
             start = span.start + done
@@ -386,7 +386,7 @@ class ModelRunner:
             finite.append(logits.sum(dtype=torch.float32).isfinite())
             parts.append(self.sampler.token_logprobs(logits, targets, span.top_k))
             ranks.append(ranks_of(logits, targets))
-            if span.chosen:
+            if chosen_ids is not None:
                 chosen.append(chosen_logprobs(logits, chosen_ids))
         fetch = self.outputs.fetch
         return PromptLogprobs(

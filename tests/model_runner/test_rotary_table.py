@@ -33,7 +33,8 @@ def context(taken: list[tuple[int, ...]]) -> Any:
         return table.index_select(0, indices)
 
     ops = SimpleNamespace(take_rows=take_rows)
-    return SimpleNamespace(max_model_len=64, device=DEVICE, dtype=torch.float32, ops=ops)
+    spec = SimpleNamespace(vision=None)
+    return SimpleNamespace(max_model_len=64, device=DEVICE, dtype=torch.float32, ops=ops, spec=spec)
 
 
 def test_cos_and_sin_come_with_one_kernel(context, taken):
