@@ -52,11 +52,15 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def recorded(found: Drafts) -> Iterator[None]:
-    """Collects the drafts of all requests, which the runner makes in each step."""
-    draft = Drafter.draft
+def recorded(found: Drafts, *, rounds: bool = False) -> Iterator[None]:
+    """Collects the drafts of all requests, which the runner makes in each step; the same are made at the same place.
+
+    `rounds`: of 50 drafts one may be another, because keys and values are rounded to 8 bits.
+    """
+    draft, num_drafted, others = Drafter.draft, 0, []
 
     def record(self: Drafter, asked: Any) -> Any:
+        nonlocal num_drafted
         token_ids = draft(self, asked)
         last_ids = self._last_ids(asked)
         start = 0
@@ -67,7 +71,10 @@ def recorded(found: Drafts) -> Iterator[None]:
             drafts = token_ids[start : start + count].tolist()
             start += count
             known = found.setdefault(key, drafts)
-            assert all(a == b for a, b in zip(known, drafts, strict=False)), key
+            num_drafted += 1
+            if any(a != b for a, b in zip(known, drafts, strict=False)):
+                others.append(key)
+                assert len(others) <= (num_drafted / 50 if rounds else 0), key
             found[key] = max(known, drafts, key=len)
         return token_ids
 
@@ -95,7 +102,7 @@ def check(folder: Path, method: str, drafter: Path, life: str, *, least: float) 
         with recorded(drafted):
             run(folder, **drafting, chunked_prefill_size=64)
     num_known = len(drafted)
-    with recorded(drafted):
+    with recorded(drafted, rounds=life == "int8 KV"):
         found, found_logprobs, _, (num_drafts, num_accepted) = run(folder, **drafting, **settings)
     assert found == tokens
     tolerance = 1e-2 if settings.get("kv_cache_dtype") == "int8" else 1e-4
