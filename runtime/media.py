@@ -54,7 +54,10 @@ def reason_against_images(media: Sequence[MediaItem], capacity: Capacity) -> str
             "the request has images, which a server with --pp does not take; send text, or start it with --tp"
         )
     if not capacity.num_encoder_rows:
-        return "the request has images, but this server computes text only; send text, or serve a model with a tower"
+        return (
+            "the request has images, but this server computes text only; send text, or serve a model with a tower, on "
+            "one machine"
+        )
     images = {item.digest: item for item in media}.values()
     num_tiles = sum(item.shape[0] for item in images)
     block = capacity.encoder_tile_rows

@@ -163,7 +163,9 @@ def capacity_of(config: EngineConfig, spec: ModelSpec) -> Capacity:
     assert isinstance(max_running_requests, int), "the configuration is not resolved"
     assert config.cache.swap_space != "auto", "the configuration is not resolved"
     assert config.model.dtype != "auto", "the configuration is not resolved"
-    num_encoder_rows = 0 if spec.vision is None else config.cache.mm_encoder_cache_tokens
+    # Each rank reads the pixels from a file that is on the machine of the first one only.
+    takes_images = spec.vision is not None and config.parallel.nnodes == 1
+    num_encoder_rows = config.cache.mm_encoder_cache_tokens if takes_images else 0
     assert num_encoder_rows != "auto", "the configuration is not resolved"
     dtype, page_size = config.model.dtype, config.cache.page_size
     host_gib = config.cache.swap_space + config.cache.kv_host_size

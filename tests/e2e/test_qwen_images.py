@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
+import PIL.Image
 import pytest
 
 from tests.offline.test_qwen_images import TinyQwen
@@ -32,7 +33,13 @@ SETTINGS = (
     "--chunked-prefill-size",
     "16",
 )
-PARTS = ["What? ", picture(45, 30, seed=1), " and ", picture(17, 64, seed=2), " Say more about both."]
+PARTS: list[str | PIL.Image.Image] = [
+    "What? ",
+    picture(45, 30, seed=1),
+    " and ",
+    picture(17, 64, seed=2),
+    " Say more about both.",
+]
 
 
 @pytest.fixture(scope="module", params=["off", "ngram"])

@@ -11,6 +11,7 @@ from engine.launch.resolve.image_limits import with_image_limits
 from engine.launch.resolve.memory_budget import capacity_of
 from engine.launch.resolve.resolve import resolve
 from engine.models.spec.vision_spec import ImageProcessing, VisionSpec
+from engine.runtime.config.device_config import ParallelConfig
 from engine.runtime.errors import ConfigError
 
 from .test_resolve import HOST, SPEC, config, pool_of
@@ -49,6 +50,14 @@ def test_auto_holds_eight_of_the_largest_images() -> None:
     assert resolved.notes["mm_encoder_cache_tokens"] == "8 of the largest images"
     text = capacity_of(resolve(config(), SPEC, HOST).config, SPEC)
     assert (text.num_encoder_rows, text.encoder_tile_rows) == (0, 0)
+
+
+def test_ranks_on_other_machines_get_no_images() -> None:
+    """They cannot read the files with the pixels."""
+    resolved = resolve(config(), SEEING, HOST).config
+    parallel = ParallelConfig(tp=2, nnodes=2, dist_init_addr="10.0.0.1:5000")
+
+    assert capacity_of(replace(resolved, parallel=parallel), SEEING).num_encoder_rows == 0
 
 
 def test_what_the_user_asks_for_is_in_whole_tiles() -> None:
