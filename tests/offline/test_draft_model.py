@@ -74,7 +74,7 @@ def recorded(found: Drafts, *, rounds: bool = False) -> Iterator[None]:
             num_drafted += 1
             if any(a != b for a, b in zip(known, drafts, strict=False)):
                 others.append(key)
-                assert len(others) <= (num_drafted / 50 if rounds else 0), key
+                assert len(others) <= (max(1, num_drafted / 50) if rounds else 0), key
             found[key] = max(known, drafts, key=len)
         return token_ids
 

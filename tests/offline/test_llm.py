@@ -191,7 +191,7 @@ def test_logprobs_come_with_their_tokens(llm):
 
 def test_logprobs_of_given_tokens(llm):
     params = SamplingParams(
-        temperature=0, max_new_tokens=3, logprobs=1, prompt_logprobs=1, logprob_token_ids=[5, 9]
+        temperature=0, max_new_tokens=3, logprobs=1, prompt_logprobs=1, logprob_token_ids=(5, 9)
     )
     output = llm.generate("Hello", params)
     assert output.logprobs is not None and output.prompt_logprobs is not None

@@ -194,7 +194,8 @@ def test_a_single_slow_draft_does_not_stop_the_others(make_harness, slow):
         nonlocal num_drafted
         num_drafted += bool(plan.draft_ids)
         harness.runner.draft_s = 2.0 if num_drafted == slow else 0.0005
-        return usual(plan)
+        step_s: float = usual(plan)
+        return step_s
 
     harness.runner.step_s = seconds
     harness.runner.draft_s = 2.0 if not slow else 0.0005

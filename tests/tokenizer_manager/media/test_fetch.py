@@ -339,7 +339,8 @@ def test_more_than_some_at_a_time_are_refused_until_one_ends(net, monkeypatch):
             await first
         assert net.writers[0].transport.is_closing()
         net.silent = False
-        return await net.fetch(fetcher, "http://example.org/", connect)
+        source: ImageSource = await net.fetch(fetcher, "http://example.org/", connect)
+        return source
 
     assert asyncio.run(run()).content == IMAGE
 
