@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import base64
 import re
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
+from urllib.parse import unquote
 
 from ...runtime.errors import RequestError
 from .session import Content, Part
@@ -29,8 +31,13 @@ def image_of_file(path: Path) -> Part:
     from ...tokenizer_manager.media.decode import BadImage, format_of
 
     try:
-        if (size := path.stat().st_size) > MAX_IMAGE_BYTES:
-            raise RequestError(f"{path} has {size:,} bytes; an image has {MAX_IMAGE_BYTES:,} at most")
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # reading a pipe or a device may have no end
+            raise RequestError(f"{path} is no regular file; name an image file")
+        if status.st_size > MAX_IMAGE_BYTES:
+            raise RequestError(
+                f"{path} has {status.st_size:,} bytes; an image has {MAX_IMAGE_BYTES:,} at most"
+            )
         content = path.read_bytes()
         kind = format_of(content)
     except OSError as error:
@@ -48,7 +55,7 @@ def pasted_images(line: str) -> tuple[list[Path], str]:
     def take(found: re.Match[str]) -> str:
         text = found[0]
         text = text[1:-1] if text[0] in "'\"" else re.sub(r"\\(.)", r"\1", text)
-        path = Path(text.removeprefix("file://")).expanduser()
+        path = Path(unquote(text[7:]) if text.startswith("file:///") else text).expanduser()
         try:
             exists = path.is_file()
         except (OSError, ValueError):  # too long, for example

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -50,12 +51,20 @@ def test_an_image_goes_with_its_question_and_stays_in_the_conversation(make_chat
 
 
 @pytest.mark.parametrize(
-    "form", ["'{}' What?", '"{}" What?', "{escaped} What?", "What? {escaped}", "file://{escaped} What?"]
+    "form",
+    [
+        "'{}' What?",
+        '"{}" What?',
+        "{escaped} What?",
+        "What? {escaped}",
+        "file://{escaped} What?",
+        "{url} What?",
+    ],
 )
 def test_a_pasted_path_is_an_image(make_chat, path, form):
     chat = make_chat()
 
-    _run_line(chat.conversation, form.format(path, escaped=str(path).replace(" ", "\\ ")))
+    _run_line(chat.conversation, form.format(path, escaped=str(path).replace(" ", "\\ "), url=path.as_uri()))
 
     assert sent(chat) == question("What?")
 
@@ -124,6 +133,9 @@ def test_what_is_no_image_and_a_model_without_a_tower_are_told(make_chat, path, 
 
     _run_line(chat.conversation, f"/image {text}")
     assert "a.png is a PDF file, but only PNG" in chat.written()
+    os.mkfifo(tmp_path / "pipe.png")
+    _run_line(chat.conversation, f"/image {tmp_path / 'pipe.png'}")
+    assert "pipe.png is no regular file" in " ".join(chat.written().split())
     _run_line(chat.conversation, "/image /nowhere/b.png")
     assert "cannot read /nowhere/b.png: No such file" in chat.written()
     for line in (f"/image '{path}' What?", f"'{path}' What?"):
