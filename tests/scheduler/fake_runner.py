@@ -473,7 +473,8 @@ class FakeRunner:
                 first = max(start, row.sampling.prompt_logprobs_start)
                 values = np.arange(first + 1, min(start + length, row.prompt_len - 1) + 1, dtype=np.float32)
                 if len(values):
-                    prompt_logprobs[idx] = Logprobs(values.tobytes())
+                    ranks = values.astype(np.int32)
+                    prompt_logprobs[idx] = Logprobs(values.tobytes(), ranks=ranks.tobytes())
             if samples[idx]:
                 next_ids += runs[idx]
                 wants = row.sampling.logprobs is not None

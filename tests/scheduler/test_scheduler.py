@@ -282,6 +282,7 @@ def test_prompt_logprobs_come_complete_in_the_first_row(make_scheduler):
     first, *others = harness.answers[rid].rows
     positions = np.frombuffer(first.prompt_logprobs.token_logprobs, dtype=np.float32)
     assert positions.tolist() == list(range(1, 21))
+    assert np.frombuffer(first.prompt_logprobs.ranks, dtype=np.int32).tolist() == list(range(1, 21))
     assert all(row.prompt_logprobs is None for row in others)
     assert first.usage.cached_tokens == 0
 

@@ -15,6 +15,7 @@ from engine.runtime.messages import (
     FlushCacheDone,
     HintDone,
     HintOutcome,
+    PauseDone,
     PinDone,
     SchedulerInput,
     SessionList,
@@ -118,3 +119,8 @@ def test_the_sessions_of_all_schedulers_are_listed_the_latest_first() -> None:
 def test_an_adapter_that_one_scheduler_could_not_load_is_not_loaded():
     assert merged([AdapterDone(), AdapterDone("no such file")]).error == "no such file"  # type: ignore[union-attr]
     assert merged([AdapterDone(), AdapterDone()]) == AdapterDone()
+
+
+def test_a_server_is_paused_when_all_schedulers_are():
+    assert merged([PauseDone(paused=True), PauseDone(paused=False)]) == PauseDone(paused=False)
+    assert merged([PauseDone(paused=True)] * 2) == PauseDone(paused=True)

@@ -9,16 +9,19 @@ import pytest
 from engine.runtime.errors import EngineDeadError, QueueFullError, RequestError
 from engine.runtime.messages import (
     BatchTextOutput,
+    CallDone,
     Delivered,
     Finish,
     FinishKind,
     GenerateRequest,
+    PauseDone,
     PauseMode,
     TextOutput,
     Usage,
 )
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.scheduler_report import SchedulerReport
+from engine.tokenizer_manager.engine_state import combined
 from engine.tokenizer_manager.generation import Generation, GenerationRequest
 from engine.tokenizer_manager.scheduling_options import Scheduling
 
@@ -82,6 +85,23 @@ def test_a_manager_that_restarts_learns_of_a_pause_from_the_report():
         await setup.manager.control.resume()
         setup.manager.on_message(SchedulerReport(sent_s=1.1, paused="keep"))  # was still under way
         assert setup.manager.engine.pause is None
+
+    run(test)
+    both = combined([SchedulerReport(sent_s=1.0), SchedulerReport(sent_s=1.0, paused="keep")], 1.0)
+    assert both.paused == "keep", "one of two schedulers is"
+
+
+def test_a_pause_that_waits_for_requests_has_more_time_than_other_calls():
+    async def test(setup: Setup) -> None:
+        calls = setup.manager.control._calls
+        calls._timeout_s, calls._send = 0.0, lambda _message: None
+        with pytest.raises(EngineDeadError, match="did not answer within 0 s"):
+            await setup.manager.control.pause(PauseMode.KEEP)
+        waiting = asyncio.create_task(setup.manager.control.pause(PauseMode.WAIT))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        setup.manager.on_message(CallDone(2, PauseDone(paused=True)))
+        await waiting
 
     run(test)
 

@@ -80,6 +80,14 @@ def test_a_stream_has_reasoning_and_then_content(serve: Serve, size):
     order = [key for delta in deltas[1:] for key in delta]
     assert order == sorted(order, reverse=True)  # reasoning_content before content
 
+
+@pytest.mark.parametrize("size", [5, 100])
+def test_the_ids_of_a_row_with_several_deltas_come_once(serve: Serve, size):
+    served = serve(say_all(*[TEXT[i : i + size] for i in range(0, len(TEXT), size)]))
+    reply = served.client.post(PATH, json=HI | {"stream": True, "return_token_ids": True})
+    ids = [token for chunk in events(reply.text) for token in chunk["choices"][0].get("token_ids", [])]
+    assert ids == TOKENIZER.encode(TEXT)
+
     chunk = events(
         served.client.post(PATH, json=HI | {"stream": True, "stream_options": {"include_usage": True}}).text
     )[-1]

@@ -199,6 +199,14 @@ def test_images_are_given_back_when_their_requests_end(silent):
     assert images.num_bytes == 0, "no request has taken it"
 
 
+def test_images_whose_tokens_are_counted_are_given_back(seeing):
+    path, body = _of_api("anthropic", PICTURE)
+
+    reply = seeing.client.post(f"{path}/count_tokens", json=body)
+
+    assert reply.json()["input_tokens"] > ROWS and num_in_use(seeing) == 0
+
+
 @pytest.mark.parametrize("text", SPECIAL)
 @pytest.mark.parametrize("with_image", [True, False])
 def test_a_special_token_of_images_in_a_text_is_text(seeing, text, with_image):

@@ -9,6 +9,8 @@ import pytest
 
 from engine.runtime.messages import GenerateRequest
 from engine.runtime.transport.message_base import Logprobs
+from engine.tokenizer_manager.http.openai.chunks import prompt_logprobs_of
+from engine.tokenizer_manager.http.token_logprobs import TokenLogprob
 
 from ..conftest import Serve
 from ..fake_engine import LENGTH, TOKENIZER, floats, ids_of, row, say_all
@@ -126,6 +128,12 @@ def test_prompt_logprobs_of_a_completion(serve: Serve):
             b: {"logprob": -1.5, "rank": 2, "decoded_token": "b"},
         },
     ]
+
+
+def test_equal_log_probabilities_have_one_rank():
+    entry = TokenLogprob(5, -1.0, [(4, -1.0), (5, -1.0)], rank=1)
+    _, tokens = prompt_logprobs_of([entry], 2, TOKENIZER)
+    assert tokens is not None and [tokens[5].rank, tokens[4].rank] == [1, 1]
 
 
 def test_prompt_logprobs_of_a_chat_and_beside_an_echo(serve: Serve):

@@ -135,6 +135,17 @@ def test_low_detail_is_one_tile(make_store):
     assert (low.shape[0], low.rows, low.columns) == (1, 0, 0) and high.shape[0] == 13
 
 
+def test_an_image_without_a_detail_has_that_of_the_server(make_store, tmp_path):
+    store = ImageStore(VISION, str(tmp_path), MediaConfig(mm_detail="low"), max_pixels=1_000_000)
+    store.jobs, own = make_store().jobs, store.jobs
+    content = file_of(picture(61, 43))
+
+    [none], [high] = take(store, content), take(store, content, detail="high")
+
+    assert none.shape[0] == 1 and high.shape[0] == 13
+    own.close()
+
+
 def test_unused_images_make_room_and_used_ones_do_not(make_store, tmp_path):
     store = make_store(max_bytes=26 * TILE_BYTES)
     contents = [file_of(picture(61, 43, seed=seed)) for seed in range(3)]
