@@ -49,7 +49,7 @@ class Fields:
         """
         given = [name for name in names if not _is_empty(self.get(name))]
         for name in given[1:]:
-            if self.get(name) != self.get(given[0]):
+            if (self.get(name) != self.get(given[0])) is not False:  # of an array in a GGUF file: an array
                 raise self.error(
                     given[0],
                     self.get(given[0]),

@@ -123,6 +123,7 @@ def test_which_file_is_the_tower(make_seeing: MakeSeeing, tmp_path: Path, caplog
             "image_std is array.*expected three numbers of at least 1e-09",
         ),
         ({"vision__patch_size": None}, r"the field clip\.vision\.patch_size is missing"),
+        ({"vision__projector_type": [1, 2, 3]}, "but clip.projector_type is 'idefics3', another name"),
         ({"use_gelu": False}, r"clip\.use_gelu is False, expected true"),
     ],
 )
