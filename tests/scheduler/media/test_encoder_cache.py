@@ -658,6 +658,17 @@ def test_an_image_waits_for_a_step_without_other_prompts():
     assert harness.answers["a"].finish is not None
 
 
+def test_what_an_image_leaves_of_a_step_goes_to_another_prompt():
+    """Two prompts share 12 tokens; of the first one a page is before the image, which is longer than the rest."""
+    harness = make(images_are_whole=True, chunked_prefill_size=12, max_num_partial_prefills=2)
+    harness.submit("a", prompt=[1, 2, 3, 4, 5], images=[Image("cat", 2, 4)], max_new_tokens=1)
+    harness.submit("text", prompt=list(range(20, 60)), max_new_tokens=1)
+
+    batch = harness.step()
+
+    assert batch is not None and extend_lens(batch) == [4, 8]
+
+
 def test_both_of_two_images_without_a_cut_between_them_are_encoded_first():
     """While others decode, work on tiles is divided among steps; the chunk comes when both are there."""
     harness = make(
