@@ -513,8 +513,10 @@ class Scheduler:
         if not self._requests:
             return self._transfer.wake_s()
         times = [self._deadlines.next_s(), self._transfer.wake_s()]
+        if self._parts.pauses.mode is None:
+            times.append(self._policy.wake_s(self._requests.waiting))
         if not self._parts.pauses.stops_all:
-            times += [self._policy.wake_s(self._requests.waiting), self._parts.out_of_memory.hold_until_s]
+            times.append(self._parts.out_of_memory.hold_until_s)
         return min((time_s for time_s in times if time_s is not None), default=None)
 
     def on_idle(self) -> None:

@@ -77,6 +77,22 @@ def test_requests_end_in_a_pause(make_scheduler: MakeScheduler) -> None:
     harness.run_until_idle()
 
 
+@pytest.mark.parametrize("mode", PauseMode)
+def test_a_policy_that_waits_for_a_batch_does_not_wake_a_paused_scheduler(
+    make_scheduler: MakeScheduler, mode: PauseMode
+) -> None:
+    harness = make_scheduler(schedule_policy="static")
+    harness.pause(mode)
+    rid = harness.submit(prompt_len=5, max_new_tokens=2)
+    harness.step()
+    harness.now_s += 60.0
+    harness.step()
+    assert harness.scheduler.wake_s() is None  # a time in the past would be a busy loop
+    harness.resume()
+    harness.run_until_idle()
+    assert harness.answers[rid].finish is not None
+
+
 def test_resume_answers_a_pause_that_waits(make_scheduler: MakeScheduler) -> None:
     harness = make_scheduler()
     harness.submit(prompt_len=5, max_new_tokens=5)
