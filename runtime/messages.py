@@ -360,7 +360,8 @@ class AdapterDone(Message, frozen=True):
 
 class PauseMode(enum.StrEnum):
     """The effect of a pause on the requests that run: KEEP leaves them as they are, RETRACT takes their rows and pages
-    and queues them, WAIT lets them end. No other request starts.
+    and queues them, WAIT lets them end, but for those that are retracted meanwhile, which stay in the queue. No other
+    request starts.
     """
 
     KEEP = "keep"

@@ -93,6 +93,22 @@ def test_a_policy_that_waits_for_a_batch_does_not_wake_a_paused_scheduler(
     assert harness.answers[rid].finish is not None
 
 
+def test_a_request_that_is_retracted_while_others_end_waits_for_the_end_of_the_pause(
+    make_scheduler: MakeScheduler,
+) -> None:
+    harness = make_scheduler(overlap=0)
+    rid = harness.submit(prompt_len=5, max_new_tokens=5)
+    harness.step()
+    harness.runner.no_memory = lambda _plan: True
+    harness.pause(PauseMode.WAIT)
+
+    harness.runner.no_memory = lambda _plan: False
+    assert harness.pages().held == 0 and harness.answers[rid].finish is None
+    harness.resume()
+    harness.run_until_idle()
+    assert harness.answers[rid].rows[-1].usage.num_retractions == 1
+
+
 def test_resume_answers_a_pause_that_waits(make_scheduler: MakeScheduler) -> None:
     harness = make_scheduler()
     harness.submit(prompt_len=5, max_new_tokens=5)
