@@ -131,6 +131,7 @@ def recorded_and_not(driver: Driver) -> Iterator[HeadPrograms]:
         self._drafted, self.programs = drafted, programs
         logits = made(self, run, first=first)
         assert torch.equal(logits, expected)
+        assert int(programs._numbers[-1].sum()) == len(run.positions), "no tokens of earlier calls"
         return logits
 
     with mock.patch.object(FeatureModule, "logits", both):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from msgspec import structs
@@ -22,7 +23,7 @@ from engine.models.spec.model_spec import ModelSpec
 from engine.runtime.config.engine_config import EngineConfig, ModelConfig, SchedulerConfig
 from engine.runtime.feasibility import Capacity
 from engine.runtime.sampling_params import SamplingParams
-from engine.runtime.step_plan import RUNNER_DRAFT
+from engine.runtime.step_plan import RUNNER_DRAFT, GetMasks
 from tests.model_runner.conftest import Driver, TinyModel, engine_config
 from tests.model_runner.drafted_steps import drafted
 
@@ -89,6 +90,26 @@ def test_tokens_that_wait_are_computed_before_their_page_leaves(driver: Driver) 
     own, drafters = keys[:, :2].chunk(2)
     assert own.abs().min() > 0.0
     torch.testing.assert_close(own, drafters)
+
+
+def test_the_masks_get_the_drafts_before_they_are_asked(driver: Driver) -> None:
+    calls: list[tuple[str, list[int]]] = []
+
+    def note(name: str, token_ids: Any) -> None:
+        calls.append((name, token_ids.tolist()))
+
+    masks = SimpleNamespace(
+        drafted=lambda draft_ids: note("drafted", np.frombuffer(draft_ids, dtype=np.int32)),
+        before=lambda: note("before", np.empty(0)),
+        after=lambda token_ids: note("after", token_ids),
+    )
+    req = driver.start(TEXT)
+    driver.step([(req, len(TEXT))])
+    plan = drafted(driver, [(req, [RUNNER_DRAFT] * 3)])
+    driver.runner.launch(plan, masks=cast(GetMasks, masks)).wait()
+    (first, drafts), second, (third, sampled) = calls
+    assert (first, second, third) == ("drafted", ("before", []), "after")
+    assert drafts == sampled[:3], "the model drafts for itself"
 
 
 def test_a_row_that_leaves_without_memory_is_tried_again(

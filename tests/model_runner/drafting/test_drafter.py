@@ -1,4 +1,4 @@
-"""`Drafter` where the device has no memory: a step is dropped, or a call is made again."""
+"""`Drafter`: which tokens its module computes and when, also where the device has no memory."""
 
 from __future__ import annotations
 
@@ -65,12 +65,15 @@ def start(drafter: Drafter, prefix_len: int) -> None:
     drafter.start([cast(NewReq, SimpleNamespace(row=1, prefix_loc=prefix_loc))])
 
 
-def decode(drafter: Drafter, position: int) -> None:
-    place = np.array([position])
-    layout = BatchLayout(ROW, place, np.array([1]), 0)
-    batch = SimpleNamespace(layout=layout, token_rows=ROW, positions=place, out_cache_loc=place)
-    features = SimpleNamespace(input_ids=torch.tensor([7]), states=None)
-    drafter.absorb(cast(InputBatch, batch), cast(StepFeatures, features), None)
+def decode(drafter: Drafter, position: int, num_drafts: int = 0) -> None:
+    """A step whose drafts are all right."""
+    places, length = np.arange(position, position + 1 + num_drafts), 1 + num_drafts
+    layout = BatchLayout(ROW, places[:1], np.array([length]), int(length > 1), np.array([num_drafts]))
+    batch = SimpleNamespace(
+        layout=layout, token_rows=ROW.repeat(length), positions=places, out_cache_loc=places
+    )
+    features = SimpleNamespace(input_ids=torch.full((length,), 7), states=None)
+    drafter.absorb(cast(InputBatch, batch), cast(StepFeatures, features), torch.tensor([length]))
 
 
 def draft(drafter: Drafter, position: int) -> None:
@@ -106,3 +109,19 @@ def test_the_drafts_of_a_dropped_step_are_not_those_of_the_next_request(drafter,
     decode(drafter, 21)
     drafter.leave(ROW)
     assert module.computed == [21]
+
+
+def test_right_drafts_are_not_computed_again(drafter, module):
+    draft(drafter, 20)
+    assert module.computed == [20, 21]
+    decode(drafter, 20, num_drafts=2)
+    drafter.leave(ROW)
+    assert module.computed == [20, 21, 22]
+
+
+def test_more_tokens_than_may_wait_are_computed_at_once(drafter, module):
+    """The grammar forced them."""
+    decode(drafter, 20, num_drafts=3)
+    assert not module.computed
+    decode(drafter, 24, num_drafts=4)
+    assert module.computed == list(range(20, 29))

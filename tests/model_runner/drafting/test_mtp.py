@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from engine.model_runner.drafting import head_programs
 from engine.model_runner.drafting.feature_module import FeatureModule
 from engine.model_runner.drafting.lag import Run
+from engine.model_runner.recording.programs import native_program
 from engine.runtime.config.engine_config import ModelConfig, SchedulerConfig
 from engine.runtime.feasibility import Capacity
 from engine.runtime.sampling_params import SamplingParams
@@ -84,6 +87,28 @@ def test_recorded_drafts_have_the_logits_of_others(make_tiny_model, make_driver,
         for counts in ((2, 3, 1), (0, 0, 0), (2, 0, 2), (1, 1, 1), (3, 2, 4), (2, 2, 2)):
             draft(driver, list(zip(reqs, counts, strict=True)))
     assert programs.num_replayed >= 5
+
+
+@pytest.mark.slow
+def test_numbers_of_tokens_that_cannot_be_recorded_are_computed_call_by_call(make, monkeypatch):
+    """Some matmuls have other kernels from a number of tokens on."""
+    made, tried = native_program.record, list[int]()
+
+    def small_ones(library: Any, arena: Any, compute: Any) -> Any:
+        recorded = made(library, arena, compute)
+        (num_tokens,) = inspect.getclosurevars(compute).nonlocals["key"][:1]
+        tried.append(num_tokens)
+        return recorded if num_tokens < 2 else recorded._replace(program=None, reason_against="too many")
+
+    monkeypatch.setattr(head_programs, "record", small_ones)
+    _, driver = make(dtype="bfloat16")
+    req = driver.start(TEXT)
+    driver.step([(req, len(TEXT))])
+    with recorded_and_not(driver) as programs:
+        for count in (2, 0, 0, 2, 0, 0, 2):
+            draft(driver, [(req, count)])
+    assert programs.max_tokens == 1 and programs.num_replayed > 1
+    assert [number for number in tried if number > 1] == [3, 2], "each is tried once, and none above"
 
 
 def model_greedy(model: MTPModel, tokens: Sequence[int], num: int) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pytest
@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from engine.runtime.step_plan import RUNNER_DRAFT, ForwardMode, StepPlan, StepResult
 from engine.scheduler.batch import ScheduleBatch
 from engine.scheduler.queries.why import explain
-from engine.scheduler.speculation.runner_drafts import DraftRates
+from engine.scheduler.requests.req import Req
+from engine.scheduler.speculation.runner_drafts import DraftRates, RunnerDrafts
 from tests.scheduler.fake_runner import ints
 from tests.scheduler.harness import Harness
 
@@ -294,6 +295,26 @@ def test_nothing_is_drafted_beyond_the_positions_that_the_drafter_knows(make_har
     ends = [batch.plan.num_computed_tokens for batch in steps]
     lasts = [ints(begin)[0] + batch.num_drafts for begin, batch in zip(ends, steps, strict=True)]
     assert 48 <= max(lasts) <= 50
+
+
+def test_the_credit_pays_for_the_drafts_of_the_runner_alone():
+    """Three of the scheduler's cost no time to make; two of the runner's cost 2 s, and each to verify 0.1 s."""
+    theirs, others = cast(Req, object()), cast(Req, object())
+    for credit_s, counts in ((2.25, [2, 3]), (2.15, [0, 3])):
+        drafts = RunnerDrafts(0, 8)
+        drafts.credit_s, drafts.draft_s = credit_s, 1.0
+        drafts.by_runner.add(theirs)
+        assert drafts.limit([theirs, others], [2, 3], np.linspace(1.0, 1.8, 9, dtype=np.float64)) == counts
+
+
+def test_a_plain_step_follows_a_trial():
+    drafts, req = RunnerDrafts(0, 8), cast(Req, object())
+    found = []
+    for _ in range(4):
+        drafts.begin_step()
+        drafts.chances(req, 1)
+        found += drafts.limit([req], [], np.ones(9))
+    assert found == [1, 0, 1, 0]
 
 
 def test_a_wrong_draft_says_nothing_about_those_after_it():
