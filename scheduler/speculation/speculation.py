@@ -23,7 +23,8 @@ Each pass decides the number of drafts for all requests together: it adds the ne
 per second grow. The expectation comes from the requests' hit rates and the measured intervals of steps with as many
 tokens (`step_costs.py`), to which the runner's drafts add the time to make them. So if computing is the limit (large
 batches), or no text is copied, the number falls to 0: hit rates are learned from plain steps as well, costs by rare
-exploration steps.
+exploration steps. With more than two requests, a pass that found no drafts that gain is followed by a few that do not
+look for any, unless a request has a grammar, whose forced tokens are certain.
 
 The matcher of a request with a grammar cuts its drafts at the first token that the grammar refuses, and adds the tokens
 that the grammar forces, which come first and have probability 1 (`GrammarDrafts`). The step has a mask for each of
@@ -77,6 +78,8 @@ _MIN_GAIN: Final = 1.05
 _MIN_CHANCE: Final = 1e-9
 _FEW: Final = 2
 """Up to so many requests it costs less to look for drafts than to estimate times of steps."""
+_REST: Final = 4
+"""With more requests: decode rounds from a look that found no drafts to the next one, as looks cost time too."""
 
 
 class Speculation:
@@ -143,6 +146,7 @@ class NgramSpeculation(Speculation):
         self._grammar_drafts = grammar_drafts
         self._guided: dict[Req, tuple[list[int], int]] = {}
         self._costs = StepCosts()
+        self._rest = 0  # decode rounds until the next look for drafts of many requests
         self._shared = HitRates()
         self._answers = answers
         self._proposers: dict[Req, NgramProposer | None] = {}  # None: it has failed
@@ -156,8 +160,11 @@ class NgramSpeculation(Speculation):
             return NO_DRAFTS
         if not self._costs.knows_plain(num_reqs):
             return NO_DRAFTS
-        if num_reqs > _FEW and not self._may_pay(num_reqs):
-            return NO_DRAFTS  # not even if all were right; the proposers see these tokens later
+        if num_reqs > _FEW:
+            rests = self._rest > 0 and not self._grammar_drafts.concerns(work.decode_rows)
+            if rests or not self._may_pay(num_reqs):
+                return NO_DRAFTS  # not even if all were right; the proposers see these tokens later
+        self._rest = _REST
         self._guided.clear()
         if self._runner is not None:
             self._runner.begin_step()
@@ -166,6 +173,8 @@ class NgramSpeculation(Speculation):
             return NO_DRAFTS
         intervals = self._costs.intervals(num_reqs, self._max_step_tokens)
         counts = self._choose(chances, intervals, self._seconds_of_drafts(work.decode_reqs))
+        if counts:
+            self._rest = 0
         if self._runner is not None:
             counts = self._runner.limit(work.decode_reqs, counts, intervals)
         if not any(counts):
@@ -187,6 +196,7 @@ class NgramSpeculation(Speculation):
     def measured(
         self, num_reqs: int, num_drafts: int, seconds: float, *, between_s: float, num_rounds: int
     ) -> None:
+        self._rest -= num_rounds
         self._costs.measured(
             num_reqs + num_drafts,
             seconds,

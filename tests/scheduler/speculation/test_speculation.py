@@ -17,7 +17,9 @@ from engine.runtime.step_plan import StepPlan
 from engine.scheduler.batch import ScheduleBatch
 from engine.scheduler.queries.why import explain
 from engine.scheduler.records.decision_log import PassRecord
+from engine.scheduler.requests.req import Req
 from engine.scheduler.speculation.ngram_proposer import NgramProposer
+from engine.scheduler.speculation.speculation import NgramSpeculation
 from tests.scheduler.fake_runner import expected_output, ints, remembered
 from tests.scheduler.harness import VOCAB_SIZE, Harness
 from tests.scheduler.speculation.proposers import proposing
@@ -148,6 +150,42 @@ def test_a_larger_batch_gets_fewer(make_harness):
     assert usual[0] == pytest.approx(7, abs=1)
     assert usual[1] == pytest.approx(4, abs=2)
     assert usual[2] == 0
+
+
+@pytest.mark.parametrize(("num_reqs", "passes_per_look"), [(2, 1), (3, 4), (8, 4)])
+def test_many_requests_are_looked_at_in_one_of_four_steps(
+    make_harness, monkeypatch, num_reqs, passes_per_look
+):
+    harness = make_harness(memory=None, num_pages=400)
+    looks: list[str] = []
+    chances = NgramSpeculation._chances
+
+    def counted(self: NgramSpeculation, req: Req) -> list[float]:
+        looks.append(req.rid)
+        return chances(self, req)
+
+    monkeypatch.setattr(NgramSpeculation, "_chances", counted)
+    for idx in range(num_reqs):
+        harness.submit(f"r{idx}", prompt=[idx, 90, 91], max_new_tokens=80)
+    steps = harness.run_until_idle()
+    plain = [batch for batch in steps if not batch.num_drafts]
+    assert len(plain) > 70
+    assert looks.count("r0") == pytest.approx(len(plain) / passes_per_look, rel=0.2)
+
+
+def test_a_copy_of_one_of_many_is_found_soon(make_harness):
+    """The others have nothing to copy; with the circle alone the answer takes a third of the steps."""
+    num_steps = []
+    for num_others in (0, 7):
+        harness = make_harness(num_pages=1000)
+        for idx in range(num_others):
+            harness.submit(
+                f"r{idx}", prompt=[30 + idx, 50, 51], max_new_tokens=2 + 20 * idx, speculative=False
+            )
+        harness.submit("a", prompt=CIRCLE, max_new_tokens=120)
+        steps = harness.run_until_idle()
+        num_steps.append(sum(any(req.rid == "a" for req in batch.reqs) for batch in steps))
+    assert num_steps[0] < 45 and num_steps[1] < num_steps[0] + 30
 
 
 @pytest.mark.parametrize("max_new_tokens", range(1, 30))
