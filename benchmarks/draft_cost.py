@@ -7,8 +7,9 @@ same sizes); the drafter is one such layer, an EAGLE-3 head or a draft model, of
 one thread, CPU time, which other programs on the machine disturb less than the time of a clock.
 
 `idle` is the rate of answers with `speculative: false`, which have no drafts while the drafter computes their tokens,
-by that of a model without a drafter; both take turns, and the lowest times of the rounds are compared. `draft` is the
-time of one draft, of several in a step, by that of a plain decode: d of the arithmetic of drafts.
+by that of a model without a drafter; both take turns, each is the first in every other round, and the lowest times of
+the rounds are compared. `draft` is the time of one draft, of several in a step, by that of a plain decode: d of the
+arithmetic of drafts.
 """
 
 from __future__ import annotations
@@ -145,8 +146,9 @@ def measured(
     plain, idle, drafts = list[float](), list[float](), list[float]()
     with LLM(str(model), **settings) as without, LLM(str(model), **settings, **drafter) as having:
         for seed in range(rounds + 1):
-            plain.append(answer_s(without, seed, output_len, speculative=False))
-            idle.append(answer_s(having, seed, output_len, speculative=False))
+            turns = [(without, plain), (having, idle)]
+            for llm, times in turns if seed % 2 else turns[::-1]:
+                times.append(answer_s(llm, seed, output_len, speculative=False))
             with drafts_timed() as found:
                 answer_s(having, seed, output_len, speculative=True)
             if found:  # a machine that is slow for a moment gets none

@@ -6,11 +6,13 @@
 The model is a random Llama of SmolLM2-135M's layers and a vocabulary of 8,192; the draft model is its first layers
 with the same embedding and head. The other layers add `--noise` times what they would to the residual stream: with 0
 both models say the same and all drafts are right, with more of it fewer are. Answers are sampled at temperature 1, so
-no text repeats itself; one thread. Answers have `--output-len` tokens, of several streams fewer.
+no text repeats itself; one thread. `--streams` answers are generated at once, and twice as many in all; they have half
+to one and a half of `--output-len` tokens (of several streams fewer), so they end one by one, without drafts as well.
 
 A row has the share of right drafts, tokens per step of a stream, and CPU time per token without drafts and with them,
 which other programs on the machine disturb less than the time of a clock; the scheduler chooses the number of drafts by
-CPU time as well. The ratio is that of the lowest times of the rounds, in which all methods take turns.
+CPU time as well. The ratio is that of the lowest times of the rounds, in which all methods take turns and another one
+is the first each time. The method `off` compares decodes without drafts with themselves: the error of the ratios.
 """
 
 from __future__ import annotations
@@ -95,20 +97,33 @@ def write_model(folder: Path, num_layers: int, noise: float, num_own: int) -> Pa
     return folder
 
 
+def answer_lens(num_streams: int, output_len: int) -> list[int]:
+    """The lengths of two answers per stream: half to one and a half of `output_len`, in no order."""
+    return [int(output_len * (0.5 + 0.618 * idx % 1)) for idx in range(2 * num_streams)]
+
+
 def timed(llm: LLM, seed: int, num_streams: int, output_len: int) -> Timed:
-    """Generate an answer of each stream."""
+    """Generate the answers."""
+    lens = answer_lens(num_streams, output_len)
     samplings = [
-        SamplingParams(temperature=1.0, seed=64 * seed + idx, max_new_tokens=output_len, ignore_eos=True)
-        for idx in range(num_streams)
+        SamplingParams(temperature=1.0, seed=len(lens) * seed + idx, max_new_tokens=each, ignore_eos=True)
+        for idx, each in enumerate(lens)
     ]
     begin_s = time.process_time()
-    outputs = llm.generate([PROMPT] * num_streams, samplings)
+    outputs = llm.generate([PROMPT] * len(lens), samplings)
     seconds = time.process_time() - begin_s
     return Timed(
-        seconds / (num_streams * output_len),
+        seconds / sum(lens),
         sum(output.usage.draft_tokens for output in outputs),
         sum(output.usage.accepted_draft_tokens for output in outputs),
     )
+
+
+def in_turn(engines: list[LLM], seed: int, num_streams: int, output_len: int) -> list[Timed]:
+    """The same answers of each engine; each round begins with another one, so that none is always the first."""
+    order = [(seed + idx) % len(engines) for idx in range(len(engines))]
+    found = {idx: timed(engines[idx], seed, num_streams, output_len) for idx in order}
+    return [found[idx] for idx in range(len(engines))]
 
 
 def rows(options: argparse.Namespace, noise: float, num_streams: int) -> list[str]:
@@ -123,22 +138,22 @@ def rows(options: argparse.Namespace, noise: float, num_streams: int) -> list[st
             "dtype": "bfloat16",
             "quantization": options.quantization,
         }
-        settings |= {"max_total_tokens": 4096 + num_streams * 2 * output_len}
+        settings |= {
+            "max_total_tokens": 4096 + num_streams * 2 * (output_len + len(PROMPT)),
+            "max_running_requests": num_streams,
+        }
         own = [
             {"speculative": method} | ({"speculative_model": str(draft)} if method == "draft" else {})
             for method in methods
         ]
         engines = [stack.enter_context(LLM(str(model), **(settings | each))) for each in own]
-        found = [
-            [timed(llm, seed, num_streams, output_len) for llm in engines]
-            for seed in range(options.rounds + 1)
-        ][1:]
+        found = [in_turn(engines, seed, num_streams, output_len) for seed in range(options.rounds + 1)][1:]
     lowest = [min(each[idx].token_s for each in found) for idx in range(len(methods))]
     lines = []
     for idx, method in enumerate(methods[1:], 1):
         tried = sum(each[idx].num_drafts for each in found)
         right = sum(each[idx].num_accepted for each in found)
-        tokens = options.rounds * num_streams * output_len
+        tokens = options.rounds * sum(answer_lens(num_streams, output_len))
         lines.append(
             f"| {method} | {num_streams} | {noise:g} | {right / max(tried, 1):.0%} of {tried} "
             f"| {tokens / (tokens - right):.2f} | {1e3 * lowest[0]:.2f} | {1e3 * lowest[idx]:.2f} "
@@ -154,7 +169,9 @@ def main() -> None:
     )
     parser.add_argument("--quantization", choices=["int8", "int4"], help="of the model (default: bfloat16)")
     parser.add_argument("--avx2", action="store_true", help="hide AVX-512, AVX-VNNI and AMX")
-    parser.add_argument("--methods", nargs="+", default=["draft"], choices=["ngram", "suffix", "draft"])
+    parser.add_argument(
+        "--methods", nargs="+", default=["draft"], choices=["off", "ngram", "suffix", "draft"]
+    )
     parser.add_argument("--noise", nargs="+", type=float, default=[0.0, 0.1, 0.2, 0.4])
     parser.add_argument("--streams", nargs="+", type=int, default=[1])
     parser.add_argument("--draft-layers", type=int, default=1)
