@@ -146,7 +146,9 @@ def _run(
         signal.setitimer(signal.ITIMER_REAL, MAX_WALL * setup.limit_s)
         signal.setitimer(signal.ITIMER_PROF, setup.limit_s)
         result = compile_one(spec)
+        # A fork that dies while it answers would be answered for again.
         signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
         _send(channel, result)
         exit_code = 0
     except MemoryError:

@@ -7,6 +7,7 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Coroutine
@@ -16,6 +17,7 @@ import pytest
 import uvloop
 from msgspec.structs import replace
 
+from engine.grammar.compile import sandbox
 from engine.grammar.compile.worker import (
     CompileResult,
     CompileWorker,
@@ -261,3 +263,24 @@ def test_the_process_ends_with_its_parent(setup, tmp_path):
         assert select.select([process], [], [], TIMEOUT_S)[0] == [process]  # readable once it has ended
     finally:
         os.close(process)
+
+
+def test_no_time_limit_ends_a_compilation_that_is_answering(setup, monkeypatch):
+    """On a busy machine a fork was ended between its answer and its end, and the request got two answers."""
+    ours, theirs = socket.socketpair()
+    seen: list[tuple[float, float]] = []
+
+    def note(channel: socket.socket, result: CompileResult) -> None:
+        seen.append((signal.getitimer(signal.ITIMER_REAL)[0], signal.getitimer(signal.ITIMER_PROF)[0]))
+
+    def end(exit_code: int) -> None:
+        raise SystemExit(exit_code)
+
+    monkeypatch.setattr(sandbox, "_send", note)
+    monkeypatch.setattr(sandbox, "_limit_memory", lambda memory_bytes: None)
+    monkeypatch.setattr(sandbox, "die_with", lambda pid: None)
+    monkeypatch.setattr(os, "_exit", end)
+    spec = GrammarSpec(GrammarKind.REGEX, "a")
+    with ours, theirs, pytest.raises(SystemExit, match="0"):
+        sandbox._run(1, setup, theirs, spec, lambda _: CompileResult())
+    assert seen == [(0.0, 0.0)]
