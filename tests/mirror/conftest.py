@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves
 
 from . import device_tensor
 from .test_operators import NARROW_DTYPES, reasons_against_narrow, without_cuda_kernel
@@ -20,7 +19,7 @@ def operators_run_on_cuda() -> Iterator[None]:
     dispatch = device_tensor.dispatch
 
     def watched(mirror: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        for value in tree_leaves((args, kwargs)):
+        for value in device_tensor.leaves(args, kwargs):
             dtype = value.dtype if isinstance(value, device_tensor.DeviceTensor) else value
             if dtype in NARROW_DTYPES:
                 narrow.add((str(func), dtype))
