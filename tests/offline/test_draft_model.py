@@ -115,20 +115,20 @@ def check(folder: Path, method: str, drafter: Path, life: str, *, least: float) 
     assert life == "int8 KV" or num_known > 20
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("life", LIVES)
 def test_a_draft_model_that_is_the_model(tiny_model: Path, life: str) -> None:
     """Nearly all of its drafts are right, also sampled ones: they are drawn with the model's noise."""
     check(tiny_model, "draft", tiny_model, life, least=0.95)
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("life", LIVES)
 def test_another_draft_model(deep_model: Path, tiny_model: Path, life: str) -> None:
     check(deep_model, "draft", tiny_model, life, least=0.0)
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("life", LIVES)
 def test_a_head(deep_model: Path, head: Path, life: str) -> None:
     check(deep_model, "eagle3", head, life, least=0.0)
