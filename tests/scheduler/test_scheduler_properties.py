@@ -172,7 +172,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert running == 0 or mode is PauseMode.KEEP
         if mode is not PauseMode.WAIT:
             assert self.harness.step() is None
-        assert not self.harness.answers[rid].rows
+        assert not self.harness.answers[rid].rows or not fits(len(prompt), 2, self.harness.capacity)
         self.harness.resume()
 
     @rule(count=st.integers(1, 12))
