@@ -27,6 +27,7 @@ from ..runtime.messages import (
     GenerateRequest,
     HintSession,
     LoadAdapter,
+    Pause,
     PinPrefix,
 )
 from ..runtime.step_plan import ForwardMode
@@ -242,6 +243,10 @@ class _Reader:
                 self._adapters[load.adapter.fingerprint] = load
             case Call(request=FlushCache() | PinPrefix() | HintSession()) as call:
                 self._cache_calls.append((record.now_s, call))
+            case Call(request=Pause()):
+                raise ConfigError(
+                    "an admin paused the server in this run, so its times say nothing about settings; record another"
+                )
             case FromPeer(message=Prefilled() as prefilled):
                 self._first_tokens[prefilled.bootstrap_room] = prefilled.output_ids
             case _:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from engine.runtime.errors import ConfigError
 from engine.runtime.messages import Call, FinishKind, PauseMode, Resume
+from engine.scheduler.journal.log_file import read_runs
+from engine.scheduler.journal.replay import replay
 from engine.scheduler.records.verdict import Reason
+from engine.simulator.recorded_run import read_recorded_run
 
 from .harness import Harness
+from .journal.recorded import finish, record
 
 MakeScheduler = Callable[..., Harness]
 
@@ -124,3 +130,24 @@ def test_resume_answers_a_pause_that_waits(make_scheduler: MakeScheduler) -> Non
     harness.collect()
     assert [done.paused for done in harness.pauses] == [False, False]
     harness.run_until_idle()
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize("mode", PauseMode)
+def test_a_replay_pauses_at_the_same_place(tmp_path: Path, mode: PauseMode, overlap: int) -> None:
+    harness = record(tmp_path / "decisions.log", overlap=overlap, chunked_prefill_size=8, page_size=4)
+    for length in (20, 30):
+        harness.submit(prompt_len=length, max_new_tokens=9)
+    for _ in range(4):
+        harness.step()
+    harness.pause(mode)
+    harness.submit(prompt_len=5, max_new_tokens=2)
+    harness.step()
+    harness.resume()
+    harness.run_until_idle()
+    finish(harness)
+    (result,) = [replay(run) for run in read_runs(tmp_path / "decisions.log")]
+    assert result.is_equal and result.num_requests == 3
+    assert result.num_passes == harness.scheduler.decisions.num_passes
+    with pytest.raises(ConfigError, match="an admin paused the server in this run"):
+        read_recorded_run(tmp_path / "decisions.log")
