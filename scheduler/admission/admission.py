@@ -6,7 +6,7 @@ from itertools import chain, islice
 
 from ..arrays import IntArray
 from ..estimator import OutputEstimator
-from ..media.encoder_cache import TileBudget
+from ..media.tile_budget import TileBudget
 from ..pass_state import PassState
 from ..records.stats import SchedulerStats
 from ..records.verdict import Reason, Verdict

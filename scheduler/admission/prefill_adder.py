@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ...runtime.feasibility import pages_for
 from ..estimator import OutputEstimator
-from ..media.encoder_cache import TileBudget
+from ..media.tile_budget import TileBudget
 from ..memory.kv_memory import KVMemory
 from ..prefix_cache.base import Prefix
 from ..records.verdict import AddReqResult, Reason, Verdict

@@ -22,7 +22,6 @@ retracted. A tile that is given away is overwritten by a later plan, and the run
 
 from __future__ import annotations
 
-import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -34,7 +33,6 @@ from ..memory.pages import LedgerError
 from ..records.verdict import AddReqResult, Reason, Verdict
 from ..requests.prompt_images import PromptTile
 from ..requests.req import Chunk, Req
-from ..step_size.step_target import PromptTime
 
 TileKey = tuple[bytes, int]
 
@@ -85,7 +83,7 @@ class EncoderCache:
     Attributes:
         hits_total: tiles that requests found encoded when they were admitted.
         encoded_total: tiles that were encoded.
-        planned: the tiles on which the step of this pass works; a `TileBudget` fills it, `plan` empties it.
+        planned: the tiles on which the step of this pass works; `TileBudget` fills it, `plan` empties it.
     """
 
     def __init__(self, num_rows: int, tile_rows: int, tile_parts: int = 1) -> None:
@@ -352,82 +350,3 @@ class EncoderCache:
                     f"tile {key[1]} of {key[0].hex()[:8]}: {tile.users} users, {users[key]} of them known, "
                     f"{'idle' if key in self._idle else 'not idle'}"
                 )
-
-
-class TileBudget:
-    """The work on tiles that one step may do: as much as the time of its prompts allows. Made anew for each pass.
-
-    While the time is limited, a tile is worked on in parts, over several steps if need be, and a chunk ends before a
-    tile that is not encoded then. A step that has none of this work may always do one part, so that images make
-    progress: that part does not count against the time of other prompts, which cost little in a step that is long
-    anyway. Tiles of waiting requests are begun without a promise (`ahead`), and the request starts when its first page
-    can be computed.
-    """
-
-    def __init__(self, cache: EncoderCache, time: PromptTime, page_size: int) -> None:
-        self._cache = cache
-        self._time = time
-        self._page_size = page_size
-        cache.planned = {}
-
-    def most_tokens(self, req: Req, start: int, limit: int) -> int:
-        """The longest run from position `start` on, up to `limit`, whose tiles are encoded or may be in this step."""
-        if req.images is None:
-            return limit
-        if req.images.tiles[-1].end > start or self._cache.planned:
-            limit = min(limit, self._time.most_tokens_with_tiles(start))
-        num_parts, work, seen = 0, 0, set[TileKey]()
-        for tile in req.images.tiles:
-            if tile.end <= start:
-                continue
-            if tile.start >= start + limit:
-                break
-            left = self._cache.parts_left(tile.key)
-            if not left or tile.key in seen:
-                continue
-            num_parts, work = num_parts + left, work + left * tile.num_blocks
-            is_free = num_parts == 1 and not self._cache.planned
-            if not is_free and not self._time.has_parts(work, start, tile.end - start):
-                return max(0, tile.start - start)
-            seen.add(tile.key)
-        return limit
-
-    def are_ready(self, req: Req, start: int, length: int) -> bool:
-        """Whether the tiles that `length` tokens from position `start` on need are encoded, or time is no limit."""
-        if req.images is None or self._time.tiles_s == math.inf:
-            return True
-        needed = [tile for tile in req.images.tiles if start < tile.end and tile.start < start + length]
-        return not any(self._cache.parts_left(tile.key) for tile in needed)
-
-    def spend(self, req: Req, start: int, length: int) -> None:
-        """Plan the tiles that `length` tokens from position `start` on need, and work ahead on the next one."""
-        if req.images is None:
-            return
-        end = start + length
-        for tile in req.images.tiles:
-            if start < tile.end and tile.start < end:
-                self._add(req, tile, self._cache.parts_left(tile.key))
-        if req.images.tiles[-1].end > start:
-            self._time.spend_beside_tiles(start, length)
-        self.ahead(req, end, has_tokens=True)
-
-    def ahead(self, req: Req, end: int, *, has_tokens: bool = False) -> None:
-        """Work on the tile that keeps a prompt from advancing from position `end` on, if there is one.
-
-        `has_tokens`: the step computes tokens of the prompt, so it need not do work for which there is no time.
-        """
-        if req.images is None or self._time.tiles_s == math.inf:
-            return
-        next_cut = req.next_cut(end, self._page_size)
-        for tile in req.images.tiles:
-            if end < tile.end and tile.start < next_cut and (left := self._cache.parts_left(tile.key)):
-                least = not (self._cache.planned or has_tokens)
-                self._add(req, tile, min(left, max(self._time.most_parts() // tile.num_blocks, least)))
-                return
-
-    def _add(self, req: Req, tile: PromptTile, num_parts: int) -> None:
-        if num_parts:
-            self._time.spend_parts(num_parts * tile.num_blocks)
-            planned = self._cache.planned.get(tile.key)
-            so_far = 0 if planned is None else planned.num_parts
-            self._cache.planned[tile.key] = PlannedTile(tile, req, so_far + num_parts)

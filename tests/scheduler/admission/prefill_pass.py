@@ -10,7 +10,8 @@ from engine.runtime.sampling_params import SamplingParams
 from engine.scheduler.admission.budget import PrefillBudget
 from engine.scheduler.admission.prefill_adder import PrefillAdder
 from engine.scheduler.estimator import NewTokenRatio
-from engine.scheduler.media.encoder_cache import EncoderCache, TileBudget
+from engine.scheduler.media.encoder_cache import EncoderCache
+from engine.scheduler.media.tile_budget import TileBudget
 from engine.scheduler.prefix_cache.base import Prefix, PrefixMatch
 from engine.scheduler.records.verdict import AddReqResult, Verdict
 from engine.scheduler.requests.req import Req
