@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 MAX_TOKENS: Final = MAX_DRAFT_STEP_TOKENS
 """Largest T of a program: the most of a step with drafts."""
+MAX_PROGRAMS: Final = 256
+"""Programs that are kept. Steps of many requests have many numbers of tokens; the longest unused program is dropped."""
 
 
 class FeatureHead(Protocol):
@@ -102,8 +104,8 @@ class HeadPrograms:
             row[: len(column)] = column
         self._before[:num_tokens] = before
         key = num_tokens, num_wanted, first
-        if key in self._programs:
-            program, result = self._programs[key]
+        if (known := self._programs.pop(key, None)) is not None:
+            self._programs[key] = program, result = known  # now the last
             program.run()
             self.num_replayed += 1
             return result.features, result.hidden
@@ -115,6 +117,8 @@ class HeadPrograms:
             )
         else:
             self._programs[key] = recorded.program, recorded.result
+            if len(self._programs) > MAX_PROGRAMS:
+                del self._programs[next(iter(self._programs))]
         return recorded.result.features, recorded.result.hidden
 
     def _compute(self, num_tokens: int, num_wanted: int, first: bool) -> FeaturedStates:

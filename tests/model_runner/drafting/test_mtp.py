@@ -76,6 +76,21 @@ def check_logits(model: MTPModel, driver: Driver) -> None:
 
 
 @pytest.mark.slow
+def test_the_longest_unused_program_is_dropped(make_tiny_model, make_driver, monkeypatch):
+    monkeypatch.setattr(head_programs, "MAX_PROGRAMS", 2)
+    model = make_mtp_model(make_tiny_model, "qwen3.5")
+    driver = make_driver(model.spec, model.folder, speculative="mtp", dtype="bfloat16")
+    reqs = [driver.start(TEXT[n:]) for n in range(3)]
+    driver.step([(req, len(req.tokens)) for req in reqs])
+    with recorded_and_not(driver) as programs:
+        for counts in ((2, 2, 2), (1, 1, 0), (2, 2, 2), (1, 0, 0), (2, 2, 2), (2, 2, 2), (2, 2, 2)):
+            draft(driver, list(zip(reqs, counts, strict=True)))
+            assert 0 < len(programs._programs) <= 2
+            assert programs.max_tokens == head_programs.MAX_TOKENS
+    assert programs.num_replayed >= 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_recorded_drafts_have_the_logits_of_others(make_tiny_model, make_driver, form):
     options = {"head_dim": 16} if form == "glm-4.5" else {}
