@@ -227,15 +227,10 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def workspace_bytes(self) -> int:
-        """Working memory of encoding a tile: activations, and scores of attention that is not fused.
-
-        Images of any size can be large: their attention is fused.
-        """
+        """Working memory of encoding a tile: activations. Scores of attention take none, see `ops.whole_attention`."""
         width = self.patch_values + 6 * self.hidden_size + 2 * self.intermediate_size
-        if self.row_pixels:
-            return 4 * self.processing.max_pixels // self.patch_size**2 * width
-        patches = self.grid**2
-        return 4 * patches * (width + self.num_heads * patches)
+        patches = self.processing.max_pixels // self.patch_size**2 if self.row_pixels else self.grid**2
+        return 4 * patches * width
 
     def flops_per_tile(self, row_size: int) -> float:
         """Floating-point operations that encode a tile, `row_size` wide: those of products, also of attention.
