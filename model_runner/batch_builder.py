@@ -183,12 +183,12 @@ class BatchBuilder:
         )
 
     def _rope_positions(self, token_rows: Int64s, positions: Int64s) -> Int64s | None:
-        """Those of tokens after all images of their requests."""
+        """`InputBatch.rope_positions` of tokens after all images of their requests."""
         deltas = self.states.rope_delta[token_rows]
         return positions + deltas if deltas.any() else None
 
     def _rope_of_chunks(self, step: _Step, token_rows: Int64s, positions: Int64s) -> Int64s | None:
-        """Those of any tokens; with axes only if these differ."""
+        """`InputBatch.rope_positions` of any tokens; with axes only if these differ."""
         found = self._rope_positions(token_rows, positions)
         axes: Int64s | None = None
         for idx in np.flatnonzero(step.computed < self.states.media_end[step.rows]).tolist():

@@ -46,7 +46,7 @@ class FeaturedStates(NamedTuple):
 
 
 class PlacesImages(Protocol):
-    """What a model calls where rows of images enter."""
+    """Rows of images, as a model calls them where they enter."""
 
     def place(self, embedded: Tensor) -> Tensor:
         """Put the rows into the embeddings of tokens, [T, hidden], which may be overwritten."""

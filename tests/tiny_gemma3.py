@@ -14,7 +14,7 @@ from engine.models.tokenizer.tokenizer import Tokenizer as EngineTokenizer
 
 SIDE = 24
 ROWS = 9
-"""Of an image."""
+"""Rows of an image."""
 _SPECIAL = (
     *("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"),
     *("<start_of_image>", "<end_of_image>", "<image_soft_token>"),

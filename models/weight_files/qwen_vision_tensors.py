@@ -21,7 +21,7 @@ QWEN_POSITIONS: Final = "visual.pos_embed"
 
 
 class QwenForm(NamedTuple):
-    """What differs between Qwen's towers.
+    """Differences between Qwen's towers.
 
     Attributes:
         rms_norms: the norms of layers and of the connector have no mean and no bias; else they are layer norms.

@@ -24,21 +24,21 @@ POSITIONS: Final = "vision_model.embeddings.position_embedding"
 FINAL_NORM: Final = "vision_model.post_layernorm"
 CLASS, CLASS_PART = "vision_model.embeddings", "class_embedding"
 FIRST_NORM: Final = "vision_model.pre_layrnorm"
-"""Of CLIP, misspelled in its files."""
+"""Norm before the layers of CLIP, misspelled in its files."""
 SCALES: Final = ("lambda_1", "lambda_2")
 """Parameters of a layer of InternViT."""
 MLP_NORM, MLP_FIRST, MLP_SECOND = (
     f"multi_modal_projector.{name}" for name in ("layer_norm", "linear_1", "linear_2")
 )
-"""Of LLaVA; of InternVL with the norm."""
+"""Connector of LLaVA, and with the norm of InternVL."""
 PROJECTION: Final = "connector.modality_projection.proj"
-"""Of Idefics3."""
+"""Connector of Idefics3."""
 POOLED, POOLED_NORM, POOLED_PROJECTION = (
     "multi_modal_projector",
     "multi_modal_projector.mm_soft_emb_norm",
     "mm_input_projection_weight",
 )
-"""Of Gemma 3, whose projection is [hidden of the tower, hidden of the language model]."""
+"""Connector of Gemma 3; its projection is [hidden of the tower, hidden of the language model]."""
 QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 

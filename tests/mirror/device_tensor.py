@@ -271,7 +271,7 @@ _KNOWN_FORMS: dict[Any, Any] = {}
 
 
 def _forms(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """The results as meta tensors, which nobody writes to: those of the same call before, if there was one."""
+    """The results as meta tensors, which are only read: those of the same call before, if there was one."""
     key = func, _facts(list(args)), tuple((name, _facts(value)) for name, value in kwargs.items())
     try:
         if key not in _KNOWN_FORMS:

@@ -197,7 +197,7 @@ QWEN_PROCESSOR = {
 
 
 def test_the_tower_of_qwen2_5_vl_3b(tmp_path: Path) -> None:
-    """Of the published folder, which has the fields of the language model beside `vision_config`."""
+    """The published folder has the fields of the language model beside `vision_config`."""
     vision = vision_of(tmp_path, QWEN, QWEN_PROCESSOR)
 
     assert vision is not None and vision.family == "qwen2_5_vl"
