@@ -137,7 +137,7 @@ class SchedulerParts:
             priority_threshold=config.priority_preemption_threshold,
         )
         self.estimator = estimator = make_estimator(config, page_size)
-        target = StepTarget(limits.target_step_ms / 1000, capacity.encoder_tile_parts)
+        self.target = target = StepTarget(limits.target_step_ms / 1000, capacity.encoder_tile_parts)
         self.out_of_memory = OutOfMemory(requests, preemption, caps)
         self.pauses = Pauses(requests, preemption)
         reservations = Reservations(requests, states, estimator, page_size)

@@ -67,11 +67,13 @@ class EncodeWork(NamedTuple):
         encodes: see `StepPlan`.
         placements: [n, 3] int32 for each request that starts with images: `NewReq.media`.
         num_tiles: tiles of which the last part is planned, by the rid of the request that needs them first.
+        num_parts: parts of the work on blocks of rows, by the request that needs them first.
     """
 
     encodes: tuple[Encode, ...] = ()
     placements: dict[str, bytes] = {}  # noqa: RUF012
     num_tiles: dict[str, int] = {}  # noqa: RUF012
+    num_parts: dict[Req, int] = {}  # noqa: RUF012
 
 
 NO_ENCODE_WORK = EncodeWork()
@@ -188,6 +190,7 @@ class EncoderCache:
         }
         encodes: list[Encode] = []
         num_tiles: dict[str, int] = {}
+        work: dict[Req, int] = {}
         ahead: Req | None = None  # the first request for which the step works ahead
         for key, (wants, req, num_parts) in self.planned.items():
             tile = self._tiles.get(key)
@@ -198,6 +201,7 @@ class EncoderCache:
                 continue
             num_parts = min(num_parts, self._tile_parts - tile.num_parts)
             self._add_encode(encodes, wants, tile, num_parts)
+            work[req] = work.get(req, 0) + num_parts * len(tile.slots)
             tile.num_parts += num_parts
             tile.is_encoded = tile.num_parts == self._tile_parts
             if tile.is_encoded:
@@ -207,7 +211,7 @@ class EncoderCache:
         self.encoded_total += sum(num_tiles.values())
         for chunk in chunks:
             self._give_back(chunk.req, chunk.start + chunk.length)
-        return EncodeWork(tuple(encodes), placements, num_tiles)
+        return EncodeWork(tuple(encodes), placements, num_tiles, work)
 
     def _begin_ahead(self, wants: PromptTile, req: Req, *, may_evict: bool) -> _Tile | None:
         """Rows for a tile of a request that waits for it; None: there are none.

@@ -82,6 +82,9 @@ class SchedulePolicy:
     def gained(self, req: Req, num_tokens: int) -> None:
         """A step generated `num_tokens` more than `planned` counted: accepted drafts, or a multi-step decode."""
 
+    def encoded(self, req: Req, num_tokens: int) -> None:
+        """A step works on images of `req`, admitted or not, as long as `num_tokens` of a prompt take."""
+
     def finished(self, req: Req, kind: FinishKind) -> None:
         """A request has ended, with `output_len` tokens; `kind` says whether its answer is complete."""
 

@@ -1,18 +1,21 @@
 """`Fair`: weighted fair queueing by tokens between tenants, with a proven bound.
 
 Each tenant has a virtual counter of the service that it has received (`tenants.py` defines service): `PROMPT_WEIGHT`
-per computed prompt token, and `OUTPUT_WEIGHT` per generated token, which costs more. The waiting tenant with the
-smallest counter is served next, its requests in the order of arrival. When a tenant returns after an idle time, its
-counter is raised to the *floor* V, so that idle time accumulates no service; a larger counter is kept. A counter below
-V is also raised when a request of the tenant is admitted. Its requests were in the queue, but rules for single requests
-(a limit on adapters, a pending prefix) kept them from starting, and this accumulates no service either.
+per computed prompt token, as much for work on images that takes as long, and `OUTPUT_WEIGHT` per generated token, which
+costs more. The waiting tenant with the smallest counter is served next, its requests in the order of arrival. When a
+tenant returns after an idle time, its counter is raised to the *floor* V, so that idle time accumulates no service; a
+larger counter is kept. A counter below V is also raised when a request of the tenant is admitted. Its requests were in
+the queue, but rules for single requests (a limit on adapters, a pending prefix) kept them from starting, and this
+accumulates no service either.
 
 The bound. A tenant is *backlogged* while it has a waiting request that those rules allow to start. If its counter was
 below V, it is backlogged only from its first admission on. V is the largest value so far of two: the counter of an
 admitted request's tenant before the admission, and the smallest counter of all tenants that wait.
 Let U = PROMPT_WEIGHT * P + OUTPUT_WEIGHT * R * G, with P the longest prompt, G the longest output, and R the largest
 number of requests that have started and not ended (rows, plus swapped requests). U covers the prompt of one request and
-the outputs of all that can run.
+the outputs of all that can run. With images U also has PROMPT_WEIGHT * I * (R + A): I is the most that the images of a
+request are charged, at the prices so far; A counts the waiting requests on whose first images steps work ahead
+(`TileBudget.ahead`), at most the tiles of the encoder's buffer, unless clients abort them.
 
 1. V never falls, by definition; counters only grow.
 2. V <= counter of each backlogged tenant. This holds when the tenant becomes backlogged. When V is raised to the
@@ -20,8 +23,8 @@ the outputs of all that can run.
    before, and a request that is offered and refused for lack of memory ends the pass. And no waiting tenant has a
    counter below the smallest.
 3. counter <= V + U for each backlogged tenant. At its last admission its counter was V, by 2 and the definition. Since
-   then it was charged for that prompt and for the tokens that its started requests generated, at most U; or it was
-   raised to V and then charged for those outputs alone. V has not fallen.
+   then it was charged for that prompt, for the tokens that its started requests generated, and for their images and
+   those of A, at most U; or it was raised to V and then charged for those outputs and images alone. V has not fallen.
 4. So the counters of two backlogged tenants differ by at most U. No counter is raised while its tenant is backlogged.
    So over any time in which two tenants are backlogged throughout, their service differs by at most 2 U. The bound
    depends neither on the length of that time nor on the other tenants, including those that cannot start.
@@ -93,10 +96,14 @@ class Fair(SchedulePolicy):
 
     def planned(self, chunks: Sequence[Chunk], decodes: Sequence[Req]) -> None:
         for tenant, tokens in output_tokens(chunks, decodes).items():
-            self._charge(tenant, tokens)
+            self._charge(tenant, tokens * OUTPUT_WEIGHT)
 
     def gained(self, req: Req, num_tokens: int) -> None:
-        self._charge(req.tenant, num_tokens)
+        self._charge(req.tenant, num_tokens * OUTPUT_WEIGHT)
+
+    def encoded(self, req: Req, num_tokens: int) -> None:
+        if not req.num_retractions:
+            self._charge(req.tenant, num_tokens * PROMPT_WEIGHT)
 
     def finished(self, req: Req, kind: FinishKind) -> None:
         queue = self._queues.get(req.tenant)
@@ -124,9 +131,9 @@ class Fair(SchedulePolicy):
                 floor = max(floor, counters[queue.tenant])
                 counters[queue.tenant] = floor + prompt_tokens(req, self._page_size) * PROMPT_WEIGHT
 
-    def _charge(self, tenant: str, output_tokens: int) -> None:
+    def _charge(self, tenant: str, service: int) -> None:
         if tenant in self._counters:
-            self._counters[tenant] += output_tokens * OUTPUT_WEIGHT
+            self._counters[tenant] += service
 
 
 class _Backlog:

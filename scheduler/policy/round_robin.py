@@ -70,6 +70,10 @@ class RoundRobin(SchedulePolicy):
     def gained(self, req: Req, num_tokens: int) -> None:
         self._charge(req.tenant, num_tokens)
 
+    def encoded(self, req: Req, num_tokens: int) -> None:
+        if not req.num_retractions:
+            self._charge(req.tenant, num_tokens)
+
     def finished(self, req: Req, kind: FinishKind) -> None:
         queue = self._queues.get(req.tenant)
         if queue is not None:  # None: the request ended while it waited for its grammar

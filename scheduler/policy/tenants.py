@@ -1,8 +1,10 @@
 """Common parts of the policies that share the engine between tenants: a queue per tenant, and the count of service.
 
 Service is counted in tokens. The tokens of a prompt that are not cached count at once when the request is admitted,
-because the engine will compute them. The tokens of an output count when they are generated. No token counts twice: a
-retracted request is not charged again for the tokens that it computes again.
+because the engine will compute them. The tokens of an output count when they are generated. Work on an image counts
+when a step does it, as the tokens of a prompt that take as long (`StepTarget.tokens_of`), for the request that needs it
+first: an image that is encoded already is free, like a cached prefix. Nothing counts twice: a retracted request is not
+charged again for what it computes again.
 """
 
 from __future__ import annotations

@@ -240,6 +240,11 @@ class StepTarget:
             tiles_s=tiles_s,
         )
 
+    def tokens_of(self, num_parts: int) -> int:
+        """Tokens of a prompt that take as long as parts of the work on tiles, at least 1; 0 until both are measured."""
+        (part_s,), token_s = self._parts.coefficients, self._prompts.coefficients[1]
+        return max(1, round(num_parts * part_s / token_s)) if part_s and token_s else 0
+
     def explain(self, time: PromptTime) -> StepTime | None:
         """The figures that a pass decided with; None if time was no limit."""
         if time.is_unlimited:
@@ -264,7 +269,7 @@ class StepTarget:
                 )
                 logger.info("encoding %s takes %.2g s here", what, tile_s * first.num_blocks)
             self._parts.learn((parts,), encode_s)
-        if not self.target_s:
+        if not (self.target_s or self._parts.coefficients[0]):  # the second one: see `tokens_of`
             return
         num_extends = batch.num_extends
         num_decodes, kv_tokens = len(batch) - num_extends, int(batch.end[num_extends:].sum())

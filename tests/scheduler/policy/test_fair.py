@@ -239,3 +239,20 @@ def test_tenants_that_come_and_go_leave_nothing_behind():
         model.run()
 
     assert len(model.policy._backlog._heap) < 100
+
+
+@pytest.mark.parametrize("name", ["fair", "round-robin"])
+def test_work_on_images_is_charged_once(name):
+    """Encoding costs what the prompt tokens cost that take as long; after a retraction it is free like all the rest."""
+    model = Model(name, max_rows=1, tenant_quantum=10)
+    req = model.submit(8, 4, tenant="a")
+    model.step()
+    counters = model.policy._counters if name == "fair" else model.policy._balances
+    before = counters["a"]
+    model.policy.encoded(req, 7)
+    assert abs(counters["a"] - before) == 7
+    model.retract(req)
+    model.step()
+    before = counters["a"]
+    model.policy.encoded(req, 7)
+    assert counters["a"] == before
