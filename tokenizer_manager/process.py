@@ -52,6 +52,7 @@ from .media.placement import ImagePlacement
 from .overload.overload_control import OverloadLimits
 from .prompt_encoder import PromptEncoder
 from .prompt_images import PromptImages
+from .state.store import StateStore
 from .telemetry.metrics import Metrics, read_build_info
 from .telemetry.otlp_traces import make_traces
 from .telemetry.request_record import Traces
@@ -69,6 +70,7 @@ def main(child: Child) -> None:
     keys = read_keys(config.server)
     make_room_for(config.server.max_connections)
     tls_context(config.server)
+    state = _open_state(config.server)
     traces = make_traces(config.log.otlp_endpoint, config.model.name_in_api(child.settings.source.name))
     with _listener(config.server, child.settings.listener_fd) as listener:
         encode_only = child.settings.spec.pooling is not None
@@ -83,7 +85,15 @@ def main(child: Child) -> None:
             authorizer = Authorizer(
                 keys, isolate=config.server.isolate_tenants, loopback=is_loopback(listener.getsockname()[0])
             )
-            runner.run(_serve(child, listener, inbox, authorizer, tokenizer, chat_template, capacity, traces))
+            runner.run(
+                _serve(child, listener, inbox, authorizer, tokenizer, chat_template, capacity, traces, state)
+            )
+
+
+def _open_state(config: ServerConfig) -> StateStore | None:
+    if config.state_dir is None:
+        return None
+    return StateStore.open(config.state_dir, int(config.state_max_gb * 2**30))
 
 
 def _listener(config: ServerConfig, inherited_fd: int | None) -> socket.socket:
@@ -117,6 +127,7 @@ async def _serve(
     chat_template: ChatTemplate | None,
     capacity: Capacity,
     traces: Traces,
+    state: StateStore | None,
 ) -> None:
     settings = child.settings
     outboxes = [
@@ -205,6 +216,7 @@ async def _serve(
         created_s=int(time.time()),
         build=build,
         traces=traces,
+        state=state,
     )
     server = HttpServer(App(services), settings.config.server)
     listener.listen(BACKLOG)

@@ -88,6 +88,7 @@ _POSITIVE: Final = (
     "drain_timeout",
     "startup_timeout",
     "watchdog_timeout",
+    "state_max_gb",
 )
 
 
@@ -168,6 +169,14 @@ class ServerConfig:
         "(local), NIXL or Mooncake.",
         Alias("disaggregation_transfer_backend"),
     ] = "local"
+    state_dir: Annotated[
+        str | None,
+        "Folder for what clients store: files and batches. It contains their texts, so only this user may read it. "
+        "Without it those endpoints answer 404.",
+    ] = None
+    state_max_gb: Annotated[
+        float, "Most GiB in --state-dir; the clients of one API key may have half of it."
+    ] = 10.0
     strict: Annotated[bool, "Refuse unknown request fields instead of warning about them."] = False
     drain_timeout: Annotated[
         float,

@@ -243,6 +243,8 @@ SERVE_FLAGS = """
 --ssl-keyfile
 --standby-scheduler
 --startup-timeout
+--state-dir
+--state-max-gb
 --static-batch-size
 --static-batch-wait
 --strict

@@ -37,6 +37,7 @@ from ..prompt_encoder import PromptEncoder, second_bos
 from ..prompt_images import PlacedPrompt, PromptImages
 from ..rendering.worker import PageWorker
 from ..scheduling_options import Hint, Scheduling
+from ..state.store import StateStore
 from ..telemetry.metrics import BuildInfo, Metrics
 from ..telemetry.request_record import NoTraces, Traces
 from .body_reader import BodyReader
@@ -117,6 +118,7 @@ class Engine(ServerFacts):
         body_budget: bounds the bodies that are being received.
         body_reader: parses them.
         recent_items: of answers of `/v1/responses`.
+        state: what clients store; None without `--state-dir`.
     """
 
     manager: TokenizerManager
@@ -128,11 +130,27 @@ class Engine(ServerFacts):
     body_budget: BodyBudget = field(default_factory=BodyBudget)
     body_reader: BodyReader = field(default_factory=BodyReader)
     recent_items: RecentItems = field(default_factory=RecentItems)
+    state: StateStore | None = None
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self.encoder.tokenizer
+
+    @property
+    def required_state(self) -> StateStore:
+        """What clients store.
+
+        Raises:
+            RequestError: 404, the server stores nothing.
+        """
+        if self.state is None:
+            raise RequestError(
+                "this server stores nothing, because a store has texts of its users; start it with --state-dir DIR",
+                code="no_state_dir",
+                status=404,
+            )
+        return self.state
 
     def num_written_tokens(self, generation: Generation) -> int:
         """Prompt tokens of a generation that its prompts have added to the prefix cache, which takes whole pages."""
@@ -444,6 +462,8 @@ class Services(Engine):
         self.images.close()
         self.encoder.close()
         self.body_reader.close()
+        if self.state is not None:
+            self.state.close()
         if self.renderer is not None:
             self.renderer.close()
 

@@ -1,0 +1,1 @@
+"""State that outlives the server (`--state-dir`): one database and its tables."""

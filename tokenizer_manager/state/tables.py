@@ -1,0 +1,149 @@
+"""`OwnedTable`: the tables of the state, and the only place that writes SQL about rows of users.
+
+Every statement of an `OwnedTable` has `WHERE owner = ?`, so a row of another owner cannot be seen, changed or deleted
+by its id; only `of_all_owners` is for the server's own work (restart, expiry). `owner` is `Caller.owner`: a digest of
+the API key, the same on every start, and "" without keys.
+
+A table is declared here once, with its own columns, and `MIGRATIONS` lists the scripts that make a database: to add or
+change a table, append one. All tables have these columns:
+
+    owner, id, part   the key; `part` numbers the rows of one id (lines of a batch, events of a response), else 0
+    seq               the order of creation
+    created_s         Unix time
+    expires_s         Unix time at which the row is deleted by the server; NULL: never
+    num_bytes         what it takes of `--state-max-gb`, its file included; triggers keep the sum per owner in `usage`
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from typing import Any, Final
+
+Row = sqlite3.Row
+
+
+class OwnedTable:
+    """One table. Its methods run in the functions that `StateStore` is given, which also makes them atomic."""
+
+    def __init__(self, name: str, columns: str) -> None:
+        """Describe a table.
+
+        Args:
+            name: of the table.
+            columns: SQL of its own columns, beyond those of every table.
+        """
+        self.name = name
+        self._columns = columns
+
+    @property
+    def creation(self) -> str:
+        """The script that makes the table. Part of a migration: a released table changes by a further script."""
+        name = self.name
+        change = "ON CONFLICT (owner) DO UPDATE SET num_bytes = num_bytes + excluded.num_bytes"
+        return f"""
+            CREATE TABLE {name} (
+                seq INTEGER PRIMARY KEY AUTOINCREMENT,
+                owner TEXT NOT NULL, id TEXT NOT NULL, part INTEGER NOT NULL DEFAULT 0,
+                created_s INTEGER NOT NULL, expires_s INTEGER, num_bytes INTEGER NOT NULL DEFAULT 0,
+                {self._columns},
+                UNIQUE (owner, id, part)
+            );
+            CREATE INDEX {name}_in_order ON {name} (owner, seq);
+            CREATE INDEX {name}_by_expiry ON {name} (expires_s) WHERE expires_s IS NOT NULL;
+            CREATE TRIGGER {name}_added AFTER INSERT ON {name} WHEN NEW.num_bytes != 0 BEGIN
+                INSERT INTO usage VALUES (NEW.owner, NEW.num_bytes) {change};
+            END;
+            CREATE TRIGGER {name}_changed AFTER UPDATE OF num_bytes ON {name} BEGIN
+                INSERT INTO usage VALUES (NEW.owner, NEW.num_bytes - OLD.num_bytes) {change};
+            END;
+            CREATE TRIGGER {name}_removed AFTER DELETE ON {name} WHEN OLD.num_bytes != 0 BEGIN
+                INSERT INTO usage VALUES (OLD.owner, -OLD.num_bytes) {change};
+            END;
+        """
+
+    def insert(self, db: sqlite3.Connection, owner: str, row_id: str, created_s: int, **values: Any) -> None:
+        """Add a row; a column without a value has its default."""
+        row = {"owner": owner, "id": row_id, "created_s": created_s, **values}
+        marks = ", ".join("?" * len(row))
+        db.execute(f"INSERT INTO {self.name} ({', '.join(row)}) VALUES ({marks})", list(row.values()))
+
+    def get(self, db: sqlite3.Connection, owner: str, row_id: str, part: int = 0) -> Row | None:
+        """The row; None if this owner has none of this id."""
+        query = f"SELECT * FROM {self.name} WHERE owner = ? AND id = ? AND part = ?"
+        row: Row | None = db.execute(query, (owner, row_id, part)).fetchone()
+        return row
+
+    def parts(
+        self, db: sqlite3.Connection, owner: str, row_id: str, first: int = 0, limit: int = -1
+    ) -> list[Row]:
+        """The rows of an id from part `first`, in order; at most `limit`, -1 for all."""
+        query = f"SELECT * FROM {self.name} WHERE owner = ? AND id = ? AND part >= ? ORDER BY part LIMIT ?"
+        return db.execute(query, (owner, row_id, first, limit)).fetchall()
+
+    def page(
+        self,
+        db: sqlite3.Connection,
+        owner: str,
+        *,
+        limit: int,
+        after: str | None = None,
+        newest_first: bool = True,
+        **where: Any,
+    ) -> list[Row] | None:
+        """The owner's rows in the order of their creation.
+
+        Args:
+            limit: the most rows.
+            after: the id of the row before the first; None: from the beginning.
+            newest_first: the last created is the first.
+            where: values that columns must have.
+
+        Returns:
+            None if the owner has no row `after`.
+        """
+        conditions, values = ["owner = ?", "part = 0"], [owner]
+        if after is not None:
+            if (row := self.get(db, owner, after)) is None:
+                return None
+            conditions.append("seq < ?" if newest_first else "seq > ?")
+            values.append(row["seq"])
+        for column, value in where.items():
+            conditions.append(f"{column} = ?")
+            values.append(value)
+        order = "DESC" if newest_first else "ASC"
+        query = f"SELECT * FROM {self.name} WHERE {' AND '.join(conditions)} ORDER BY seq {order} LIMIT ?"
+        return db.execute(query, (*values, limit)).fetchall()
+
+    def update(self, db: sqlite3.Connection, owner: str, row_id: str, part: int = 0, **values: Any) -> bool:
+        """Set columns; False if this owner has no such row."""
+        columns = ", ".join(f"{column} = ?" for column in values)
+        query = f"UPDATE {self.name} SET {columns} WHERE owner = ? AND id = ? AND part = ?"
+        return db.execute(query, (*values.values(), owner, row_id, part)).rowcount > 0
+
+    def delete(self, db: sqlite3.Connection, owner: str, row_id: str) -> bool:
+        """Delete all parts of an id; False if this owner has none."""
+        return db.execute(f"DELETE FROM {self.name} WHERE owner = ? AND id = ?", (owner, row_id)).rowcount > 0
+
+    def of_all_owners(
+        self, db: sqlite3.Connection, condition: str, *values: Any, limit: int = -1
+    ) -> list[Row]:
+        """Rows of every owner, in the order of their creation: for restarts and expiry, never for an answer.
+
+        Args:
+            condition: SQL with a `?` for each of `values`.
+        """
+        query = f"SELECT * FROM {self.name} WHERE {condition} ORDER BY seq LIMIT ?"
+        return db.execute(query, (*values, limit)).fetchall()
+
+
+def used_bytes(db: sqlite3.Connection, owner: str | None = None) -> int:
+    """The bytes that an owner's rows and files take; None: those of all owners."""
+    query = "SELECT coalesce(sum(num_bytes), 0) FROM usage WHERE owner = coalesce(?, owner)"
+    [total] = db.execute(query, (owner,)).fetchone()
+    return int(total)
+
+
+_USAGE: Final = "CREATE TABLE usage (owner TEXT PRIMARY KEY, num_bytes INTEGER NOT NULL) WITHOUT ROWID;"
+
+MIGRATIONS: Final[tuple[str, ...]] = (_USAGE,)
+"""Scripts in the order in which they are run; `user_version` of a database is the number that it has had."""
