@@ -60,6 +60,7 @@ PANELS: Final = {
     "Vectors and scores": {
         "embed": (".embed.command", "Turn texts into vectors, for search and comparison."),
         "rerank": (".embed.command:rerank_app", "Sort documents by their relevance to a query."),
+        "decisions": (".decisions", "Fit the temperatures of a model's decisions to labeled questions."),
     },
     "Decisions of the scheduler": {
         "why": (".why", "Explain why a request waited, was preempted or missed the cache."),

@@ -16,6 +16,7 @@ from ..runtime.config.answer_config import AnswerConfig
 from ..runtime.config.engine_config import EngineConfig
 from ..runtime.config.kv_event_settings import parse_kv_events, settings_of_replicas
 from ..runtime.config.server_config import LogConfig, ServerConfig
+from ..runtime.decision_calibration import read_calibration
 from ..runtime.errors import ConfigError
 
 _FOUND: frozenset[str] = frozenset({"auto", "none"})
@@ -44,6 +45,8 @@ def check_files(config: EngineConfig) -> None:
     if config.parallel.node_rank == 0:
         _check_parsers(config.answers)
         _check_chat_template(config.model.chat_template)
+        if config.answers.decision_calibration is not None:
+            read_calibration(config.answers.decision_calibration)
         if config.log.decision_log is not None and config.parallel.executor == "local":
             from ..scheduler.journal.log_writer import check_log_file
 

@@ -10,6 +10,7 @@ from typing import Final
 
 from msgspec import structs
 
+from ..runtime.decision_calibration import calibration_of
 from ..runtime.errors import ConfigError
 from ..runtime.sampling_defaults import NAMES, SamplingDefaults, checked_defaults
 from .families.family import GGUF
@@ -100,6 +101,7 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
         eos_token_ids=tuple(dict.fromkeys(eos_token_ids)),
         bos_token_id=fields.known_token_id("tokenizer.ggml.bos_token_id", vocab_size),
         sampling_defaults=read_gguf_sampling(file),
+        decision_temperatures=calibration_of(file.metadata, "decision.temperature.", file.path),
         **facts,
     )
     mtp = _with_tensors(spec, file)

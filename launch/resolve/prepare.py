@@ -11,6 +11,8 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from msgspec import structs
+
 from ...models.hub.pull import Progress
 from ...models.source import ModelSource
 from ...models.spec.model_spec import ModelSpec, with_quantization
@@ -19,6 +21,7 @@ from ...runtime.config.config_fields import SECRETS, config_fields
 from ...runtime.config.config_sources import DEFAULT_ORIGIN, MergedConfig
 from ...runtime.config.engine_config import EngineConfig
 from ...runtime.config.presets import preset_reasons
+from ...runtime.decision_calibration import read_calibration
 from ...runtime.sampling_defaults import SamplingDefaults, effective_defaults
 from .adapters import resolve_adapters
 from .drafter import resolve_drafter
@@ -96,6 +99,9 @@ def prepare(
     resolved = resolve(config, spec, host or read_host_facts())
     model = resolved.config.model
     spec = with_image_limits(with_quantization(spec, model.quantization), resolved.config.media)
+    if (calibration := resolved.config.answers.decision_calibration) is not None:
+        temperatures = spec.decision_temperatures | read_calibration(calibration)
+        spec = structs.replace(spec, decision_temperatures=temperatures)
     notes = {
         **preset_reasons(config.scheduler.preset, merged.origins),
         **adapters.notes,

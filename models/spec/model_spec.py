@@ -115,6 +115,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     streams: StreamsSpec = ONE_STREAM  # of Gemma 3n and Gemma 4
     quantization: QuantizationSpec | None = None  # of the weights of linear layers; None: not quantized
     sampling_defaults: SamplingDefaults = OPENAI_DEFAULTS  # of requests without their own
+    decision_temperatures: dict[str, float] = {}  # see `runtime/decision_calibration.py`
     files: FilesSpec = FilesSpec()
     pooling: PoolingSpec | None = None  # of an embedder or a scorer; None: the model generates text
     encoder: EncoderSpec | None = (

@@ -48,6 +48,11 @@ class AnswerConfig:
     reasoning_field: Annotated[
         ReasoningField, "Name of the field of chat messages that has the reasoning."
     ] = "reasoning_content"
+    decision_calibration: Annotated[
+        str | None,
+        "JSON file with temperatures of decisions by type of question and number of options, as engine decisions fit "
+        "writes it; before those of a GGUF file.",
+    ] = None
 
     def __post_init__(self) -> None:
         check_finite("grammar_timeout", self.grammar_timeout, 0.0, open_end=True)

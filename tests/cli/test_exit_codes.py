@@ -28,6 +28,8 @@ COMMANDS = (
     "chat",
     "embed",
     "rerank",
+    "decisions",
+    "decisions fit",
     "pull",
     "list",
     "rm",
@@ -49,11 +51,12 @@ CASES = [
     ("", "", ExitCode.SUCCESS),
     ("", "--version", ExitCode.SUCCESS),
     ("bench", "", ExitCode.SUCCESS),
+    ("decisions", "", ExitCode.SUCCESS),
     # wrong usage
     *((command, "--no-such-option", ExitCode.USER) for command in COMMANDS),
     *(
         (command, "", ExitCode.USER)
-        for command in ("rerank", "pull", "rm", "bench compare", "why", "replay", "trace")
+        for command in ("rerank", "decisions fit", "pull", "rm", "bench compare", "why", "replay", "trace")
     ),
     ("no-such-command", "", ExitCode.USER),
     ("bench", "no-such-command", ExitCode.USER),
@@ -77,6 +80,7 @@ CASES = [
     ("embed", "/nope", ExitCode.USER),
     ("embed", f"{LINES} --output /nope/x.npy", ExitCode.USER),
     ("rerank", "x /nope", ExitCode.USER),
+    ("decisions fit", "/nope", ExitCode.USER),
     ("bench serve", "--structured /nope.json", ExitCode.USER),
     ("bench serve", "--output-file /nope/x.json", ExitCode.USER),
     ("bench serve", "--output-file /", ExitCode.USER),

@@ -40,6 +40,7 @@ SERVE_FLAGS = """
 --cuda-graph
 --cuda-graph-max-bs
 --data-parallel-size
+--decision-calibration
 --decision-log
 --decode-burst-ms
 --deterministic

@@ -407,6 +407,7 @@ def make_services(
     vision: VisionSpec | None = None,
     limits: dict[str, Any] | None = None,
     media: dict[str, Any] | None = None,
+    calibration: dict[str, float] | None = None,
     **server: Any,
 ) -> Services:
     """A manager on a fake engine, and what the HTTP side needs besides; the scheduler has reported once."""
@@ -449,7 +450,13 @@ def make_services(
         each.replica = replica
         each.deliver = manager.on_message
         manager.on_message(SchedulerReport(sent_s=clock.now_s, replica=replica))
-    spec = msgspec.structs.replace(SPEC, sampling_defaults=of_model, pooling=pooling, vision=vision)
+    spec = msgspec.structs.replace(
+        SPEC,
+        sampling_defaults=of_model,
+        pooling=pooling,
+        vision=vision,
+        decision_temperatures=calibration or {},
+    )
     return Services(
         manager=manager,
         adapters=AdapterRegistry(

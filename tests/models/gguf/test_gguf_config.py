@@ -185,3 +185,9 @@ def test_experts_that_are_not_there_are_not_looked_for_one_by_one(make_gguf: Mak
     assert spec.experts is not None
     assert spec.experts.num_experts == 65536
     assert time.thread_time() - began_s < 20  # it takes 0.1 s
+
+
+def test_temperatures_of_decisions_are_facts_of_the_model(make_gguf: MakeGGUF) -> None:
+    spec = read(make_gguf, decision__temperature__predicate=1.5, decision__temperature__choice__4=0.7)
+
+    assert spec.decision_temperatures == {"predicate": 1.5, "choice.4": 0.7}

@@ -1,4 +1,4 @@
-"""Sampling defaults from a GGUF file's `general.sampling.*`."""
+"""A GGUF file's `general.sampling.*` and `decision.temperature.*`: defaults of requests without their own."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from engine.models.gguf.gguf_file import GGUFFile
 from engine.models.gguf_config import read_gguf_sampling
+from engine.runtime.decision_calibration import calibration_of
 from engine.runtime.sampling_defaults import OPENAI_DEFAULTS, SamplingDefaults
 
 MakeGGUF = Callable[..., Path]
@@ -54,3 +55,15 @@ def test_what_is_not_taken_is_named(make_gguf: MakeGGUF):
     found = read(make_gguf, temp=0.5, mirostat=2, xtc_probability=0.5, penalty_last_n=64)
     assert found.not_taken == ("general.sampling.mirostat", "general.sampling.xtc_probability")
     assert read(make_gguf, mirostat=0, xtc_probability=0.0).not_taken == ()
+
+
+def test_the_keys_of_a_gguf_file(make_gguf: MakeGGUF, caplog: Any):
+    values = {"predicate": 1.3, "choice.4": 0.7, "score": -1.0, "mood": 1.0}
+    file = GGUFFile(make_gguf({f"decision.temperature.{name}": value for name, value in values.items()}))
+
+    assert calibration_of(file.metadata, "decision.temperature.", file.path) == {
+        "predicate": 1.3,
+        "choice.4": 0.7,
+    }
+    assert "'score' is -1, but it must be a number above 0" in caplog.text
+    assert "'mood' is no type of question" in caplog.text

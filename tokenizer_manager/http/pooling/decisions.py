@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 from msgspec import UNSET
 
+from ....runtime.decision_calibration import MAX_TEMPERATURE, temperature_of
 from ....runtime.errors import RequestError
 from ...conversation.conversation import Conversation, History, ReasoningOptions
 from ...pooling.decisions import (
@@ -39,7 +40,6 @@ from ..schema.values import Body, check_limit, convert, objects, refused, show
 from ..services import Engine
 from .decisions_wire import (
     DECISIONS_POLICY,
-    MAX_LABEL_TEMPERATURE,
     SYSTEM_ITEM,
     SYSTEM_POLICY,
     AnswerDetails,
@@ -216,9 +216,9 @@ def _check(request: DecisionFields, engine: Engine) -> None:
     if request.truncate_len() is not None:
         name = "truncate" if request.truncate_prompt_tokens is None else "truncate_prompt_tokens"
         raise refused(name, "is set, but the end of a prompt is its question; shorten the input instead")
-    if request.temperature is not None and not 0 < request.temperature <= MAX_LABEL_TEMPERATURE:
+    if request.temperature is not None and not 0 < request.temperature <= MAX_TEMPERATURE:
         raise refused(
-            "temperature", f"is {request.temperature:g}, but it must lie in (0, {MAX_LABEL_TEMPERATURE:g}]"
+            "temperature", f"is {request.temperature:g}, but it must lie in (0, {MAX_TEMPERATURE:g}]"
         )
 
 
@@ -322,9 +322,9 @@ async def _decide(exchange: Exchange, engine: Engine, asked: _Asked) -> _Answers
         raise _located(error, cases, asked.paths) from None
     results: list[list[Decided]] = [[] for _ in asked.questions]
     for case, vector in zip(cases, answer.vectors, strict=True):
-        results[case.question].append(
-            tokens.decided(case.labels, vector, case.rotation, fields.temperature or 1.0)
-        )
+        kind, calibration = asked.questions[case.question].kind, engine.spec.decision_temperatures
+        temperature = fields.temperature or temperature_of(calibration, kind, len(case.labels))
+        results[case.question].append(tokens.decided(case.labels, vector, case.rotation, temperature))
     firsts = {case.question: n for n, case in reversed(list(enumerate(cases)))}
     details = [_details(fields, tokens, cases[firsts[n]], answer, firsts[n]) for n in range(len(results))]
     usage = DecisionUsage(

@@ -7,12 +7,12 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from ....runtime.decision_calibration import MAX_TEMPERATURE
 from ..schema.field_policy import NO_EFFECT, FieldPolicy
 from ..schema.field_types import Salt, documented
 from .wire import PoolingFields, Warnings
 
 MAX_QUESTIONS: Final = 400
-MAX_LABEL_TEMPERATURE: Final = 100.0
 
 Content = Annotated[
     Any,
@@ -86,7 +86,9 @@ class DecisionFields(PoolingFields, kw_only=True):
         Annotated[
             float,
             documented(
-                "Divides the labels' log-probabilities; 1.", exclusiveMinimum=0, maximum=MAX_LABEL_TEMPERATURE
+                "Divides the labels' log-probabilities; default: as calibrated, or 1.",
+                exclusiveMinimum=0,
+                maximum=MAX_TEMPERATURE,
             ),
         ]
         | None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
 import openai
 import pytest
 
+from engine.cli import main
+from engine.runtime.decision_calibration import read_calibration
 from engine.runtime.messages import GenerateRequest
 from engine.runtime.pooling import PoolingKind
 
@@ -308,6 +311,50 @@ def test_a_temperature_flattens_probabilities(served: Served):
     yes, no = math.sqrt(0.6), math.sqrt(0.2)
     assert answer["probability"] == pytest.approx(yes / (yes + no))
     assert answer["label_mass"] == pytest.approx(0.8)
+
+
+def test_a_calibration_gives_the_temperature_unless_the_request_has_one(serve: Serve):
+    served = serve(say_vectors(vector_of), calibration={"predicate": 2.0, "choice": 9.0, "choice.3": 0.5})
+    body = {"input": "x", "questions": [PREDICATE, CHOICE, SCORE]}
+
+    def asked(**fields: Any) -> list[Any]:
+        answers: list[Any] = served.client.post("/v1/decisions", json=body | fields).json()["answers"]
+        return answers
+
+    predicate, choice, score = asked()
+    yes, no = math.sqrt(0.6), math.sqrt(0.2)
+    assert predicate["probability"] == pytest.approx(yes / (yes + no))
+    assert choice["probabilities"][1]["probability"] == pytest.approx(0.49 / 0.5)  # that of choice.3
+    assert score["score"] == pytest.approx(2 / 3)  # no temperature: 1
+    predicate, choice, score = asked(temperature=1)
+    assert predicate["probability"] == pytest.approx(0.75)
+    assert choice["probabilities"][1]["probability"] == pytest.approx(0.875)
+
+
+def test_a_fitted_file_is_one_that_a_server_reads(serve: Serve, tmp_path, capsys):
+    served = serve(say_vectors(vector_of), calibration={"predicate": 50.0})
+    labeled, fitted = tmp_path / "labeled.jsonl", tmp_path / "fitted.json"
+    # The model says 3 : 1, and is right in 9 of 10 questions: sqrt(9 / 3) : 1 at half the temperature.
+    lines = [
+        {"input": "x", "questions": [PREDICATE | {"answer": answer}, CHOICE | {"answer": True}]}
+        for answer in [True] * 9 + [False]
+    ]
+    labeled.write_text("\n".join(map(json.dumps, lines)))
+
+    assert main.run(["decisions", "fit", str(labeled), "-o", str(fitted), "--url", served.url]) == 0
+
+    found = read_calibration(str(fitted))
+    assert list(found) == ["choice", "choice.3", "predicate"]
+    assert found["predicate"] == pytest.approx(0.5, abs=1e-3)
+    shown = next(line.split() for line in capsys.readouterr().out.splitlines() if "predicate" in line)
+    before = -0.9 * math.log(0.75) - 0.1 * math.log(0.25)
+    after = -0.9 * math.log(0.9) - 0.1 * math.log(0.1)
+    assert shown == [
+        "predicate.2",
+        "10",
+        f"{found['predicate']:g}",
+        *(f"{x:.4f}" for x in (before, after, 0.15, 0)),
+    ]
 
 
 def test_an_embedder_cannot_decide(serve: Serve):
