@@ -62,6 +62,8 @@ class AnswerPlan:
         warnings: for the client.
         reasoning: None: the answer has no block.
         tools: that may be called; `strict`: the grammar enforces their schemas.
+        closes_reasoning: reasoning is off, but the template cannot say so: `prompt` has an empty block that it lacks.
+        answer_begin: text that the model writes between `prompt` and its answer when it does not reason.
     """
 
     prompt: str
@@ -74,6 +76,8 @@ class AnswerPlan:
     family: ToolFamily | None
     reasoning_family: ReasoningFamily | None
     token_bytes: Callable[[int], bytes]
+    closes_reasoning: bool
+    answer_begin: str
 
     def parser(self, make_id: MakeId | None = None) -> OutputParser:
         """A parser for one choice."""
@@ -191,7 +195,8 @@ class Planner:
         family = self.formats.tools if _offered(conversation) else None
         tools, found = self._compilable(conversation, family)
         warnings += found
-        prompt, block = reasoning_block(self.formats, conversation, prompt)
+        rendered = prompt
+        prompt, block = reasoning_block(self.formats, conversation, rendered)
         if block is not None and family is not None and tools:
             block = replace(block, calls=tuple(marker.encode() for marker in family.reasoning_ends))
         reasoning = self.formats.reasoning
@@ -207,6 +212,8 @@ class Planner:
             family=family,
             reasoning_family=reasoning,
             token_bytes=self._tokenizer.token_bytes,
+            closes_reasoning=prompt != rendered,
+            answer_begin=self._answer_begin(prompt),
         )
 
     # ------------------------------------------------------------ grammar
@@ -283,6 +290,14 @@ class Planner:
         return GrammarSpec(GrammarKind.LARK, f"start: {head} answer\nanswer: {embedded(answer)}\n")
 
     # ------------------------------------------------------------ others
+
+    def _answer_begin(self, prompt: str) -> str:
+        if self._is_harmony:
+            return "<|channel|>final<|message|>"
+        family = self.formats.reasoning
+        if family is None or len(family.answer_marks) < 2 or not prompt.rstrip().endswith(family.end):
+            return ""
+        return family.answer_marks[0]
 
     def _check(self, conversation: Conversation) -> list[str]:
         warnings = checked_tools(

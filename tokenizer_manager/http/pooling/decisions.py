@@ -74,6 +74,10 @@ _ENDING_CHARS: Final = 256
 """The end of a prompt on which the tokens of labels may depend."""
 _MAX_CHARS: Final = 64 << 20
 """Most characters of a request's prompts without its questions: each question has the whole input."""
+_CLOSED: Final = (
+    "the model's chat template cannot turn its reasoning off; an empty block of reasoning is put before the answer, so "
+    "the model decides without it"
+)
 
 
 class _Asked(NamedTuple):
@@ -367,7 +371,10 @@ async def _frame(engine: Engine, asked: _Asked) -> tuple[str, str]:
         variables=checked_template_variables(asked.fields.chat_template_kwargs),
     )
     plan = await engine.plan_chat(conversation, messages_param=asked.param)
-    before, found, after = plan.prompt.partition(mark)
+    asked.warnings.extend(plan.warnings)
+    if plan.closes_reasoning:
+        asked.warnings.append(_CLOSED)
+    before, found, after = (plan.prompt + plan.answer_begin).partition(mark)
     if not found or mark in after:
         raise RequestError(
             "the model's chat template does not write the last message once, as it is; use a template that does "

@@ -6,6 +6,7 @@ import json
 import math
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 
@@ -15,7 +16,8 @@ from engine.runtime.messages import GenerateRequest
 from engine.runtime.pooling import PoolingKind
 
 from ...conftest import Serve, Served
-from ...fake_engine import TOKENIZER, ids_of, make_tokenizer, say_vectors
+from ...conversation import chat_templates
+from ...fake_engine import CAPACITY, TOKENIZER, ids_of, make_tokenizer, say_vectors
 
 PREDICATE = {"type": "predicate", "instructions": "It is late."}
 CHOICE = {
@@ -274,6 +276,57 @@ def test_thinking_is_off_and_variables_reach_the_template(serve: Serve):
     served.client.post("/v1/decisions", json=body).raise_for_status()
 
     assert text_of(served.engine.next_request()).endswith(" only.[low]<think>\n\n</think>")
+
+
+ROOMY = msgspec.structs.replace(CAPACITY, max_model_len=512, num_pages=256)
+THOUGHT = "<think>\n\n</think>\n\n"
+CLOSED = {
+    "APERTUS": "<|user_end|><|assistant_start|><|inner_prefix|><|inner_suffix|>",
+    "APRIEL": "\n<|begin_assistant|>\nHere are my reasoning steps:\n\n[BEGIN FINAL RESPONSE]\n",
+    "DEEPSEEK_R1": f"<｜Assistant｜>{THOUGHT}",
+    "GPT_OSS": "<|end|><|start|>assistant<|channel|>analysis<|message|><|end|><|start|>assistant"
+    "<|channel|>final<|message|>",
+    "KIMI_K2_IDS": f"<|im_end|><|im_assistant|>assistant<|im_middle|>{THOUGHT}",
+    "SEED_OSS": "</s><s>assistant\n<seed:think></seed:think>",
+}
+"""The end of a prompt after its question, of templates that cannot turn reasoning off."""
+OPEN = {
+    "COMMAND_A": "<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_THINKING|><|END_THINKING|>"
+    "<|START_RESPONSE|>",
+    "DEEPSEEK_V4": "<｜Assistant｜></think>",
+    "GEMMA4": "<turn|>\n<|turn>model\n",
+    "GLM45": "<|assistant|>\n<think></think>",
+    "GRANITE33": "<|end_of_text|>\n<|start_of_role|>assistant<|end_of_role|>",
+    "KIMI_K2": "<|im_end|><|im_assistant|>assistant<|im_middle|>",
+    "LFM2": "<|im_end|>\n<|im_start|>assistant\n",
+    "LLAMA31": "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+    "MISTRAL": "[/INST]",
+    "QWEN3": f"<|im_end|>\n<|im_start|>assistant\n{THOUGHT}",
+    "QWEN3_CODER": "<|im_end|>\n<|im_start|>assistant\n",
+    "SMOLLM2": "<|im_end|>\n<|im_start|>assistant\n",
+}
+
+
+def test_every_template_of_the_list_is_tested():
+    assert {name for name in vars(chat_templates) if name.isupper()} == CLOSED.keys() | OPEN.keys()
+
+
+@pytest.mark.fast_cases(4)
+@pytest.mark.parametrize("name", [*CLOSED, *OPEN])
+def test_a_public_template_has_the_question_last_and_the_answer_next(serve: Serve, name: str):
+    names = "{%- set bos_token, eos_token = '<s>', '</s>' %}"
+    template = names + getattr(chat_templates, name)
+    served = serve(say_vectors(vector_of), chat_template=template, capacity=ROOMY)
+    body = {"input": "The sky is dark.", "questions": [PREDICATE, SCORE]}
+
+    answer = served.client.post("/v1/decisions", json=body).raise_for_status().json()
+
+    prompts = [text_of(served.engine.next_request()) for _ in range(2)]
+    shared = prompts[0].partition("It is late.")[0]
+    assert shared.endswith("The sky is dark.\n\n") and prompts[1].startswith(shared)
+    assert [prompt.partition(" only.")[2] for prompt in prompts] == [(CLOSED | OPEN)[name]] * 2
+    warned = "cannot turn its reasoning off" in "".join(answer.get("warnings", ()))
+    assert warned == (name in CLOSED)
 
 
 def test_a_template_that_changes_the_question_is_refused(serve: Serve):
