@@ -53,11 +53,13 @@ def reason_against_images(media: Sequence[MediaItem], capacity: Capacity) -> str
         return (
             "the request has images, which a server with --pp does not take; send text, or start it with --tp"
         )
-    if not capacity.num_encoder_rows:
+    if not capacity.num_encoder_rows and capacity.encoder_tile_rows:
         return (
-            "the request has images, but this server computes text only; send text, or serve a model with a tower, on "
-            "one machine"
+            "the request has images, which a server with --nnodes does not take: their pixels are on one machine; send "
+            "text, or serve the model on one machine"
         )
+    if not capacity.num_encoder_rows:
+        return "the request has images, but this server computes text only; send text, or serve a model with a tower"
     images = {item.digest: item for item in media}.values()
     num_tiles = sum(item.shape[0] for item in images)
     block = capacity.encoder_tile_rows

@@ -56,6 +56,7 @@ class TinySmolVLM:
 
     Attributes:
         folder: with all files.
+        model: of transformers.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -71,16 +72,16 @@ class TinySmolVLM:
             "smolvlm", text_config=TEXT, vision_config=TOWER, image_token_id=IMAGE_ID, scale_factor=2
         )
         config._attn_implementation = "eager"
-        self._model: Any = transformers.SmolVLMForConditionalGeneration(config).eval()
+        self.model: Any = transformers.SmolVLMForConditionalGeneration(config).eval()
         with torch.no_grad():
-            for name, weight in self._model.named_parameters():
+            for name, weight in self.model.named_parameters():
                 if "norm" in name:
                     weight.uniform_(0.5, 1.5)
                 else:
                     weight.normal_(0.0, 0.3 if weight.ndim == 1 else 1.5 / weight[0].numel() ** 0.5)
             for token_id in (IMAGE_ID, 257):  # no answer has a placeholder, or ends early
-                self._model.lm_head.weight[token_id] = 0.0
-        self._model.save_pretrained(folder)
+                self.model.lm_head.weight[token_id] = 0.0
+        self.model.save_pretrained(folder)
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
         core = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
         core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -130,11 +131,12 @@ class TinySmolVLM:
         length: int,
         *,
         splits: bool = True,
+        model: Any = None,
     ) -> list[int]:
-        """The greedy answer of transformers, token ids."""
+        """The greedy answer of transformers, token ids; `model`: another one, such as that with an adapter."""
         import torch
 
         inputs = self.prompt(messages, images, splits=splits)
         with torch.inference_mode():
-            ids = self._model.generate(**inputs, do_sample=False, max_new_tokens=length)
+            ids = (model or self.model).generate(**inputs, do_sample=False, max_new_tokens=length)
         return list(map(int, ids[0, inputs["input_ids"].shape[1] :]))

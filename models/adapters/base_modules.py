@@ -46,9 +46,14 @@ class BaseModule(NamedTuple):
 
 
 class BaseModules:
-    """The modules by name, in the order of the model."""
+    """The modules by name, in the order of the model.
+
+    Attributes:
+        has_tower: whether images are computed, by modules that adapters do not change.
+    """
 
     def __init__(self, spec: ModelSpec) -> None:
+        self.has_tower = spec.vision is not None
         self.by_name: dict[str, BaseModule] = {
             EMBEDDING: BaseModule(EMBEDDING, spec.hidden_size, spec.vocab_size)
         }
@@ -71,7 +76,7 @@ class BaseModules:
         return self.by_name.get(name) or self.by_name.get(f"model.{name}")
 
     def is_of_tower(self, name: str) -> bool:
-        """Whether a module in an adapter belongs to a tower, which is not loaded."""
+        """Whether a module in an adapter belongs to a tower or to what connects it."""
         return self._kind is not None and self._kind.usual_name(f"{name}.") is None
 
     def linears(self) -> list[str]:

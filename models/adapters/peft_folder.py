@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from ...runtime.adapter_spec import WEIGHTS_FILE, AdapterModule
 from ...runtime.errors import ConfigError
+from ...runtime.text import counted
 from ..fields import Fields
 from ..model_files import read_json
 from ..weight_files.safetensors_header import read_header
@@ -134,6 +135,12 @@ def peft_modules(folder: Path, base: BaseModules) -> tuple[AdapterModule, ...]:
         check_shapes(path, module, (a_stored, a_entry.shape), (b_stored, b_entry.shape), mine)
         modules.append(AdapterModule(module.name, mine, scale, a_stored, b_stored))
     _check_rest(path, left, entries, base)
+    if num_of_towers and base.has_tower:
+        raise ConfigError(
+            f"{path}: changes {counted(num_of_towers, 'module')} of the model's tower, to which adapters do not apply, "
+            "so images would be seen as by the base model; train it for the language model alone, or serve text with "
+            "--language-model-only"
+        )
     if num_of_towers:
         logger.info(
             "%s: %d modules of towers are ignored: only the text of the model is served", path, num_of_towers

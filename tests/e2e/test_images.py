@@ -73,13 +73,9 @@ def chat(parts: list[str | PIL.Image.Image]) -> tuple[list[Any], list[Any], list
 
 
 def ask(client: openai.OpenAI, messages: list[Any], length: int = LENGTH, **options: Any) -> Any:
+    options = {"model": client.models.list().data[0].id, **options}
     return client.chat.completions.create(
-        model=client.models.list().data[0].id,
-        messages=messages,
-        temperature=0,
-        max_tokens=length,
-        logprobs=True,
-        **options,
+        messages=messages, temperature=0, max_tokens=length, logprobs=True, **options
     )
 
 

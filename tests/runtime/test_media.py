@@ -34,8 +34,9 @@ def test_an_image_larger_than_the_cache_is_refused_with_the_sums():
     assert reason is not None and "9 tiles with 72 rows" in reason and "holds 64" in reason
 
 
-def test_a_server_without_a_tower_or_with_stages_says_so():
+def test_a_server_without_a_tower_or_with_stages_or_machines_says_so():
     media = [image(b"a")]
     assert "text only" in str(reason_against_images(media, Capacity(512, 64, 4, 8, 100)))
+    assert "--nnodes" in str(reason_against_images(media, Capacity(512, 64, 4, 8, 100, encoder_tile_rows=8)))
     stages = Capacity(512, 64, 4, 8, 100, num_stages=2, num_encoder_rows=64, encoder_tile_rows=8)
     assert "--pp" in str(reason_against_images(media, stages))

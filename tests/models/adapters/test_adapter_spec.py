@@ -17,6 +17,7 @@ from engine.models.spec.experts_spec import ExpertsSpec, Routing
 from engine.models.spec.layer_form import FUSED
 from engine.models.spec.model_spec import ModelSpec
 from engine.runtime.errors import ConfigError
+from tests.tokenizer_manager.media.test_image_store import VISION
 
 BASE = ModelSpec(
     model_type="llama",
@@ -344,3 +345,16 @@ def test_gguf_adapters_of_other_models(write_gguf, tmp_path):
     assert "no such linear layer" in refusal(write_gguf(tmp_path / "b.gguf", GGUF_FACTS, tensors))
     del tensors["blk.9.attn_q.weight.lora_b"]
     assert "is without" in refusal(write_gguf(tmp_path / "c.gguf", GGUF_FACTS, tensors))
+
+
+def test_modules_of_a_tower_are_refused_where_images_are_served(tmp_path):
+    """For text alone they change nothing."""
+    text = structs.replace(BASE, files=structs.replace(BASE.files, language_of="smolvlm"))
+    name = "model.vision_model.encoder.layers.0.self_attn.q_proj"
+    of_tower = {f"base_model.model.{name}.lora_{part}.weight": torch.ones((4, 4)) for part in "AB"}
+    own = {each.replace(".layers.", ".text_model.layers."): tensor for each, tensor in lora(Q).items()}
+    folder = write(tmp_path / "a", of_tower | own)
+    assert [module.name for module in read_adapter(folder, "one", text).modules] == [Q]
+    seeing = structs.replace(text, vision=VISION)
+    assert "1 module of the model's tower" in refusal(folder, seeing)
+    assert [module.name for module in read_adapter(write(tmp_path / "b", own), "one", seeing).modules] == [Q]
