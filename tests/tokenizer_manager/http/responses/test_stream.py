@@ -17,7 +17,7 @@ from engine.tokenizer_manager.conversation.deltas import (
     Reasoning,
     merged,
 )
-from engine.tokenizer_manager.http.responses.endpoint import ResponseStream
+from engine.tokenizer_manager.http.responses.stream import ResponseStream
 from engine.tokenizer_manager.http.responses.wire import (
     InputDetails,
     OutputDetails,
