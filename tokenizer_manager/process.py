@@ -52,6 +52,7 @@ from .media.placement import ImagePlacement
 from .overload.overload_control import OverloadLimits
 from .prompt_encoder import PromptEncoder
 from .prompt_images import PromptImages
+from .state.response_store import ResponseStore
 from .state.store import StateStore
 from .telemetry.metrics import Metrics, read_build_info
 from .telemetry.otlp_traces import make_traces
@@ -70,7 +71,7 @@ def main(child: Child) -> None:
     keys = read_keys(config.server)
     make_room_for(config.server.max_connections)
     tls_context(config.server)
-    state = _open_state(config.server)
+    state = open_state(config.server)
     traces = make_traces(config.log.otlp_endpoint, config.model.name_in_api(child.settings.source.name))
     with _listener(config.server, child.settings.listener_fd) as listener:
         encode_only = child.settings.spec.pooling is not None
@@ -90,7 +91,8 @@ def main(child: Child) -> None:
             )
 
 
-def _open_state(config: ServerConfig) -> StateStore | None:
+def open_state(config: ServerConfig) -> StateStore | None:
+    """What clients store, if `--state-dir` names a folder for it."""
     if config.state_dir is None:
         return None
     return StateStore.open(config.state_dir, int(config.state_max_gb * 2**30))
@@ -217,6 +219,7 @@ async def _serve(
         build=build,
         traces=traces,
         state=state,
+        responses=stored_responses(state, settings.config.server),
     )
     server = HttpServer(App(services), settings.config.server)
     listener.listen(BACKLOG)
@@ -245,6 +248,14 @@ async def _serve(
         inbox.close()
         for outbox in outboxes:
             outbox.close()
+
+
+def stored_responses(state: StateStore | None, config: ServerConfig) -> ResponseStore | None:
+    """The responses of `--state-dir`."""
+    if state is None:
+        return None
+    max_chain_bytes = int(config.max_body_mb * 2**20)
+    return ResponseStore(state, keep_s=config.response_retention_s, max_chain_bytes=max_chain_bytes)
 
 
 def overload_limits(config: EngineConfig) -> OverloadLimits:

@@ -13,6 +13,8 @@ from .setting_declaration import Alias, check_at_least, check_finite
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
+_TIME: Final = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhd])")
+_UNITS_S: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]{0,64}")
 
 
@@ -171,12 +173,17 @@ class ServerConfig:
     ] = "local"
     state_dir: Annotated[
         str | None,
-        "Folder for what clients store: files and batches. It contains their texts, so only this user may read it. "
-        "Without it those endpoints answer 404.",
+        "Folder for what clients store: files, batches and responses. It contains their texts, so only this user may "
+        "read it. Without it those endpoints answer 404.",
     ] = None
     state_max_gb: Annotated[
         float, "Most GiB in --state-dir; the clients of one API key may have half of it."
     ] = 10.0
+    response_retention: Annotated[
+        str,
+        "Time after its last use after which a chain of stored responses is deleted: a number and s, m, h or d. Those "
+        "used least recently are deleted before, where --state-max-gb is reached.",
+    ] = "30d"
     strict: Annotated[bool, "Refuse unknown request fields instead of warning about them."] = False
     drain_timeout: Annotated[
         float,
@@ -202,6 +209,11 @@ class ServerConfig:
             raise ConfigError(f"bootstrap_port is {self.bootstrap_port}, but it must lie in [1, 65535]")
         for name in _POSITIVE:
             check_finite(name, getattr(self, name), 0.0, open_end=True)
+        if not self.response_retention_s > 0:
+            raise ConfigError(
+                f"response_retention is {self.response_retention!r}, but it must be a number above 0 and s, m, h or d, "
+                "such as 30d"
+            )
         check_at_least("max_connections", self.max_connections, 1)
         check_at_least("max_restarts", self.max_restarts, 0)
         if self.isolate_tenants and not self.needs_key:
@@ -226,6 +238,12 @@ class ServerConfig:
                 raise ConfigError(
                     f"allowed_host is {host!r}, but it must be * or a name without scheme and port"
                 )
+
+    @property
+    def response_retention_s(self) -> float:
+        """`response_retention` in seconds; 0: it is no time."""
+        matched = _TIME.fullmatch(self.response_retention)
+        return float(matched[1]) * _UNITS_S[matched[2]] if matched else 0.0
 
     @property
     def needs_key(self) -> bool:

@@ -223,6 +223,7 @@ SERVE_FLAGS = """
 --reasoning-parser
 --record-steps
 --request-timeout
+--response-retention
 --sampling-defaults
 --schedule-conservativeness
 --schedule-policy

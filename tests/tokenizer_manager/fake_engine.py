@@ -96,7 +96,7 @@ from engine.tokenizer_manager.http.services import Services
 from engine.tokenizer_manager.manager import TokenizerManager
 from engine.tokenizer_manager.media.image_store import ImageStore
 from engine.tokenizer_manager.media.placement import ImagePlacement
-from engine.tokenizer_manager.process import overload_limits
+from engine.tokenizer_manager.process import open_state, overload_limits, stored_responses
 from engine.tokenizer_manager.prompt_encoder import PromptEncoder
 from engine.tokenizer_manager.prompt_images import PromptImages
 from engine.tokenizer_manager.telemetry.metrics import BuildInfo, Metrics
@@ -450,6 +450,7 @@ def make_services(
         each.replica = replica
         each.deliver = manager.on_message
         manager.on_message(SchedulerReport(sent_s=clock.now_s, replica=replica))
+    state = open_state(config.server)
     spec = msgspec.structs.replace(
         SPEC,
         sampling_defaults=of_model,
@@ -494,6 +495,8 @@ def make_services(
         created_s=1_700_000_000,
         build=BuildInfo("0.0.0", torch="2.0", device="cpu"),
         traces=traces,
+        state=state,
+        responses=stored_responses(state, config.server),
     )
 
 

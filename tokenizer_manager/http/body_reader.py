@@ -75,11 +75,20 @@ class BodyReader:
             QueueFullError: it has waited too long for a thread.
             ClientGone: the client has disconnected in the meantime.
         """
-        if len(body) <= IN_PLACE_BYTES:
-            return build(parse_object(body, limits))
-        lane = self._small if len(body) <= SMALL_BYTES else self._large
+        return await self.run(lambda: build(parse_object(body, limits)), len(body), scope)
+
+    async def run(self, job: Callable[[], T], num_bytes: int, scope: DisconnectScope) -> T:
+        """The result of a job that reads so many bytes, as `read` does.
+
+        Raises:
+            QueueFullError: it has waited too long for a thread.
+            ClientGone: the client has disconnected in the meantime.
+        """
+        if num_bytes <= IN_PLACE_BYTES:
+            return job()
+        lane = self._small if num_bytes <= SMALL_BYTES else self._large
         async with scope:
-            return await self._read_on(lane, lambda: build(parse_object(body, limits)))
+            return await self._read_on(lane, job)
         raise ClientGone
 
     async def _read_on(self, lane: _Lane, job: Callable[[], T]) -> T:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from ...runtime.config.answer_config import RequestLimits
@@ -40,11 +40,18 @@ class AnswerWriter(Protocol):
 
 
 async def stream(
-    exchange: Exchange, generation: Generation, writer: AnswerWriter, media_type: bytes = EVENT_STREAM
+    exchange: Exchange,
+    generation: Generation,
+    writer: AnswerWriter,
+    media_type: bytes = EVENT_STREAM,
+    before_end: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
     """Send a generation as events.
 
     The response begins with the first row, so that a request that fails before it gets an HTTP status.
+
+    Args:
+        before_end: called when the last row is written, before `writer.closing`.
 
     Raises:
         EngineError: the generation failed; the answer sent so far is incomplete.
@@ -55,6 +62,8 @@ async def stream(
         events = b"".join([writer.events(row, row.choice.read(row.output)) for row in rows])
         if events:
             await exchange.send_events(events)
+    if before_end is not None:
+        await before_end()
     await exchange.end_events(writer.closing())
 
 

@@ -105,8 +105,16 @@ from .pooling.wire import (
     ScoreBody,
     ScoreRequest,
 )
+from .responses import stored
 from .responses.endpoint import response_input_tokens, responses
-from .responses.wire import InputTokensBody, ResponseBody, ResponseEvent, ResponsesRequest
+from .responses.wire import (
+    DeletedBody,
+    InputTokensBody,
+    ItemsBody,
+    ResponseBody,
+    ResponseEvent,
+    ResponsesRequest,
+)
 from .schema.kv_hints import HintResult, HintsBody
 from .services import Services
 
@@ -254,6 +262,24 @@ ROUTES: Final = (
         ResponsesRequest,
         InputTokensBody,
         fails=(404,),
+    ),
+    *_get(
+        "/v1/responses/{response_id}/input_items",
+        stored.list_input_items,
+        "The items that a stored response was made from.",
+        ItemsBody,
+        fails=(404,),
+    ),
+    *_get(
+        "/v1/responses/{response_id}", stored.get_response, "A stored response.", ResponseBody, fails=(404,)
+    ),
+    Route(
+        "DELETE",
+        "/v1/responses/{response_id}",
+        stored.delete_response,
+        "Delete a stored response.",
+        answer=DeletedBody,
+        fails=(404, 409),
     ),
     *_answering(
         "/v1/messages", messages, "Answer a chat (Anthropic).", MessagesRequest, MessageBody, MessageEvent

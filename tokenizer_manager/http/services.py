@@ -37,6 +37,7 @@ from ..prompt_encoder import PromptEncoder, second_bos
 from ..prompt_images import PlacedPrompt, PromptImages
 from ..rendering.worker import PageWorker
 from ..scheduling_options import Hint, Scheduling
+from ..state.response_store import ResponseStore
 from ..state.store import StateStore
 from ..telemetry.metrics import BuildInfo, Metrics
 from ..telemetry.request_record import NoTraces, Traces
@@ -119,6 +120,7 @@ class Engine(ServerFacts):
         body_reader: parses them.
         recent_items: of answers of `/v1/responses`.
         state: what clients store; None without `--state-dir`.
+        responses: of `/v1/responses` there; None without `--state-dir`.
     """
 
     manager: TokenizerManager
@@ -131,6 +133,7 @@ class Engine(ServerFacts):
     body_reader: BodyReader = field(default_factory=BodyReader)
     recent_items: RecentItems = field(default_factory=RecentItems)
     state: StateStore | None = None
+    responses: ResponseStore | None = None
 
     @property
     def tokenizer(self) -> Tokenizer:

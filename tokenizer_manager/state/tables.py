@@ -124,6 +124,12 @@ class OwnedTable:
         """Delete all parts of an id; False if this owner has none."""
         return db.execute(f"DELETE FROM {self.name} WHERE owner = ? AND id = ?", (owner, row_id)).rowcount > 0
 
+    def delete_where(self, db: sqlite3.Connection, owner: str, **where: Any) -> int:
+        """Delete the owner's rows that have these values in their columns; the number of them."""
+        conditions = " AND ".join(f"{column} = ?" for column in where)
+        query = f"DELETE FROM {self.name} WHERE owner = ? AND {conditions}"
+        return db.execute(query, (owner, *where.values())).rowcount
+
     def of_all_owners(
         self, db: sqlite3.Connection, condition: str, *values: Any, limit: int = -1
     ) -> list[Row]:
@@ -145,5 +151,24 @@ def used_bytes(db: sqlite3.Connection, owner: str | None = None) -> int:
 
 _USAGE: Final = "CREATE TABLE usage (owner TEXT PRIMARY KEY, num_bytes INTEGER NOT NULL) WITHOUT ROWID;"
 
-MIGRATIONS: Final[tuple[str, ...]] = (_USAGE,)
+RESPONSES: Final = OwnedTable(
+    "responses",
+    """parent TEXT NOT NULL, root TEXT NOT NULL, depth INTEGER NOT NULL, chain_bytes INTEGER NOT NULL,
+    status TEXT NOT NULL, num_losses INTEGER NOT NULL, output BLOB NOT NULL, input BLOB NOT NULL, body BLOB NOT NULL,
+    resume BLOB NOT NULL""",
+)
+EVENTS: Final = OwnedTable(
+    "response_events", "root TEXT NOT NULL, events BLOB NOT NULL, outputs BLOB NOT NULL"
+)
+CHAINS: Final = OwnedTable("response_chains", "num_live INTEGER NOT NULL")
+_RESPONSES: Final = f"""
+    {RESPONSES.creation}
+    {EVENTS.creation}
+    {CHAINS.creation}
+    CREATE INDEX responses_by_root ON responses (owner, root);
+    CREATE INDEX response_events_by_root ON response_events (owner, root);
+    CREATE INDEX responses_unfinished ON responses (status) WHERE status IN ('queued', 'in_progress');
+"""
+
+MIGRATIONS: Final[tuple[str, ...]] = (_USAGE, _RESPONSES)
 """Scripts in the order in which they are run; `user_version` of a database is the number that it has had."""

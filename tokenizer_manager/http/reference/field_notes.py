@@ -97,7 +97,9 @@ NOTES: Final[Mapping[str, str]] = {
     "return_progress": "A stream has `prompt_progress` until the first token: total, cache, processed, time_ms.",
     "return_token_ids": "Choices have `token_ids`; the ids of the prompt come too, in a stream with its first event.",
     "return_tokens_as_token_ids": "Log-probabilities name a token `token_id:ID` instead of its text.",
-    "store": "False: a later request cannot refer to the items of this answer.",
+    "store": "False: a later request cannot refer to this answer or its items.",
+    "background": "The answer is generated whether the client waits or not; with --state-dir.",
+    "previous_response_id": "The stored response that the input continues; with --state-dir.",
     "include": "More parts of the answer; `reasoning.encrypted_content` has no effect.",
     "incremental": "Events have the new text instead of all text so far.",
     "logprobs": "Log-probabilities of each token and of the k most likely ones.",
@@ -225,6 +227,7 @@ DEFAULTS: Final[Mapping[str, Any]] = {
     "logprob_start_len": -1,
     "incremental": False,
     "store": True,
+    "background": False,
     "encoding_format": "float",
     "truncate": False,
     "OllamaEmbedRequest.truncate": True,
@@ -367,5 +370,5 @@ OF_EMBEDDERS: Final = frozenset(
 OF_ADAPTERS: Final = frozenset(path for _, path in BODIES if path.endswith("load_lora_adapter"))
 """Paths with examples for servers that load adapters, from a folder with one of this name."""
 
-PATH_PARTS: Final[Mapping[str, str]] = {"id": "chatcmpl-1"}
+PATH_PARTS: Final[Mapping[str, str]] = {"id": "chatcmpl-1", "response_id": "resp_1"}
 """Examples of what stands in a path; `{model}` is the served model."""

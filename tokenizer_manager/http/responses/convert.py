@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from msgspec.structs import replace
@@ -83,8 +83,10 @@ def read_responses(
     config: EngineConfig,
     defaults: SamplingDefaults,
     find_item: Callable[[str], Body | None] = lambda item_id: None,
+    earlier: Sequence[Body] = (),
     *,
     sees_images: bool = False,
+    is_stored: bool = False,
 ) -> tuple[ResponsesRequest, GenerationRequest]:
     """Check a request.
 
@@ -93,7 +95,9 @@ def read_responses(
         config: settings of the server.
         defaults: for the sampling fields that the request leaves out.
         find_item: an item of an earlier answer by its id, for `item_reference`.
+        earlier: the items of `previous_response_id`.
         sees_images: messages of the user may have images.
+        is_stored: the server stores responses.
 
     Raises:
         RequestError: a field is refused; names its path.
@@ -105,10 +109,11 @@ def read_responses(
         raise refused(
             "n", f"is {request.n}, but a response has one answer; leave it out", "unsupported_value"
         )
+    _check_storing(request, is_stored=is_stored)
     history = History()
     if request.instructions:
         history.system(request.instructions)
-    read_items(request.input, history, notes, config.limits, find_item, sees_images=sees_images)
+    read_items(request.input, history, notes, config.limits, find_item, earlier, sees_images=sees_images)
     _check_include(request.include or (), notes)
     tools = _tools(request.tools or [], notes)
     text = convert(request.text or {}, TextOptions, "text")
@@ -149,6 +154,24 @@ def read_responses(
     return request, warm_up_of(generation) if options is not None and options.prewarm else generation
 
 
+def _check_storing(request: ResponsesRequest, *, is_stored: bool) -> None:
+    for name, value in (
+        ("previous_response_id", request.previous_response_id),
+        ("background", request.background),
+    ):
+        if value and not is_stored:
+            raise refused(
+                name,
+                f"is {show(value)}, but this server stores no responses; start it with --state-dir DIR, or leave the "
+                "field out",
+                "unsupported_field",
+            )
+    if request.background and request.store is False:
+        raise refused(
+            "background", "is true, but store is false, and such a response is stored; leave one out"
+        )
+
+
 # ---------------------------------------------------------------- input
 
 
@@ -158,18 +181,22 @@ def read_items(
     notes: Notes,
     limits: RequestLimits,
     find_item: Callable[[str], Body | None] = lambda item_id: None,
+    earlier: Sequence[Body] = (),
     *,
     sees_images: bool = False,
 ) -> None:
     """Add a text or items to a history.
 
     Args:
-        find_item, sees_images: as in `read_responses`.
+        find_item, earlier, sees_images: as in `read_responses`.
 
     Raises:
         RequestError: one is refused; names its path in `input`.
     """
     reader = _ItemReader(history, notes, find_item, RequestImages(limits) if sees_images else None)
+    if earlier:
+        check_limit("previous_response_id", len(earlier), "items", limits.max_messages, "max_messages")
+        reader.read_earlier(earlier)
     if isinstance(value, str):
         if not value:
             raise refused("input", "is empty; a chat has at least one message", "empty_prompt")
@@ -201,6 +228,19 @@ class _ItemReader:
         self._notes = notes
         self._find_item = find_item
         self._unknown_calls: set[str] = set()  # ids of calls that were left out, and so are their results
+        self._earlier_ids: set[str] = set()
+
+    def read_earlier(self, items: Sequence[Body]) -> None:
+        """Add the items of a chain, of which earlier answers have had the warnings.
+
+        Raises:
+            RequestError: one is refused.
+        """
+        notes, self._notes = self._notes, Notes([], strict=False)
+        for item in items:
+            self.read(item, "previous_response_id")
+        self._earlier_ids = {item["id"] for item in items if isinstance(item.get("id"), str)}
+        self._notes = notes
 
     def read(self, item: Body, at: str) -> None:
         """Add one item.
@@ -231,6 +271,9 @@ class _ItemReader:
                     left_out("reasoning", at, self._notes, "this server cannot read encrypted_content")
             case "item_reference":
                 item_id = _text(item, "id", at)
+                if item_id in self._earlier_ids:
+                    self._notes.warn(f"{at} was left out: previous_response_id has the item already")
+                    return
                 if (found := self._find_item(item_id)) is None:
                     raise refused(
                         f"{at}.id",

@@ -5,21 +5,26 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any, Final
+from contextlib import AbstractContextManager, nullcontext
+from typing import Final
 
+import msgspec
 from msgspec import UNSET
 from msgspec.structs import replace
 
 from ...conversation.deltas import Delta
-from ...generation import Generation, GenerationRequest, Row
+from ...generation import Generation, Row
+from ...state.response_store import LiveResponse
+from ...state.responses import Response
+from ...state.store import StateError
 from ..delivery import collect_deltas, stream
 from ..exchange import Exchange
-from ..guards.auth import Caller
 from ..prompt_parts import Comparison, compare
 from ..schema.accounting import truncated_of, usage_of
 from ..schema.errors import ErrorReply
 from ..services import Engine
-from .convert import namespaces_of, read_responses
+from .convert import namespaces_of
+from .reading import ReadRequest, body_at_beginning, read_request
 from .stream import ResponseStream
 from .wire import (
     InputDetails,
@@ -28,48 +33,34 @@ from .wire import (
     PromptCacheDiagnostics,
     ResponseBody,
     ResponseError,
-    ResponsesRequest,
     ResponsesUsage,
 )
 
-_ABORTED: Final = ResponseError("server_error", "the request was aborted")
+ABORTED: Final = ResponseError("server_error", "the request was aborted")
 
 
 async def responses(exchange: Exchange, engine: Engine) -> None:
     """Answer a chat in the form of the Responses API."""
-    body, request = await engine.read(exchange, lambda body: _read(body, engine, exchange.caller))
+    read = await read_request(exchange, engine)
     async with exchange.abort_on_disconnect():
-        with await engine.start(exchange, request) as generation:
-            writer = _Writer(engine, generation, body)
-            if body.stream:
-                exchange.failure_event = writer.fail
-                await stream(exchange, generation, writer)
-            else:
-                writer.stream.events(await collect_deltas(generation))
-                writer.closing()
-                await exchange.send_json(writer.stream.body)
+        with await engine.start(exchange, read.generation) as generation:
+            writer = _Writer(engine, generation, read)
+            with writer.running():
+                if read.request.stream:
+                    exchange.failure_event = writer.fail
+                    await stream(exchange, generation, writer, before_end=writer.end)
+                else:
+                    writer.stream.events(await collect_deltas(generation))
+                    await writer.end()
+                    await exchange.send_json(writer.stream.body)
 
 
 async def response_input_tokens(exchange: Exchange, engine: Engine) -> None:
     """The number of tokens of the prompt of a response."""
-    _, request = await engine.read(exchange, lambda body: _read(body, engine, exchange.caller))
+    read = await read_request(exchange, engine)
     async with exchange.abort_on_disconnect():
-        num_tokens, warnings = await engine.count_prompt(exchange, request)
+        num_tokens, warnings = await engine.count_prompt(exchange, read.generation)
         await exchange.send_json(InputTokensBody(input_tokens=num_tokens, warnings=warnings or UNSET))
-
-
-def _read(body: dict[str, Any], engine: Engine, caller: Caller) -> tuple[ResponsesRequest, GenerationRequest]:
-    request, generation = read_responses(
-        body,
-        engine.config,
-        engine.sampling_defaults,
-        lambda item: engine.recent_items.find(item, caller.owner),
-        sees_images=engine.images.are_seen,
-    )
-    engine.check_model(request.model)
-    request.input = []  # the conversation has them; an answer may take long, and images are megabytes
-    scheduling = engine.with_adapter(caller.scheduling(request, body=body), request.model)
-    return request, replace(generation, scheduling=scheduling)
 
 
 class _Writer:
@@ -79,23 +70,34 @@ class _Writer:
         stream: of the events.
     """
 
-    def __init__(self, engine: Engine, generation: Generation, request: ResponsesRequest) -> None:
+    def __init__(self, engine: Engine, generation: Generation, read: ReadRequest) -> None:
+        request = read.request
         assert generation.request.conversation is not None
         self._engine = engine
         self._generation = generation
+        self._read = read
         self._begun = False
+        self._last_events = b""
         self._recent_items = None if request.store is False else engine.recent_items
         options = request.prompt_cache_options
         self._earlier_id = None if options is None else options.comparison_response_id
         self._comparison: Comparison | None = None
+        response_id = generation.id.replace("-", "_")
         if self._recent_items is not None or options is not None:
-            response_id = generation.id.replace("-", "_")
             self._comparison = compare(generation, response_id, self._earlier_id, engine.recent_items)
         self.stream = ResponseStream(
-            _body(engine, generation, request),
+            body_at_beginning(engine, generation.request, read, response_id),
             lambda prefix: f"{prefix}_{uuid.uuid4().hex}",
             namespaces_of(generation.request.conversation),
         )
+
+    def running(self) -> AbstractContextManager[None]:
+        """While it is entered, clients find the response as one that runs, if it is to be stored."""
+        store = self._engine.responses
+        if store is None or not self._read.items:
+            return nullcontext()
+        live = LiveResponse(lambda: msgspec.json.encode(self.stream.snapshot()))
+        return store.running(self._generation.scheduling.owner, self.stream.body.id, live)
 
     def events(self, row: Row, deltas: Sequence[Delta]) -> bytes:
         """The events for a row, after the first ones."""
@@ -103,12 +105,13 @@ class _Writer:
         self._begun = True
         return begin + self.stream.events(deltas)
 
-    def closing(self) -> bytes:
-        """The last events."""
+    async def end(self) -> None:
+        """Complete the response, and store it, so that it can be continued when its client has it."""
         [choice] = self._generation.choices
-        usage = _usage(self._generation, self._engine)
+        usage = usage_of_response(self._generation, self._engine)
         if choice.finish_reason == "abort":
-            return self.stream.fail(_ABORTED, usage)
+            self._last_events = self.stream.fail(ABORTED, usage)
+            return
         self.stream.body.truncated = truncated_of(choice, self._engine.tokenizer)
         if self._earlier_id:
             page_size = self._engine.manager.capacity.page_size
@@ -118,16 +121,43 @@ class _Writer:
         events = self.stream.complete(
             None if choice.warm_up else choice.finish_reason, usage, int(time.time())
         )
+        body, owner = self.stream.body, self._generation.scheduling.owner
         if self._recent_items is not None:
-            self._recent_items.keep(self.stream.body.output, self._generation.scheduling.owner)
-        return events
+            self._recent_items.keep(body.output, owner)
+        if self._engine.responses is not None and body.store:
+            try:
+                await self._engine.responses.add(with_answer(self._read.response(body.id, status=""), body))
+            except StateError as error:
+                body.store = False
+                body.warnings = [*(body.warnings or ()), f"the response was not stored: {error}"]
+        self._last_events = events + self.stream.last_event()
+
+    def closing(self) -> bytes:
+        """The last events, after `end`."""
+        return self._last_events
 
     def fail(self, reply: ErrorReply) -> bytes:
         """The last events of a stream that fails."""
-        error = reply.body.error
-        code = "rate_limit_exceeded" if reply.status == 429 else "server_error"
-        usage = _usage(self._generation, self._engine)
-        return self.stream.fail(ResponseError(code, error.message), usage)
+        usage = usage_of_response(self._generation, self._engine)
+        return self.stream.fail(error_of(reply), usage)
+
+
+def error_of(reply: ErrorReply) -> ResponseError:
+    """The error of a failed response."""
+    code = "rate_limit_exceeded" if reply.status == 429 else "server_error"
+    return ResponseError(code, reply.body.error.message)
+
+
+def with_answer(response: Response, body: ResponseBody) -> Response:
+    """A response with its answer, as it is stored."""
+    output = msgspec.json.encode(body.output)
+    return response._replace(
+        status=body.status,
+        output=output,
+        body=msgspec.json.encode(replace(body, output=[])),
+        chain_bytes=response.chain_bytes + len(output),
+        resume=b"",
+    )
 
 
 def _diagnostics(comparison: Comparison | None, cached_tokens: int, page_size: int) -> PromptCacheDiagnostics:
@@ -141,31 +171,8 @@ def _diagnostics(comparison: Comparison | None, cached_tokens: int, page_size: i
     return PromptCacheDiagnostics(type="cache_hit" if reused else "unavailable")
 
 
-def _body(engine: Engine, generation: Generation, request: ResponsesRequest) -> ResponseBody:
-    """The response at its beginning, with the request's settings."""
-    sampling = generation.request.sampling
-    reasoning = request.reasoning or {}
-    text = request.text or {}
-    return ResponseBody(
-        id=generation.id.replace("-", "_"),
-        created_at=int(time.time()),
-        instructions=request.instructions,
-        max_output_tokens=request.max_output_tokens,
-        model=generation.scheduling.served_as or engine.served_model,
-        parallel_tool_calls=request.parallel_tool_calls is not False,
-        reasoning={"effort": reasoning.get("effort"), "summary": reasoning.get("summary")},
-        temperature=sampling.temperature,
-        text={"format": text.get("format") or {"type": "text"}},
-        tool_choice="auto" if request.tool_choice is None else request.tool_choice,
-        tools=request.tools or [],
-        top_p=sampling.top_p,
-        user=request.user or UNSET,
-        metadata=request.metadata or {},
-        warnings=generation.request.warnings or UNSET,
-    )
-
-
-def _usage(generation: Generation, engine: Engine) -> ResponsesUsage:
+def usage_of_response(generation: Generation, engine: Engine) -> ResponsesUsage:
+    """The counts of tokens so far."""
     usage = usage_of(generation, tokenizer=engine.tokenizer)
     return ResponsesUsage(
         usage.prompt_tokens,

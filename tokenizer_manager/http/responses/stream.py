@@ -39,6 +39,7 @@ class ResponseStream:
 
     Attributes:
         body: the response object as of the latest event.
+        num_events: so far.
     """
 
     def __init__(
@@ -57,23 +58,25 @@ class ResponseStream:
         self._namespaces = namespaces or {}
         self.body = body
         self._make_id = make_id
-        self._sequence_number = 0
+        self.num_events = 0
         self._item: Item | None = None  # the open one, the last of `_items`
         self._texts: list[str] = []  # of the open item
         self._items: list[Item] = []
 
     def begin(self) -> bytes:
         """The first two events."""
-        return self._event("response.created", response=self.body) + self._event(
-            "response.in_progress", response=self.body
-        )
+        return self.opening("response.created") + self.opening("response.in_progress")
+
+    def opening(self, name: str) -> bytes:
+        """An event with the body before any item."""
+        return self._event(name, response=self.body)
 
     def events(self, deltas: Iterable[Delta]) -> bytes:
         """The events for some deltas."""
         return b"".join(map(self._delta, deltas))
 
     def complete(self, finish_reason: str | None, usage: ResponsesUsage, now_s: int) -> bytes:
-        """The events that end a response whose generation has finished."""
+        """Complete the body of a response whose generation has finished; the events before `last_event`."""
         is_cut = finish_reason == "length"
         events = self._end_item("incomplete" if is_cut else "completed")
         self.body = replace(
@@ -84,13 +87,27 @@ class ResponseStream:
             output=self._items,
             usage=usage,
         )
-        return events + self._event(f"response.{self.body.status}", response=self.body)
+        return events
+
+    def last_event(self) -> bytes:
+        """The event with the body of a response that has ended."""
+        return self._event(f"response.{self.body.status}", response=self.body)
 
     def fail(self, error: ResponseError, usage: ResponsesUsage | None) -> bytes:
         """The events that end a response whose generation has failed."""
         events = self._end_item("incomplete")
         self.body = replace(self.body, status="failed", error=error, output=self._items, usage=usage or UNSET)
-        return events + self._event("response.failed", response=self.body)
+        return events + self.last_event()
+
+    def cancel(self, usage: ResponsesUsage | None) -> bytes:
+        """The events that end a response that its client has canceled."""
+        events = self._end_item("incomplete")
+        self.body = replace(self.body, status="cancelled", output=self._items, usage=usage or UNSET)
+        return events + self.last_event()
+
+    def snapshot(self) -> ResponseBody:
+        """The body as of now, with the items so far."""
+        return replace(self.body, output=self._items)
 
     # ------------------------------------------------------------ deltas
 
@@ -198,6 +215,6 @@ class ResponseStream:
         return {"output_index": len(self._items) - 1, "item_id": self._item.id}
 
     def _event(self, kind: str, /, **fields: Any) -> bytes:
-        data = ResponseEvent(type=kind, sequence_number=self._sequence_number, **fields)
-        self._sequence_number += 1
+        data = ResponseEvent(type=kind, sequence_number=self.num_events, **fields)
+        self.num_events += 1
         return b"event: " + kind.encode() + b"\ndata: " + _encoder.encode(data) + b"\n\n"

@@ -62,6 +62,8 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     min_tokens: CountOrNone | None = None
     stream: bool | None = None
     store: bool | None = None
+    background: bool | None = None
+    previous_response_id: str | None = None
     include: list[str] | None = None
     metadata: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -93,11 +95,9 @@ class ReasoningFields(msgspec.Struct, kw_only=True):
 
 
 _NOT_YET: Final[NotYet] = SAMPLING_NOT_YET | {
-    "background": (False,),
     "context_management": (),
     "conversation": (),
     "moderation": (),
-    "previous_response_id": (),
     "prompt": (),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
@@ -141,7 +141,7 @@ POLICY: Final = FieldPolicy(
 )
 
 
-Status = Literal["in_progress", "completed", "incomplete", "failed"]
+Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -262,7 +262,7 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     created_at: int
     completed_at: int | None = None
     status: Status = "in_progress"
-    background: Literal[False] = False
+    background: bool = False
     error: ResponseError | None = None
     incomplete_details: IncompleteDetails | None = None
     instructions: str | None = None
@@ -271,9 +271,9 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     model: str
     output: list[Item] = []
     parallel_tool_calls: bool = True
-    previous_response_id: None = None
+    previous_response_id: str | None = None
     reasoning: dict[str, Any] = {}
-    store: Literal[False] = False
+    store: bool = False
     temperature: float | None = None
     text: dict[str, Any] = {}
     tool_choice: Any = "auto"
@@ -295,6 +295,24 @@ class InputTokensBody(msgspec.Struct, kw_only=True):
     object: Literal["response.input_tokens"] = "response.input_tokens"
     input_tokens: int
     warnings: list[str] | UnsetType = UNSET
+
+
+class DeletedBody(msgspec.Struct, kw_only=True):
+    """The body of an answer to `DELETE`."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: bool = True
+
+
+class ItemsBody(msgspec.Struct, kw_only=True):
+    """A page of the items that a response was made from."""
+
+    object: Literal["list"] = "list"
+    data: list[dict[str, Any]]
+    first_id: str
+    last_id: str
+    has_more: bool
 
 
 class ResponseEvent(msgspec.Struct, kw_only=True):

@@ -41,7 +41,7 @@ def make_stream() -> ResponseStream:
 def written(rows: list[list[Delta]], finish_reason: str = "stop") -> tuple[bytes, ResponseStream]:
     stream = make_stream()
     text = stream.begin() + b"".join(map(stream.events, rows))
-    return text + stream.complete(finish_reason, USAGE, 2), stream
+    return text + stream.complete(finish_reason, USAGE, 2) + stream.last_event(), stream
 
 
 def read_by_client(stream: bytes) -> tuple[list[Any], Any]:

@@ -1,0 +1,227 @@
+"""Stored responses: `GET`, `DELETE`, chains and their items; disks that fail, and other clients' keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from engine.tokenizer_manager.state import responses as table
+from engine.tokenizer_manager.state.store import StateError
+
+from ...conftest import Serve, Served
+from ...fake_engine import MODEL, STOP, TOKENIZER, ids_of, row, say_all
+from ..answers import sse
+from ..serving import CALL, ROOMY
+from .test_endpoint import PATH, TOOL, ClientOf, client_of
+
+__all__ = ["client_of"]
+
+
+@pytest.fixture
+def keeping(serve: Serve, tmp_path: Path) -> Served:
+    """A server that stores responses, and answers "yes"."""
+    return serve(say_all("yes"), capacity=ROOMY, state_dir=str(tmp_path / "state"))
+
+
+def ask(served: Served, **body: Any) -> Any:
+    reply = served.client.post(PATH, json={"input": "hi"} | body)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def prompts(served: Served) -> list[str]:
+    """The prompts that have arrived at the engine."""
+    found = []
+    while not served.engine.generate.empty():
+        found.append(TOKENIZER.decode(ids_of(served.engine.next_request())))
+    return found
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_is_there_when_its_client_has_it(keeping: Served, client_of: ClientOf, stream: bool):
+    client = client_of(keeping)
+    if stream:
+        with client.responses.stream(model=MODEL, input="hi", metadata={"a": "b"}) as events:
+            answer = list(events)[-1].response  # type: ignore[union-attr]
+    else:
+        answer = client.responses.create(model=MODEL, input="hi", metadata={"a": "b"})
+    found = client.responses.retrieve(answer.id)
+
+    assert found.to_dict()["store"] is True
+    if not stream:  # the helper adds fields to its final response
+        assert found.to_dict() == answer.to_dict()
+    assert (found.id, found.status, found.output_text) == (answer.id, "completed", "yes")
+    client.responses.delete(answer.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(answer.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.delete(answer.id)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_chain_has_the_prompt_of_all_its_items(keeping: Served, stream: bool):
+    first = ask(keeping, instructions="be brief")
+    body = {"input": "and?", "instructions": "be long", "previous_response_id": first["id"], "stream": stream}
+    second = keeping.client.post(PATH, json=body)
+    answer = sse(second.content)[-1][1]["response"] if stream else second.json()
+    third = ask(keeping, input=[{"role": "user", "content": "so?"}], previous_response_id=answer["id"])
+    told = [
+        {"role": "user", "content": "hi"},
+        *first["output"],
+        {"role": "user", "content": "and?"},
+        *answer["output"],
+        {"role": "user", "content": "so?"},
+    ]
+    ask(keeping, input=told)
+    _, with_long, by_id, whole = prompts(keeping)
+
+    assert answer["previous_response_id"] == first["id"]
+    assert "be long" in with_long and "be brief" not in with_long
+    assert by_id == whole and third["previous_response_id"] == answer["id"]
+
+
+def test_a_chain_goes_on_after_a_call(serve: Serve, tmp_path: Path):
+    served = serve(say_all(CALL), capacity=ROOMY, state_dir=str(tmp_path))
+    first = ask(served, tools=[TOOL])
+    [call] = first["output"]
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "42"}
+    reference = {"type": "item_reference", "id": call["id"]}
+    second = ask(served, tools=[TOOL], input=[reference, result], previous_response_id=first["id"])
+    ask(served, tools=[TOOL], input=[{"role": "user", "content": "hi"}, call, result])
+    _, by_id, whole = prompts(served)
+
+    assert by_id == whole
+    assert "has the item already" in second["warnings"][0]
+
+
+def test_forks_share_their_beginning(keeping: Served):
+    first = ask(keeping)
+    forks = [ask(keeping, input=text, previous_response_id=first["id"]) for text in ("left", "right")]
+    for fork, text in zip(forks, ("left", "right"), strict=True):
+        ask(keeping, previous_response_id=fork["id"])
+        assert text in prompts(keeping)[-1]
+
+
+def test_what_cannot_be_continued(keeping: Served, monkeypatch: pytest.MonkeyPatch):
+    first = ask(keeping)
+    second = ask(keeping, previous_response_id=first["id"])
+
+    def refusal(response_id: Any) -> tuple[int, str]:
+        reply = keeping.client.post(PATH, json={"input": "hi", "previous_response_id": response_id})
+        error = reply.json()["error"]
+        assert error["param"] == "previous_response_id"
+        return reply.status_code, error["code"]
+
+    assert refusal("resp_none") == (404, "previous_response_not_found")
+    assert refusal("x" * 10_000) == (404, "previous_response_not_found")
+    assert refusal(5)[0] == 400
+    with monkeypatch.context() as patched:
+        patched.setattr("engine.tokenizer_manager.state.response_store.MAX_DEPTH", 2)
+        assert refusal(second["id"]) == (400, "chain_too_long")
+    hidden = ask(keeping, store=False, previous_response_id=second["id"])
+    assert hidden["store"] is False
+    assert refusal(hidden["id"])[0] == 404
+    keeping.client.delete(f"{PATH}/{first['id']}")
+    assert refusal(second["id"]) == (404, "previous_response_not_found")
+    assert keeping.client.get(f"{PATH}/{second['id']}").status_code == 200
+
+
+def test_a_chain_may_have_as_many_bytes_as_a_body(serve: Serve, tmp_path: Path):
+    served = serve(say_all("yes"), capacity=ROOMY, state_dir=str(tmp_path), max_body_mb=0.002)
+    first = ask(served, input="a" * 1500)
+    second = ask(served, input="b" * 600, previous_response_id=first["id"])
+    reply = served.client.post(PATH, json={"input": "hi", "previous_response_id": second["id"]})
+
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "chain_too_long")
+
+
+def test_a_running_response_is_found_and_cannot_be_continued_or_deleted(serve: Serve, tmp_path: Path):
+    served = serve(state_dir=str(tmp_path))
+    reply = served.post_later(PATH, json={"input": "hi", "stream": True})
+    request = served.engine.next_request()
+    served.engine.say(row(request, "ye"))
+    assert served.services.responses is not None
+    [(_, response_id)] = served.services.responses.live
+    path = f"{PATH}/{response_id}"
+    seen = served.client.get(path).json()
+    continued = served.client.post(PATH, json={"input": "hi", "previous_response_id": response_id})
+    deleted = served.client.delete(path)
+    served.engine.say(row(request, "s", total=3, finish=STOP))
+    assert reply.result().status_code == 200
+
+    assert (seen["status"], seen["output"][0]["type"]) == ("in_progress", "message")
+    assert (continued.status_code, deleted.status_code) == (409, 409)
+    assert served.client.get(path).json()["output"][0]["content"][0]["text"] == "yes"
+    assert served.client.delete(path).json() == {
+        "id": response_id,
+        "object": "response",
+        "deleted": True,
+    }
+
+
+def test_the_items_that_a_response_was_made_from(keeping: Served, client_of: ClientOf):
+    first = ask(keeping, input=[{"role": "user", "content": f"{i}"} for i in range(30)])
+    second = ask(keeping, input="and?", previous_response_id=first["id"])
+    client = client_of(keeping)
+    newest_first = [item.to_dict() for item in client.responses.input_items.list(second["id"], limit=7)]
+    oldest_first = [item.to_dict() for item in client.responses.input_items.list(second["id"], order="asc")]
+
+    assert newest_first == oldest_first[::-1]
+    texts = [item["content"][0]["text"] for item in oldest_first]  # type: ignore[index]
+    assert texts == [*(f"{i}" for i in range(30)), "yes", "and?"]
+    assert len({item["id"] for item in oldest_first}) == 32
+    path = f"{PATH}/{second['id']}/input_items"
+    for query in ("limit=0", "limit=101", "limit=x", "order=up", "after=none"):
+        reply = keeping.client.get(f"{path}?{query}")
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, query.partition("=")[0])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_is_sent_whatever_the_disk_does(
+    keeping: Served, monkeypatch: pytest.MonkeyPatch, stream: bool
+):
+    def fail(*given: object) -> None:
+        raise StateError("the state cannot be used: the disk is full", status=507)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(table, "add", fail)
+        reply = keeping.client.post(PATH, json={"input": "hi", "stream": stream})
+    answer = sse(reply.content)[-1][1]["response"] if stream else reply.json()
+
+    assert (answer["status"], answer["store"]) == ("completed", False)
+    assert answer["warnings"] == ["the response was not stored: the state cannot be used: the disk is full"]
+    assert keeping.client.get(f"{PATH}/{answer['id']}").status_code == 404
+
+
+def test_other_clients_responses_are_not_found(serve: Serve, tmp_path: Path):
+    served = serve(say_all("yes"), capacity=ROOMY, state_dir=str(tmp_path), api_key=("a", "b"))
+    keys = {name: {"Authorization": f"Bearer {name}"} for name in "ab"}
+    made = served.client.post(PATH, json={"input": "hi"}, headers=keys["a"]).json()
+    path = f"{PATH}/{made['id']}"
+    body = {"input": "hi", "previous_response_id": made["id"]}
+    routes = [
+        ("GET", path, None),
+        ("GET", f"{path}/input_items", None),
+        ("POST", PATH, body),
+        ("DELETE", path, None),
+    ]
+    for name, status in (("b", 404), ("a", 200)):
+        for method, route, json_body in routes:
+            reply = served.client.request(method, route, json=json_body, headers=keys[name])
+            assert reply.status_code == status, (name, method, route)
+
+
+def test_without_a_folder_nothing_is_stored(serve: Serve):
+    served = serve(say_all("yes"))
+    answer = ask(served, store=True)
+    assert (answer["store"], answer["previous_response_id"]) == (False, None)
+    for field, value in (("previous_response_id", "resp_1"), ("background", True)):
+        reply = served.client.post(PATH, json={"input": "hi", field: value})
+        error = reply.json()["error"]
+        assert (reply.status_code, error["param"]) == (400, field) and "--state-dir" in error["message"]
+    for method, path in (("GET", ""), ("DELETE", ""), ("GET", "/input_items")):
+        reply = served.client.request(method, f"{PATH}/{answer['id']}{path}")
+        assert reply.status_code == 404 and "--state-dir" in reply.json()["error"]["message"]

@@ -1,0 +1,68 @@
+"""`/v1/responses/{id}`: `GET`, `DELETE`, and the items that a response was made from."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from ....runtime.errors import RequestError
+from ...state.response_store import ResponseStore
+from ...state.responses import Response
+from ..exchange import Exchange
+from ..services import Engine
+from .items import context_items, page_of
+from .wire import DeletedBody
+
+PATH: Final = "/v1/responses/"
+ITEMS: Final = "/input_items"
+CANCEL: Final = "/cancel"
+_JSON: Final = b"application/json"
+
+
+def required(engine: Engine) -> ResponseStore:
+    """The stored responses.
+
+    Raises:
+        RequestError: 404, the server stores none.
+    """
+    if engine.responses is None:
+        raise RequestError(
+            "this server stores no responses, because a store has texts of its users; start it with --state-dir DIR",
+            code="no_state_dir",
+            status=404,
+        )
+    return engine.responses
+
+
+def id_of(exchange: Exchange, ending: str = "") -> str:
+    """The id in the path of a request."""
+    return exchange.path.removeprefix(PATH).removesuffix(ending)
+
+
+def whole_body(response: Response) -> bytes:
+    """The JSON of a response, with its output."""
+    body = msgspec.json.decode(response.body)
+    return msgspec.json.encode(body | {"output": msgspec.Raw(response.output)})
+
+
+async def get_response(exchange: Exchange, engine: Engine) -> None:
+    """A response as it was answered, or as it is now."""
+    store, owner, response_id = required(engine), exchange.caller.owner, id_of(exchange)
+    if (live := store.live.get((owner, response_id))) is not None:
+        await exchange.send_bytes(live.body(), _JSON)
+        return
+    await exchange.send_bytes(whole_body(await store.find(owner, response_id)), _JSON)
+
+
+async def delete_response(exchange: Exchange, engine: Engine) -> None:
+    """Delete a response; those that continue it stay, and can no longer be continued."""
+    response_id = id_of(exchange)
+    await required(engine).delete(exchange.caller.owner, response_id)
+    await exchange.send_json(DeletedBody(id=response_id))
+
+
+async def list_input_items(exchange: Exchange, engine: Engine) -> None:
+    """A page of the items that a response was made from, those of the responses that it continues included."""
+    chain = await required(engine).context(exchange.caller.owner, id_of(exchange, ITEMS))
+    await exchange.send_json(page_of(context_items(chain), exchange.query))
