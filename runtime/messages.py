@@ -272,6 +272,7 @@ class LiveRequest(Record, frozen=True):
             or if it decodes.
         why: the same in words.
         need, have: the arithmetic, in tokens; 0 and 0 if there is none.
+        background: as in `GenerateRequest`.
     """
 
     rid: str
@@ -287,6 +288,7 @@ class LiveRequest(Record, frozen=True):
     why: str = ""
     need: int = 0
     have: int = 0
+    background: bool = False
 
 
 class RequestList(Message, frozen=True):
@@ -487,6 +489,7 @@ class GenerateRequest(Message, frozen=True):
         session: a digest of its session's key: the conversations of one agent or user. "": it names none.
         in_memory: its prompt is not written to a disk.
         media: the images of the prompt, in its order.
+        background: it runs on what other requests leave; see `scheduler/policy/by_class.py`.
     """
 
     rid: str
@@ -512,6 +515,7 @@ class GenerateRequest(Message, frozen=True):
     session: str = ""
     in_memory: bool = False
     media: tuple[MediaItem, ...] = ()
+    background: bool = False
 
 
 class GrammarReady(Message, frozen=True):

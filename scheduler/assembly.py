@@ -30,6 +30,7 @@ from .pass_state import StallSentinel
 from .pause import Pauses
 from .phases import make_phases
 from .policy.base import Load, PolicyParts
+from .policy.by_class import ByClass
 from .policy.make import make_policy
 from .preemption.chaos import ChaosRetract
 from .preemption.out_of_memory import OutOfMemory
@@ -105,9 +106,11 @@ class SchedulerParts:
 
         def load() -> Load:
             taken = (kv.num_pages - kv.available_pages) / kv.num_pages
-            return Load(num_rows - pool.num_free_rows, num_rows, taken)
+            num_running = num_rows - pool.num_free_rows - len(self.requests.background_with_row)
+            return Load(num_running, num_rows, taken)
 
         self.policy = policy = make_policy(config, PolicyParts(kv.known_matches, page_size, load))
+        self.by_class = by_class = ByClass(policy, page_size)
         parallel_samples = ParallelSamples(states)
         self.adapters = AdapterTable(is_enabled=capacity.num_adapter_slots > 0)
         self.adapter_slots = AdapterSlots(capacity.num_adapter_slots, self.adapters)
@@ -126,7 +129,7 @@ class SchedulerParts:
             keeps_states=state_slots is not None,
         )
         self.requests = requests = Requests(
-            kv, policy, (parallel_samples, self.adapter_slots, self.encoder_cache, self.speculation)
+            kv, by_class, (parallel_samples, self.adapter_slots, self.encoder_cache, self.speculation)
         )
         mode = make_preemption_mode(config.preemption_mode, page_size * capacity.kv_token_bytes)
         preemption = Preemption(
@@ -144,6 +147,8 @@ class SchedulerParts:
         admission = Admission(
             AdmissionParts(
                 requests=requests,
+                queue=requests.waiting,
+                swapped=requests.swapped,
                 policy=policy,
                 preemption=preemption,
                 pauses=self.pauses,
@@ -154,6 +159,7 @@ class SchedulerParts:
                 memory=memory,
                 look_ahead=limits.look_ahead,
             ),
+            by_class.background,
             limits,
             caps=caps,
             target=target,
@@ -189,7 +195,7 @@ class SchedulerParts:
             out_of_memory=self.out_of_memory,
             estimator=estimator,
             mode=mode,
-            policy=policy,
+            policy=by_class,
             target=target,
             speculation=self.speculation,
             multi_step=self.multi_step,

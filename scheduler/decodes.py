@@ -8,6 +8,7 @@ work.
 
 from __future__ import annotations
 
+import itertools
 import logging
 
 import numpy as np
@@ -94,12 +95,42 @@ class Decodes:
         self._policy = policy
 
     def plan(self, state: PassState) -> tuple[IntArray, list[Req]]:
-        """([B] rows, [B] requests) that decode in this step. Each has a page for its next token."""
-        requests = self._requests
+        """([B] rows, [B] requests) that decode in this step. Each has a page for its next token.
+
+        Those of the background class are left to `plan_background`.
+        """
         self._cause_chaos(state)
-        if not requests.running:
+        running = self._requests.running
+        if not running:
             return EMPTY, []
-        rows, reqs = requests.running.rows, requests.running.reqs
+        if not self._requests.num_background:
+            return self._with_pages(running.rows, running.reqs, self._requests.partial, state)
+        rows, reqs = _of_class(running.rows, running.reqs, self._states, is_background=False)
+        return self._with_pages(
+            rows, reqs, [req for req in self._requests.partial if not req.background], state
+        )
+
+    def background(self) -> tuple[IntArray, list[Req]]:
+        """([B] rows, [B] requests) of the background that could decode in this step."""
+        running = self._requests.running
+        return _of_class(running.rows, running.reqs, self._states, is_background=True)
+
+    def plan_background(
+        self, rows: IntArray, reqs: list[Req], state: PassState
+    ) -> tuple[IntArray, list[Req]]:
+        """As `plan`, for some of the requests of the background. They take pages from none but each other.
+
+        Args:
+            rows, reqs: [B] of `background`, in any order.
+        """
+        chosen = set(reqs)
+        others = [req for req in self._requests.background_with_row if req not in chosen]
+        return self._with_pages(rows, reqs, others, state)
+
+    def _with_pages(
+        self, rows: IntArray, reqs: list[Req], others: list[Req], state: PassState
+    ) -> tuple[IntArray, list[Req]]:
+        """Those of [B] requests that decode in this step, each with a page; `others`: of their class, with a row."""
         to_decode = self._states.num_computed[rows] < self._states.max_kv_len[rows]
         # The last token of some requests may be in flight: they need no step, and their pages are freed when it is
         # settled.
@@ -109,11 +140,13 @@ class Decodes:
             reqs = [reqs[idx] for idx in np.flatnonzero(to_decode)]
         decoding = reqs
         if self._micro_batches is not None:
-            rows, reqs = self._micro_batches.choose(rows, reqs, len(requests.running))
+            rows, reqs = self._micro_batches.choose(rows, reqs, len(self._requests.running))
         full = self._kv.rows_without_room(rows)
+        if full.size > self._kv.available_pages and reqs and not reqs[0].background:
+            self._retract_background(len(full), state)
         if full.size > self._kv.available_pages:
             if not landing:
-                return self._retract(rows, reqs, full, decoding, state)
+                return self._retract(rows, reqs, full, decoding + others, state)
             # Requests without a page miss this step: a retraction costs more than waiting for the pages in flight.
             full, waiting = full[: self._kv.available_pages], full[self._kv.available_pages :]
             stays = ~np.isin(rows, waiting)
@@ -124,21 +157,20 @@ class Decodes:
         return rows, reqs
 
     def _retract(
-        self, rows: IntArray, reqs: list[Req], full: IntArray, decoding: list[Req], state: PassState
+        self, rows: IntArray, reqs: list[Req], full: IntArray, victims: list[Req], state: PassState
     ) -> tuple[IntArray, list[Req]]:
         """Retract requests until the others have pages. One request always stays.
 
         Args:
             rows, reqs: [B] those that would decode in this step.
             full: the entries of `rows` that need a page, one entry per page.
-            decoding: all requests that decode, also those of other micro-batches; they may be victims, too.
+            victims: requests with a row, also those of other micro-batches.
         """
         requests, kv = self._requests, self._kv
-        victims = _by_work_lost(
-            decoding + requests.partial, self._states, by_priority=self._policy.by_priority
-        )
+        some_stay = len(victims) < requests.num_with_row  # of the other class
+        victims = _by_work_lost(victims, self._states, by_priority=self._policy.by_priority)
         gone: set[Req] = set()
-        for victim in victims[:-1]:
+        for victim in victims if some_stay else victims[:-1]:
             row = victim.row
             gone.add(victim)
             state.add_retraction(self._preemption.retract(victim, "memory"))
@@ -160,6 +192,15 @@ class Decodes:
             len(left), sum(req.output_len for req in left), sum(req.max_new_tokens for req in left)
         )
         return rows, reqs
+
+    def _retract_background(self, num_pages: int, state: PassState) -> None:
+        """Retract requests of the background until interactive ones can have their pages, or until none is left."""
+        victims = self._requests.background_with_row
+        for victim in _by_work_lost(victims, self._states, by_priority=False) if victims else ():
+            state.add_retraction(self._preemption.retract(victim, "background"))
+            if num_pages <= self._kv.available_pages:
+                break
+        self._preemption.requeue(state.now_s)
 
     def _cause_chaos(self, state: PassState) -> None:
         victim = self._chaos.victim(self._requests.with_row)
@@ -183,6 +224,14 @@ def still_decoding(rows: IntArray, reqs: list[Req]) -> tuple[IntArray, list[Req]
     if len(kept) == len(reqs):
         return rows, reqs
     return rows[np.array(kept, dtype=np.intp)], [reqs[idx] for idx in kept]
+
+
+def _of_class(
+    rows: IntArray, reqs: list[Req], states: RowStates, *, is_background: bool
+) -> tuple[IntArray, list[Req]]:
+    """Those of [B] requests with rows that are of a class."""
+    mask = states.background[rows] == is_background
+    return rows[mask], list(itertools.compress(reqs, mask.tolist()))
 
 
 def _by_work_lost(reqs: list[Req], states: RowStates, *, by_priority: bool) -> list[Req]:

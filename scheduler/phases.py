@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
 from ..runtime.config.engine_config import SchedulerConfig
 from .admission.admission import Admission
+from .admission.budget import NO_RESERVE
 from .arrays import EMPTY, IntArray
 from .decodes import Decodes, still_decoding
 from .pass_state import PassState
@@ -14,6 +17,7 @@ from .preemption.out_of_memory import OutOfMemory
 from .records.verdict import Reason
 from .requests.req import Chunk, Req
 from .requests.requests import Requests
+from .step_size.step_target import PromptTime
 
 
 class Work(NamedTuple):
@@ -32,8 +36,14 @@ class StepPhases:
     """
 
     def __init__(
-        self, admission: Admission, decodes: Decodes, out_of_memory: OutOfMemory, pauses: Pauses
+        self,
+        admission: Admission,
+        decodes: Decodes,
+        requests: Requests,
+        out_of_memory: OutOfMemory,
+        pauses: Pauses,
     ) -> None:
+        self._requests = requests
         self._admission = admission
         self._decodes = decodes
         self._out_of_memory = out_of_memory
@@ -57,7 +67,18 @@ class StepPhases:
         chunks = self._admission.plan(state, rows)
         if state.num_retractions > num_retractions:
             rows, reqs = still_decoding(rows, reqs)
-        return Work(chunks, rows, reqs)
+        return self._with_background(state, Work(chunks, rows, reqs))
+
+    def _with_background(self, state: PassState, work: Work) -> Work:
+        """The work of interactive requests, and what the step has room for beside it."""
+        if not self._requests.num_background:
+            return work
+        rows, reqs = self._decodes.plan_background(*self._decodes.background(), state)
+        num_beside = len(work.decode_reqs) + len(reqs) + sum(chunk.length for chunk in work.chunks)
+        chunks = self._admission.plan_background(state, num_beside, PromptTime.unlimited(), NO_RESERVE)
+        if not (chunks or reqs):
+            return work
+        return Work(work.chunks + chunks, np.concatenate([work.decode_rows, rows]), work.decode_reqs + reqs)
 
 
 class PrefillFirst(StepPhases):
@@ -71,33 +92,32 @@ class PrefillFirst(StepPhases):
         self,
         admission: Admission,
         decodes: Decodes,
+        requests: Requests,
         out_of_memory: OutOfMemory,
         pauses: Pauses,
         *,
-        requests: Requests,
         max_in_a_row: int,
         decode_interval: int,
     ) -> None:
-        super().__init__(admission, decodes, out_of_memory, pauses)
-        self._requests = requests
+        super().__init__(admission, decodes, requests, out_of_memory, pauses)
         self._max_in_a_row = max_in_a_row
         self._decode_interval = decode_interval
         self._prefill_steps = 0  # in a row, until now
         self._decode_steps = decode_interval  # since the last prefill step
 
     def _divide(self, state: PassState) -> Work:
-        if self._requests.running and not self._may_prefill:
+        if self._requests.has_interactive_decodes and not self._may_prefill:
             chunks = self._admission.skip(state, Reason.DECODES_FIRST)
         else:
             chunks = self._admission.plan(state, EMPTY)
         if chunks:
             self._prefill_steps += 1
             self._decode_steps = 0
-            return Work(chunks, EMPTY, [])
+            return self._with_background(state, Work(chunks, EMPTY, []))
         self._prefill_steps = 0
         rows, reqs = self._decodes.plan(state)
         self._decode_steps += bool(reqs)
-        return Work([], rows, reqs)
+        return self._with_background(state, Work([], rows, reqs))
 
     @property
     def _may_prefill(self) -> bool:
@@ -119,10 +139,10 @@ def make_phases(
         return PrefillFirst(
             admission,
             decodes,
+            requests,
             out_of_memory,
             pauses,
-            requests=requests,
             max_in_a_row=config.max_prefill_steps_in_a_row,
             decode_interval=config.prefill_decode_interval,
         )
-    return StepPhases(admission, decodes, out_of_memory, pauses)
+    return StepPhases(admission, decodes, requests, out_of_memory, pauses)

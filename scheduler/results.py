@@ -14,7 +14,7 @@ from .batch import ScheduleBatch
 from .estimator import OutputEstimator
 from .grammar.grammar_rules import advance
 from .memory.kv_memory import RowMemory
-from .policy.base import SchedulePolicy
+from .policy.by_class import ByClass
 from .preemption.out_of_memory import OutOfMemory
 from .preemption.preemption import PreemptionMode
 from .records.decision_log import RefusedToken
@@ -41,7 +41,7 @@ class ResultSettler:
         out_of_memory: OutOfMemory,
         estimator: OutputEstimator,
         mode: PreemptionMode,
-        policy: SchedulePolicy,
+        policy: ByClass,
         target: StepTarget,
         speculation: Speculation,
         multi_step: MultiStepDecode,

@@ -269,6 +269,7 @@ class Scheduler:
                 "" if req.session is None else req.session.key,
                 req.turn,
                 len(message.media),
+                req.background,
             )
         )
         if message.grammar is not None and not message.needs_grammar:
@@ -432,7 +433,9 @@ class Scheduler:
         if batch.plan.mode is not ForwardMode.IDLE:
             self._stats.num_steps += 1
             self._parts.sentinel.progress()
-            self._policy.planned(work.chunks, work.decode_reqs)
+            self._parts.by_class.planned(
+                work.chunks, work.decode_reqs, has_background=self._requests.num_background > 0
+            )
         return batch
 
     # ------------------------------------------------------------ settling

@@ -38,7 +38,7 @@ class SimRequest(NamedTuple):
         input_ids: int32 bytes.
         output_len: tokens of the answer. The scheduler learns it when the last token is sampled.
         max_new_tokens: the client's limit, `output_len` or more; part of the message to the scheduler.
-        tenant, priority: as in `GenerateRequest`.
+        tenant, priority, background: as in `GenerateRequest`.
         output_ids: [output_len] int32 bytes, if they are known (a recorded run); b"": filler, then EOS.
         template: the recorded message, sent with this request's limit and arrival; None: a new message is made.
         ready_s: when it could be scheduled at the earliest (its grammar was compiled, the KV of its prompt had come);
@@ -59,6 +59,7 @@ class SimRequest(NamedTuple):
     ready_s: float | None = None
     is_prefilled: bool = False
     next_turn: Callable[[float], SimRequest | None] | None = None
+    background: bool = False
 
     @property
     def prompt_len(self) -> int:
@@ -149,6 +150,7 @@ def _message_of(request: SimRequest) -> GenerateRequest:
             request.arrival_s,
             request.priority,
             tenant=request.tenant,
+            background=request.background,
         )
     sampling = msgspec.structs.replace(request.template.sampling, max_new_tokens=request.max_new_tokens)
     return msgspec.structs.replace(request.template, arrival_s=request.arrival_s, sampling=sampling)

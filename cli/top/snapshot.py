@@ -32,6 +32,7 @@ class Request(msgspec.Struct, frozen=True):
     why: str = ""
     need: int = 0
     have: int = 0
+    service_tier: str = "default"
 
     @property
     def waits(self) -> bool:
@@ -179,7 +180,9 @@ def printable(text: str) -> str:
 
 
 def _printable(request: Request) -> Request:
-    texts = {name: printable(getattr(request, name)) for name in ("id", "phase", "reason", "why")}
+    texts = {
+        name: printable(getattr(request, name)) for name in ("id", "phase", "reason", "why", "service_tier")
+    }
     return msgspec.structs.replace(request, **texts)
 
 

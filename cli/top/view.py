@@ -257,9 +257,12 @@ class _Columns(NamedTuple):
         words = request.reason if self.narrow else request.why
         if words and (request.need or request.have):
             words += f" (need {request.need:,}, have {request.have:,})"
-        if request.num_retractions:
-            return f"retracted {request.num_retractions}x{'; ' if words else ''}{words}"
-        return words
+        parts = [
+            "" if request.service_tier == "default" else request.service_tier,
+            f"retracted {request.num_retractions}x" if request.num_retractions else "",
+            words,
+        ]
+        return "; ".join(filter(None, parts))
 
 
 def short_id(rid: str, columns: int) -> str:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain, islice
 
 from ..arrays import IntArray
 from ..estimator import OutputEstimator
 from ..media.tile_budget import TileBudget
 from ..pass_state import PassState
+from ..policy.base import SchedulePolicy
 from ..records.stats import SchedulerStats
 from ..records.verdict import Reason, Verdict
 from ..requests.req import Chunk, Req, ReqStatus
 from ..step_size.step_limits import PartialPrefills, StepCaps, StepLimits
-from ..step_size.step_target import StepTarget
+from ..step_size.step_target import PromptTime, StepTarget
 from .admission_pass import AdmissionParts, AdmissionPass
-from .budget import PrefillBudget
+from .budget import NO_RESERVE, PrefillBudget, Reserve
 from .prefill_adder import PrefillAdder
 from .shared_prefixes import PrefixDedup
 
@@ -31,6 +33,7 @@ class Admission:
     def __init__(
         self,
         parts: AdmissionParts,
+        background: SchedulePolicy,
         limits: StepLimits,
         *,
         caps: StepCaps,
@@ -39,8 +42,17 @@ class Admission:
         dedups_prefixes: bool,
         stats: SchedulerStats,
     ) -> None:
-        """Compose; `dedups_prefixes`: requests wait for a prefix that another one computes, see `PrefixDedup`."""
+        """Compose.
+
+        Args:
+            parts: for interactive requests.
+            background: the order of those of the background.
+            dedups_prefixes: requests wait for a prefix that another one computes, see `PrefixDedup`.
+        """
         self._parts, self._memory = parts, parts.memory
+        self._background = replace(
+            parts, queue=parts.requests.background, swapped=(), policy=background, look_ahead=0
+        )
         self._limits = limits
         self._caps = caps
         self._target = target
@@ -57,87 +69,134 @@ class Admission:
     def plan(self, state: PassState, decode_rows: IntArray) -> list[Chunk]:
         """Continue the partial prefills, then admit waiting requests; admitted requests get rows and pages.
 
+        Those of the background class are left to `plan_background`.
+
         Args:
             decode_rows: rows of the requests that decode in the same step.
         """
-        parts, requests, now_s = self._parts, self._parts.requests, state.now_s
+        parts, requests = self._parts, self._parts.requests
         self._count_waiting(state)
-        if not (state.num_waiting or requests.partial):
+        partial = requests.partial
+        if requests.num_background:
+            partial = [req for req in partial if not req.background]
+        if not (partial or parts.queue or parts.swapped or requests.grammar):
             return []
-        adder = self._adder(decode_rows)
-        state.budget_before = adder.budget.state()
-        for req in requests.partial:
+        num_decodes = len(decode_rows)
+        kv_tokens = int(self._memory.states.num_computed[decode_rows].sum()) + num_decodes
+        time = self._target.for_prompts(
+            num_decodes,
+            kv_tokens,
+            *self._waiting_work(partial),
+            self._memory.kv.page_size,
+            num_with_images=self._num_with_images() if parts.encoder_cache.num_blocks else 0,
+        )
+        return self._plan(parts, state, partial, num_decodes, time)
+
+    def plan_background(
+        self, state: PassState, num_beside: int, time: PromptTime, reserve: Reserve
+    ) -> list[Chunk]:
+        """As `plan`, for the background; no request is admitted while an interactive one waits for a row or memory.
+
+        Args:
+            num_beside: tokens that the step computes already.
+            time: for these prompts.
+            reserve: rows and pages that stay free.
+        """
+        parts, requests = self._background, self._parts.requests
+        partial = [req for req in requests.partial if req.background]
+        if not (partial or parts.queue):
+            return []
+        return self._plan(parts, state, partial, num_beside, time, reserve)
+
+    def _plan(
+        self,
+        parts: AdmissionParts,
+        state: PassState,
+        partial: list[Req],
+        num_beside: int,
+        time: PromptTime,
+        reserve: Reserve = NO_RESERVE,
+    ) -> list[Chunk]:
+        adder = self._adder(parts, len(partial), num_beside, time, reserve)
+        is_first = state.budget_before is None
+        if is_first:
+            state.budget_before = adder.budget.state()
+        for req in partial:
             state.continued.append(adder.continue_chunk(req, int(self._memory.states.num_computed[req.row])))
         sources: dict[Req, Req] = {}
-        reason = Reason.RETRACTING if state.num_retractions else parts.policy.hold(requests.waiting, now_s)
-        if parts.pauses.lets_run:
-            reason = Reason.PAUSED
-        if reason is None:
+        if state.rest_reason is None and (reason := self._reason_to_hold(parts, state)) is not None:
+            state.refuse_rest(reason)
+        if state.rest_reason is None:
             dedup = PrefixDedup(self._memory.kv.page_size) if self._dedups_prefixes else None
             admission_pass = AdmissionPass(parts, adder, dedup, state)
             admission_pass.walk()
             sources = admission_pass.sources
-        else:
-            state.refuse_rest(reason)
+            if admission_pass.refused and state.rest_reason is None:
+                state.refuse_rest(Reason.BACKGROUND, admission_pass.refused)
         _replace(state, adder.use_leftover())
-        state.budget_after = adder.budget.state()
-        state.step_time = self._target.explain(adder.budget.time)
-        state.cache_misses = self._memory.kv.take_misses()
+        if is_first:
+            state.budget_after = adder.budget.state()
+            state.step_time = self._target.explain(adder.budget.time)
+        state.cache_misses += self._memory.kv.take_misses()
         for chunk in adder.chunks:
-            self._start(chunk, sources.get(chunk.req), now_s)
-        parts.preemption.requeue(now_s)
-        self._note_overtaken(adder.chunks)
+            self._start(chunk, sources.get(chunk.req), state.now_s)
+        parts.preemption.requeue(state.now_s)
+        if not parts.is_background:
+            self._note_overtaken(adder.chunks)
         return adder.chunks
+
+    def _reason_to_hold(self, parts: AdmissionParts, state: PassState) -> Reason | None:
+        """Reason why no waiting request is offered in this pass; None if some may be."""
+        if parts.pauses.lets_run:
+            return Reason.PAUSED
+        if state.num_retractions:
+            return Reason.RETRACTING
+        return parts.policy.hold(parts.queue, state.now_s) if parts.queue or parts.swapped else None
 
     def _count_waiting(self, state: PassState) -> None:
         state.num_waiting = self._parts.requests.num_waiting
         state.num_grammar = len(self._parts.requests.grammar)
 
-    def _adder(self, decode_rows: IntArray) -> PrefillAdder:
-        parts, page_size = self._parts, self._memory.kv.page_size
-        num_decodes = len(decode_rows)
-        kv_tokens = int(self._memory.states.num_computed[decode_rows].sum()) + num_decodes
+    def _adder(
+        self, parts: AdmissionParts, num_partial: int, num_beside: int, time: PromptTime, reserve: Reserve
+    ) -> PrefillAdder:
+        requests, page_size = parts.requests, self._memory.kv.page_size
         limits = self._limits.capped(self._caps.max_step_tokens)
+        num_running = requests.num_with_row
         budget = PrefillBudget(
             page_size=page_size,
             available_tokens=self._memory.kv.available_pages * page_size,
-            expected_tokens=parts.reservations.total_tokens(),
+            expected_tokens=parts.reservations.total_tokens() + reserve.pages * page_size,
             max_prefill_tokens=limits.max_prefill_tokens,
             chunk_size=limits.chunk_size,
-            num_decodes=num_decodes,
+            num_decodes=num_beside,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             decodes_first=limits.decodes_first,
-            time=self._target.for_prompts(
-                num_decodes,
-                kv_tokens,
-                *self._waiting_work(),
-                page_size,
-                num_with_images=self._num_with_images() if parts.encoder_cache.num_blocks else 0,
-            ),
+            time=time,
         )
         return PrefillAdder(
             self._memory.kv,
             budget,
-            num_free_rows=self._num_free_rows,
-            nothing_runs=not parts.requests.num_with_row,
+            num_free_rows=self._num_free_rows - (reserve.rows if num_running else 0),
+            num_running=num_running,
             estimator=self._estimator,
             partial_prefills=PartialPrefills(
                 limits.partial,
                 page_size=page_size,
-                step_tokens=min(budget.rem_step_tokens, budget.time.most_tokens(0)),
-                num_prompts=len(parts.requests.partial) + len(parts.requests.waiting),
+                step_tokens=min(budget.rem_step_tokens, time.most_tokens(0)),
+                num_prompts=num_partial + len(parts.queue),
             ),
-            tiles=TileBudget(parts.encoder_cache, budget.time, page_size),
+            tiles=TileBudget(parts.encoder_cache, time, page_size),
             num_lookahead_tokens=limits.num_lookahead_tokens,
         )
 
-    def _waiting_work(self) -> tuple[int, int]:
+    def _waiting_work(self, partial: list[Req]) -> tuple[int, int]:
         """Prompt tokens to be computed, cached ones included; and the same without the longest prompt.
 
         Of the waiting prompts the first `_MAX_COUNTED` count, and only as many as there are free rows.
         """
         requests, states = self._parts.requests, self._memory.states
-        lengths = [req.fill_len - int(states.num_computed[req.row]) for req in requests.partial]
+        lengths = [req.fill_len - int(states.num_computed[req.row]) for req in partial]
         num_waiting = min(_MAX_COUNTED, max(0, self._num_free_rows))
         lengths += [req.fill_len for req in islice(requests.waiting, num_waiting)]
         return sum(lengths), sum(lengths) - max(lengths, default=0)

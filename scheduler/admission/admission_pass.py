@@ -15,11 +15,11 @@ from ..memory.kv_memory import RowMemory
 from ..pass_state import PassState
 from ..pause import Pauses
 from ..policy.base import SchedulePolicy
-from ..preemption.preemption import Preemption
+from ..preemption.preemption import Cause, Preemption
 from ..prefix_cache.base import Prefix
 from ..records.verdict import AddReqResult, Reason, Verdict
 from ..requests.req import MAX_OVERTAKEN, Req, ReqStatus
-from ..requests.requests import Requests
+from ..requests.requests import Requests, WaitingQueue
 from .budget import Reservations
 from .prefill_adder import PrefillAdder
 from .shared_prefixes import ParallelSamples, PrefixDedup
@@ -30,9 +30,15 @@ _MAX_SKIPPED = 256
 
 @dataclass(frozen=True, slots=True)
 class AdmissionParts:
-    """Parts that every walk needs; `look_ahead`: see `StepLimits`."""
+    """Parts that every walk needs; `look_ahead`: see `StepLimits`.
+
+    Attributes:
+        queue, swapped, policy: the waiting requests of the class that is walked over, and their order.
+    """
 
     requests: Requests
+    queue: WaitingQueue
+    swapped: Sequence[Req]
     policy: SchedulePolicy
     preemption: Preemption
     pauses: Pauses
@@ -43,6 +49,11 @@ class AdmissionParts:
     memory: RowMemory
     look_ahead: int
 
+    @property
+    def is_background(self) -> bool:
+        """Whether the walk is over requests of the background."""
+        return self.queue is self.requests.background
+
 
 class AdmissionPass:
     """See the module. Made anew for each pass.
@@ -50,16 +61,19 @@ class AdmissionPass:
     Attributes:
         sources: request that starts from a copy of a sibling's last page -> that sibling. A source is not preempted
             in this pass.
+        refused: rid of the first request that lacked memory; "" if none did.
     """
 
     __slots__ = (
         "_adder",
+        "_has_background",
         "_look_ahead",
         "_lowest_running",
         "_memory",
         "_parts",
         "_prefix_dedup",
         "_state",
+        "refused",
         "sources",
     )
 
@@ -73,7 +87,9 @@ class AdmissionPass:
         self._state = state
         self._look_ahead = parts.look_ahead if parts.policy.looks_ahead else -1
         self._lowest_running: int | None = None  # priority; None: not looked up since the last retraction
+        self._has_background = not parts.is_background and bool(parts.requests.background_with_row)
         self.sources: dict[Req, Req] = {}
+        self.refused = ""
         if dedup is not None:
             for req in self._still_computing():
                 dedup.computing(req, int(self._memory.states.num_settled[req.row]))
@@ -86,17 +102,16 @@ class AdmissionPass:
         ended. A swapped request that lacks memory always blocks: it was running before.
         """
         adder, state, policy = self._adder, self._state, self._parts.policy
-        refused = ""  # rid of the first request that lacks memory
         num_ahead = num_skipped = 0
-        most = policy.max_offers(self._parts.requests.waiting)
+        most = policy.max_offers(self._parts.queue)
         for num_offered, req in enumerate(self._candidates()):
-            spent = adder.exhausted(may_preempt=policy.preempts)
+            spent = adder.exhausted(may_preempt=policy.preempts or self._has_background)
             if most is not None and num_offered >= most:
                 spent = policy.full_reason
             elif spent is None and (num_ahead > self._look_ahead >= 0 or num_skipped > _MAX_SKIPPED):
                 spent = Reason.LOOK_AHEAD_SPENT
             if spent is not None:
-                state.refuse_rest(spent, at=refused)
+                state.refuse_rest(spent, at=self.refused)
                 return
             verdict = self._offer(req)
             state.verdicts.append(verdict)
@@ -113,16 +128,16 @@ class AdmissionPass:
                     if (reason := self._reason_to_stop_at(req)) is not None:
                         state.refuse_rest(reason, req.rid)
                         return
-                    refused = refused or req.rid
-            num_ahead += bool(refused)
+                    self.refused = self.refused or req.rid
+            num_ahead += bool(self.refused)
 
     def _candidates(self) -> Iterator[Req]:
         """Swapped requests first, except after a waiting request that is urgent enough to preempt them."""
         parts = self._parts
-        waiting = parts.policy.order(parts.requests.waiting, self._state.now_s)
-        if not (parts.policy.preempts and parts.requests.swapped):
-            return chain(parts.requests.swapped, waiting)
-        return _merged(parts.requests.swapped, iter(waiting), parts.policy.may_displace)
+        waiting = parts.policy.order(parts.queue, self._state.now_s)
+        if not (parts.policy.preempts and parts.swapped):
+            return chain(parts.swapped, waiting)
+        return _merged(parts.swapped, iter(waiting), parts.policy.may_displace)
 
     def _reason_to_stop_at(self, req: Req) -> Reason | None:
         """Reason why no request after one that lacks memory may be tried; None if later ones may."""
@@ -192,32 +207,54 @@ class AdmissionPass:
         return starts or self._parts.parallel_samples.prompt_is_pending(req)
 
     def _still_computing(self) -> list[Req]:
-        """Requests with a row and a prompt that is not complete in the settled steps."""
+        """Requests with a row and a prompt that is not complete in the settled steps.
+
+        For an interactive request no prefix of the background counts: it may not be computed for long.
+        """
         states, running = self._memory.states, self._parts.requests.running
         unsettled = states.num_settled[running.rows] < states.fill_len[running.rows]
-        return self._parts.requests.partial + [running.reqs[idx] for idx in np.flatnonzero(unsettled)]
+        computing = self._parts.requests.partial + [running.reqs[idx] for idx in np.flatnonzero(unsettled)]
+        if not self._has_background:
+            return computing
+        return [req for req in computing if not req.background]
 
     def _preempt(self, req: Req, prefix: Prefix, sibling: Req | None) -> bool:
-        """Preempt less urgent requests if that lets this one start; True if it did."""
+        """Retract requests of the background, and preempt less urgent ones, if that lets this one start."""
         parts, memory, adder = self._parts, self._memory, self._adder
-        if not (parts.policy.preempts and self._outranks_somebody(req) and adder.can_compute(req, prefix)):
+        outranks = parts.policy.preempts and self._outranks_somebody(req)
+        if not (self._has_background or outranks) or not adder.can_compute(req, prefix):
             return False
-        protected = {sibling, *self.sources.values()}
-        victims = parts.preemption.victims_for(
-            req,
-            adder.missing_tokens(req, prefix),
-            parts.reservations.output_tokens_of,
-            lambda urgent, victim: victim not in protected and parts.policy.may_displace(urgent, victim),
-        )
-        if not victims:
-            return False
+        victims: list[Req] = []
+        lack_tokens = adder.missing_tokens(req, prefix)
+        if self._has_background:
+            victims, freed_tokens = parts.preemption.background_for(lack_tokens, parts.reservations.tokens_of)
+            lack_tokens -= freed_tokens
+        if not victims or lack_tokens > 0:
+            protected = {sibling, *self.sources.values()}
+            urgent_over = (
+                parts.preemption.victims_for(
+                    req,
+                    lack_tokens,
+                    parts.reservations.tokens_of,
+                    lambda urgent, victim: (
+                        victim not in protected and parts.policy.may_displace(urgent, victim)
+                    ),
+                )
+                if outranks
+                else []
+            )
+            if not (urgent_over or (victims and adder.could_be_alone(len(victims)))):
+                return False
+            victims = victims + urgent_over
         pages_before = memory.kv.available_pages
-        reserved_tokens = sum(map(parts.reservations.output_tokens_of, victims))
+        reserved_tokens = sum(map(parts.reservations.tokens_of, victims))
         for victim in victims:
-            self._state.add_retraction(parts.preemption.retract(victim, "priority"))
+            cause: Cause = "background" if victim.background else "priority"
+            self._state.add_retraction(parts.preemption.retract(victim, cause))
         freed_tokens = (memory.kv.available_pages - pages_before) * memory.kv.page_size
         adder.add_capacity(freed_tokens, reserved_tokens, len(victims))
         self._lowest_running = None
+        self._has_background = self._has_background and bool(parts.requests.background_with_row)
         return True
 
     def _outranks_somebody(self, req: Req) -> bool:

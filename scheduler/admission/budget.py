@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -17,6 +18,16 @@ from ..requests.requests import Requests
 from ..requests.row_states import RowStates
 from ..step_size.step_limits import reserved_tokens
 from ..step_size.step_target import UNLIMITED, PromptTime
+
+
+class Reserve(NamedTuple):
+    """Rows and pages that stay free for interactive requests when one of the background is admitted."""
+
+    rows: int = 0
+    pages: int = 0
+
+
+NO_RESERVE: Final = Reserve()
 
 
 class Reservations:
@@ -52,9 +63,11 @@ class Reservations:
             return True
         return (available_pages - needed_pages) * self._page_size >= self.total_tokens()
 
-    def output_tokens_of(self, req: Req) -> int:
-        """The part of `total_tokens` for the output of one running request, rounded down."""
-        return int(self._output(np.array([req.row], dtype=np.int32)))
+    def tokens_of(self, req: Req) -> int:
+        """The part of `total_tokens` for one request with a row, rounded down."""
+        rows = np.array([req.row], dtype=np.int32)
+        remaining = np.maximum(self._states.fill_len[rows] - self._states.num_computed[rows], 0)
+        return reserved_tokens(remaining, self._page_size) + int(self._output(rows))
 
     def _output(self, rows: IntArray) -> float:
         states = self._states

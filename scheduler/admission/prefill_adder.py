@@ -29,9 +29,9 @@ class PrefillAdder:
     __slots__ = (
         "_estimator",
         "_kv",
-        "_nothing_runs",
         "_num_free_rows",
         "_num_lookahead_tokens",
+        "_num_running",
         "_partial",
         "_tiles",
         "_verdicts",
@@ -45,7 +45,7 @@ class PrefillAdder:
         budget: PrefillBudget,
         *,
         num_free_rows: int,
-        nothing_runs: bool,
+        num_running: int,
         estimator: OutputEstimator,
         partial_prefills: PartialPrefills,
         tiles: TileBudget,
@@ -57,7 +57,7 @@ class PrefillAdder:
             kv: what the cache has, and where it is locked.
             budget: of this pass.
             num_free_rows: requests that may be added to those that run.
-            nothing_runs: no request has a row, so every feasible request must be admitted.
+            num_running: requests with a row; if there are none, every feasible request must be admitted.
             estimator: how many tokens are reserved for the output of a candidate.
             partial_prefills: how the step is shared among prompts.
             tiles: which tiles of images the step may encode.
@@ -68,7 +68,7 @@ class PrefillAdder:
         self.chunks: list[Chunk] = []
         self._verdicts: list[Verdict] = []  # of each chunk
         self._num_free_rows = num_free_rows
-        self._nothing_runs = nothing_runs
+        self._num_running = num_running
         self._estimator = estimator
         self._partial = partial_prefills
         self._tiles = tiles
@@ -234,7 +234,7 @@ class PrefillAdder:
             self._tiles.spend(chunk.req, end, extra)
             budget.time.spend(end, extra)
             chunk = self.chunks[idx] = chunk._replace(length=chunk.length + extra, is_last=extra == remaining)
-            reason = self._reason(chunk, alone=self._nothing_runs and not idx, by_time=have == in_time)
+            reason = self._reason(chunk, alone=not self._num_running and not idx, by_time=have == in_time)
             verdict = self._verdicts[idx]._replace(reason=reason, extend_len=chunk.length)
             self._verdicts[idx] = verdict
             changed.append(verdict)
@@ -250,6 +250,11 @@ class PrefillAdder:
         """
         self.budget.give_back(available_tokens, expected_tokens)
         self._num_free_rows += num_rows
+        self._num_running -= num_rows
+
+    def could_be_alone(self, num_retracted: int) -> bool:
+        """Whether nothing would run, and nothing was admitted, if so many requests were retracted."""
+        return self._num_running == num_retracted and not self.chunks
 
     @property
     def _alone(self) -> bool:
@@ -258,7 +263,7 @@ class PrefillAdder:
         The estimate has margins of its own (clipped output, a page for rounding, strictly less) and could refuse a
         feasible request forever. The worst case of a request that is alone cannot.
         """
-        return self._nothing_runs and not self.chunks
+        return not self._num_running and not self.chunks
 
     @property
     def _spent_budget(self) -> Reason:

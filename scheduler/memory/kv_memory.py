@@ -160,8 +160,11 @@ class KVMemory:
         return req.match
 
     def enqueued(self, req: Req) -> None:
-        """A request joined the queue: from now on its cached prefix is evicted after others."""
-        if self._cache.counts_wants:
+        """A request joined the queue: from now on its cached prefix is evicted after others.
+
+        Of the background only the next one keeps its prefix, which is looked up when it is offered.
+        """
+        if self._cache.counts_wants and not req.background:
             self.match(req)
 
     def dequeued(self, req: Req) -> None:
@@ -413,7 +416,7 @@ class KVMemory:
         begin, end = req.lease.num_pages, int(self._pool.num_pages[row])
         self._supply.give_back(self._pool.pages[row, begin:end])
         if keep:
-            once = req.pooling is not None or req.keep_s == 0
+            once = req.pooling is not None or req.keep_s == 0 or req.background
             self._cache.release(req.lease, once=once, session=req.session)
         else:
             self._supply.give_back(self._cache.forget(req.lease))

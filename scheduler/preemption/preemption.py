@@ -1,6 +1,7 @@
 """`Preemption`: how a running request is retracted, and which ones a more urgent request may preempt.
 
-Four causes: KV memory ran out (`Decodes` chooses), a more urgent request came (`victims_for` chooses), the device
+Four causes: KV memory ran out (`Decodes` chooses), a more urgent request or one of a better class came (`victims_for`
+and `background_for` choose), the device
 had no memory for a step (`out_of_memory.py`), or `--chaos` asked for a fault (`chaos.py`). In each case the request
 returns to a queue with its output so far; its KV is swapped to the host or computed again (`PreemptionMode`).
 Sampling noise is keyed by position, so the request's text does not change.
@@ -82,7 +83,7 @@ def make_preemption_mode(name: PreemptionModeName, page_bytes: int) -> Preemptio
     return ByCost(page_bytes) if name == "cost" else PreemptionMode(swaps=name == "swap")
 
 
-Cause = Literal["memory", "priority", "device memory", "chaos", "pause"]
+Cause = Literal["memory", "priority", "background", "device memory", "chaos", "pause"]
 
 
 class Preemption:
@@ -130,10 +131,31 @@ class Preemption:
             self._retracted = []
             self._requests.remove_stopped()
 
+    def background_for(self, lack_tokens: int, kept_for: Callable[[Req], int]) -> tuple[list[Req], int]:
+        """Requests of the background to retract so that an interactive one can start: enough of them, or all.
+
+        Those with the least work to lose go first: the shortest outputs, the newest among equals.
+
+        Args:
+            lack_tokens, kept_for: as for `victims_for`.
+
+        Returns:
+            the requests, and the slots that come free: of all, also those that they share only with each other.
+        """
+        candidates = self._requests.background_with_row
+        candidates.sort(key=lambda each: (each.output_len, -each.seq))
+        freed_tokens = shared_tokens = 0
+        for num_victims, victim in enumerate(candidates, 1):
+            freed_tokens += self._kv.num_own_pages(victim) * self._kv.page_size + kept_for(victim)
+            shared_tokens += 0 if victim.lease is None else victim.lease.num_pages * self._kv.page_size
+            if freed_tokens >= lack_tokens:
+                return candidates[:num_victims], freed_tokens
+        return candidates, freed_tokens + shared_tokens
+
     def lowest_priority(self) -> int:
         """The lowest priority of the running requests; a large number if none runs."""
         reqs = self._requests.running.reqs
-        return min((req.priority for req in reqs if req.row >= 0), default=2**62)
+        return min((req.priority for req in reqs if req.row >= 0 and not req.background), default=2**62)
 
     def outranks(self, req: Req, priority: int) -> bool:
         """Whether a request may preempt one of this priority."""
@@ -160,6 +182,7 @@ class Preemption:
             each
             for each in self._requests.running.reqs
             if each.row >= 0  # without a row: retracted in this pass
+            and not each.background
             and self.outranks(req, each.priority)
             and may_displace(req, each)
         ]
@@ -176,6 +199,6 @@ class Preemption:
     def _may_swap(self, victim: Req, num_pages: int) -> bool:
         if not 0 < num_pages <= self._host.num_available:
             return False
-        if victim.needs_all_tokens:
+        if victim.needs_all_tokens or victim.background:  # host memory is for the others
             return False
         return self._mode.swaps(int(self._states.num_settled[victim.row]), num_pages)

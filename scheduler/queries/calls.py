@@ -293,6 +293,7 @@ def _beginning_of(req: Req) -> Beginning:
         session="" if req.session is None else req.session.key,
         turn=req.turn,
         num_images=0 if req.images is None else len(req.images.ends),
+        background=req.background,
     )
     grammar_s = req.queued_s if needs_grammar else None
     return Beginning(arrived, grammar_s, req.entered_s.get(ReqStatus.PREFILL))
@@ -328,7 +329,12 @@ def list_sessions(cache: PrefixCache, limit: int, page_size: int, now_s: float) 
 def _in_order(requests: Requests) -> Iterator[Req]:
     with_row = sorted(requests.with_row, key=lambda req: req.seq)
     return chain(
-        with_row, requests.swapped, requests.waiting, requests.grammar.values(), requests.receiving.values()
+        with_row,
+        requests.swapped,
+        requests.waiting,
+        requests.background,
+        requests.grammar.values(),
+        requests.receiving.values(),
     )
 
 
@@ -353,6 +359,7 @@ def _live(req: Req, verdict: Verdict | None, last: PassRecord | None, now_s: flo
         reason.text if reason is not None else "",
         need,
         have,
+        req.background,
     )
 
 

@@ -26,6 +26,7 @@ _KEY_CHARS: Final = 4
 _CAUSES: Final = {
     "memory": "KV memory ran out",
     "priority": "a more urgent request took its place",
+    "background": "it is a batch request, and an interactive one took its place",
     "device memory": "the device had no memory for its step",
     "chaos": "a fault that --chaos asked for",
 }
@@ -360,6 +361,8 @@ def _arrival_words(arrived: Arrived) -> str:
         words += ", prompt computed by another engine"
     if turn := _turn_words(arrived):
         words += f", {turn}"
+    if arrived.background:
+        words += ", of the batch class"
     if arrived.priority:
         words += f", priority {arrived.priority}"
     # Not the tenant: it may be an API key.

@@ -71,8 +71,9 @@ class Retraction(NamedTuple):
     Attributes:
         rid: the request.
         mode: "recompute" or "swap".
-        cause: "memory" (too few KV pages), "priority" (preempted for a more urgent request), "device memory" (the
-            device had no memory for a step) or "chaos".
+        cause: "memory" (too few KV pages), "priority" (preempted for a more urgent request), "background" (for
+            one that is not of the background), "device memory" (the device had no memory for a step), "pause" or
+            "chaos".
         num_pages: pages that it gave back or that were copied to the host.
         output_len: tokens that it had generated.
     """
@@ -113,6 +114,7 @@ class Arrived(msgspec.Struct, tag="arrived", array_like=True, gc=False):
     session: str = ""
     turn: int = 0
     num_images: int = 0
+    background: bool = False
 
 
 class Handover(msgspec.Struct, tag="handover", array_like=True, gc=False):

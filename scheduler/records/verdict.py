@@ -50,6 +50,7 @@ class Reason(enum.StrEnum):
     COPY_BUDGET = "copy_budget"
     MEDIA_LIMIT = "media_limit"
     ENCODE_TIME = "encode_time"
+    BACKGROUND = "background"
 
     @property
     def text(self) -> str:
@@ -95,6 +96,7 @@ _TEXTS: Final = {
     Reason.COPY_BUDGET: "this step copies enough from the host for others",
     Reason.MEDIA_LIMIT: "the encoder's rows are promised to other images",
     Reason.ENCODE_TIME: "this step encodes other images for as long as its target time allows",
+    Reason.BACKGROUND: "it is a batch request, and another request waits for a row or for memory",
 }
 
 

@@ -42,10 +42,13 @@ class Deadlines:
         self._compact_at = _MIN_COMPACTED
 
     def add(self, req: Req, message: GenerateRequest) -> None:
-        """Add the deadlines of a new request."""
+        """Add the deadlines of a new request; one of the background, which may wait long, has only its own."""
+        queue_s, request_s = (
+            (None, None) if req.background else (self._queue_timeout_s, self._request_timeout_s)
+        )
         limits = (
-            (_shorter(self._queue_timeout_s, message.queue_timeout_s), True),
-            (_shorter(self._request_timeout_s, message.timeout_s), False),
+            (_shorter(queue_s, message.queue_timeout_s), True),
+            (_shorter(request_s, message.timeout_s), False),
         )
         for limit_s, is_queue in limits:
             if limit_s is not None:

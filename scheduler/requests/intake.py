@@ -155,6 +155,7 @@ def _check_fields(message: GenerateRequest) -> None:
     check_flag("needs_grammar", message.needs_grammar)
     check_flag("reports_progress", message.reports_progress)
     check_flag("in_memory", message.in_memory)
+    check_flag("background", message.background)
     if message.queue_timeout_s is not None:
         check_number("queue_timeout_s", message.queue_timeout_s, 0.0, _MAX_SECONDS, low_open=True)
     if message.timeout_s is not None:

@@ -111,7 +111,7 @@ class Req:
 
     Attributes:
         rid, sampling, arrival_s, priority, tenant, lora_id, group, grammar, keep_special_ids, pooling, handoff,
-            reports_progress, keep_s, in_memory: as in `GenerateRequest`.
+            reports_progress, keep_s, in_memory, background: as in `GenerateRequest`.
         receives_kv: its prompt's KV is to come from another engine, at first.
         session: its session; None: it names none, or no sessions are kept.
         turn: number of the request in its session, from 1; 0 without a session.
@@ -155,6 +155,7 @@ class Req:
         "adapter_slot",
         "answered",
         "arrival_s",
+        "background",
         "cached_tokens",
         "checkpoint",
         "entered_s",
@@ -231,6 +232,7 @@ class Req:
         self.reports_progress = message.reports_progress
         self.keep_s = message.keep_s
         self.in_memory = message.in_memory
+        self.background = message.background
         self.session = session
         self.turn = 0 if session is None else session.num_turns
         decodes_here = handoff is None or bool(handoff.peer)

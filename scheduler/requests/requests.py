@@ -166,16 +166,18 @@ class RunningBatch:
 
 
 class Requests:
-    """The sets of requests. Each request is in `by_id` and in exactly one of the six others.
+    """The sets of requests. Each request is in `by_id` and in exactly one of the seven others.
 
     Attributes:
         by_id: all requests that are not finished.
         grammar: WAITING_GRAMMAR, by rid: their grammar is being compiled.
         receiving: RECEIVING, by rid: another engine computes their prompt, or a disk may have it.
         waiting: WAITING and RETRACTED: the queue. A retracted request must compute its tokens again.
+        background: the same, of the class that runs on what the others leave; it has no request in `swapped`.
         swapped: SWAPPED, in order of arrival: requests with KV on the host.
         partial: PREFILL: requests with a row whose last prompt chunk is not planned yet.
         running: DECODE: requests with a row that decode.
+        num_background: unfinished requests of that class, in whatever set.
     """
 
     def __init__(
@@ -189,7 +191,8 @@ class Requests:
         self.by_id: dict[str, Req] = {}
         self.grammar: dict[str, Req] = {}
         self.receiving: dict[str, Req] = {}
-        self.waiting = WaitingQueue(policy, kv)
+        self.waiting, self.background = WaitingQueue(policy, kv), WaitingQueue(policy, kv)
+        self.num_background = 0
         self.swapped: list[Req] = []
         self.partial: list[Req] = []
         self.running = RunningBatch()
@@ -200,12 +203,31 @@ class Requests:
     @property
     def num_waiting(self) -> int:
         """Requests without a row, except those that wait for KV from elsewhere: no pass decides about them."""
-        return len(self.waiting) + len(self.swapped) + len(self.grammar)
+        return len(self.waiting) + len(self.background) + len(self.swapped) + len(self.grammar)
 
     @property
     def num_waiting_tokens(self) -> int:
         """Tokens of the waiting requests that must be computed, or found in the cache."""
-        return self.waiting.num_tokens + sum(req.fill_len for req in self.grammar.values())
+        queued = self.waiting.num_tokens + self.background.num_tokens
+        return queued + sum(req.fill_len for req in self.grammar.values())
+
+    def queue_of(self, req: Req) -> WaitingQueue:
+        """The queue in which a request of its class waits."""
+        return self.background if req.background else self.waiting
+
+    @property
+    def has_interactive_decodes(self) -> bool:
+        """Whether a request that is not of the background decodes."""
+        if not self.num_background:
+            return len(self.running) > 0
+        return not all(req.background for req in self.running.reqs)
+
+    @property
+    def background_with_row(self) -> list[Req]:
+        """The requests of the background class that have a row, also within a pass."""
+        if not self.num_background:
+            return []
+        return [req for req in self.with_row if req.background and req.row >= 0]
 
     @property
     def with_row(self) -> list[Req]:
@@ -227,12 +249,13 @@ class Requests:
         """Make the `Req` of a valid message, which is a turn of a session or of none, and queue it."""
         self._num_arrivals += 1
         req = self.by_id[message.rid] = Req(message, self._num_arrivals, now_s, session, images)
+        self.num_background += req.background
         if req.status is ReqStatus.WAITING_GRAMMAR:
             self.grammar[req.rid] = req
         elif req.status is ReqStatus.RECEIVING:
             self.receiving[req.rid] = req
         else:
-            self.waiting.append(req)
+            self.queue_of(req).append(req)
         return req
 
     def grammar_ready(self, rid: str, now_s: float) -> None:
@@ -243,11 +266,11 @@ class Requests:
             self.receiving[rid] = req
         elif req is not None:
             req.enter(ReqStatus.RETRACTED if req.num_delivered else ReqStatus.WAITING, now_s)
-            self.waiting.requeue(req)
+            self.queue_of(req).requeue(req)
 
     def await_kv(self, req: Req, now_s: float) -> None:
         """Take a request out of the queue until `kv_ready`: KV of its prompt may come from elsewhere."""
-        self.waiting.remove(req)
+        self.queue_of(req).remove(req)
         req.enter(ReqStatus.RECEIVING, now_s)
         self.receiving[req.rid] = req
 
@@ -256,14 +279,14 @@ class Requests:
         del self.receiving[req.rid]
         ran = req.output_len or req.num_retractions
         req.enter(ReqStatus.RETRACTED if ran else ReqStatus.WAITING, now_s)
-        self.waiting.requeue(req)
+        self.queue_of(req).requeue(req)
 
     def start(self, req: Req, now_s: float) -> None:
         """Move a request that has just got a row from its queue to `partial`."""
         if req.status is ReqStatus.SWAPPED:
             self.swapped.remove(req)
         else:
-            self.waiting.remove(req)
+            self.queue_of(req).remove(req)
         req.enter(ReqStatus.PREFILL, now_s)
         self.partial.append(req)
         for observer in self._observers:
@@ -283,7 +306,7 @@ class Requests:
         req.prompt_logprobs = []  # if they were not sent yet, the prompt is computed again from its start
         if req.host_pages is None:
             req.enter(ReqStatus.RETRACTED, now_s)
-            self.waiting.requeue(req)
+            self.queue_of(req).requeue(req)
         else:
             req.enter(ReqStatus.SWAPPED, now_s)
             bisect.insort(self.swapped, req, key=_BY_ARRIVAL)
@@ -312,7 +335,7 @@ class Requests:
                 self.swapped.remove(req)
                 self._kv.drop_host_pages(req)
             case ReqStatus.WAITING | ReqStatus.RETRACTED:
-                self.waiting.remove(req)
+                self.queue_of(req).remove(req)
             case _:
                 self._kv.release(req, keep=keep)
                 self._kv.keep_prompt(req, now_s)
@@ -320,6 +343,7 @@ class Requests:
                     observer.stopped(req)
         req.enter(ReqStatus.FINISHED, now_s)
         del self.by_id[req.rid]
+        self.num_background -= req.background
         self._policy.finished(req, finish.kind)
         drafts = req.num_drafts, req.num_accepted_drafts
         num_overruled = 0 if req.grammar_figures is None else req.grammar_figures.num_overruled

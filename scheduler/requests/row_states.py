@@ -27,6 +27,7 @@ class RowStates:
         single_step: [R] no multi-step decode: it has its own stop tokens or wants log-probabilities.
         has_grammar: [R].
         adapter_slot: [R].
+        background: [R]
         needs_host_check: [R] `settle` must read the `Req`: one of the two.
     """
 
@@ -43,6 +44,7 @@ class RowStates:
         self.single_step: BoolArray = np.zeros(num_rows, dtype=np.bool_)
         self.has_grammar: BoolArray = np.zeros(num_rows, dtype=np.bool_)
         self.adapter_slot: IntArray = np.zeros(num_rows, dtype=np.int32)
+        self.background: BoolArray = np.zeros(num_rows, dtype=np.bool_)
         self.needs_host_check: BoolArray = np.zeros(num_rows, dtype=np.bool_)
 
     def open(self, req: Req, prefix_len: int) -> None:
@@ -57,6 +59,7 @@ class RowStates:
         self.max_kv_len[row] = req.max_kv_len
         self.ignore_eos[row] = sampling.ignore_eos
         self.adapter_slot[row] = req.adapter_slot
+        self.background[row] = req.background
         single_step = bool(sampling.stop_token_ids) or sampling.logprobs is not None
         self.single_step[row], self.has_grammar[row] = single_step, req.has_grammar
         self.needs_host_check[row] = single_step or req.has_grammar

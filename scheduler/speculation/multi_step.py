@@ -77,7 +77,14 @@ class MultiStepDecode:
             return 1
         if self._caps.are_lowered:
             return 1
-        if self._requests.num_waiting or self._requests.partial:
+        requests = self._requests
+        num_waiting, num_partial = requests.num_waiting, len(requests.partial)
+        if (
+            requests.num_background and not work.decode_reqs[0].background
+        ):  # then those of the background can wait
+            num_waiting -= len(requests.background)
+            num_partial = sum(not req.background for req in requests.partial)
+        if num_waiting or num_partial:
             return 1
         if states.single_step[rows].any():
             return 1

@@ -45,7 +45,7 @@ from engine.scheduler.memory.pages import PageAllocator
 from engine.scheduler.prefix_cache.base import PrefixCache
 from engine.scheduler.prefix_cache.radix_cache import RadixCache
 from engine.scheduler.records.decision_log import DecisionLog, PassRecord, RefusedToken
-from engine.scheduler.records.verdict import AddReqResult, Verdict
+from engine.scheduler.records.verdict import AddReqResult, Reason, Verdict
 from engine.scheduler.scheduler import Scheduler
 
 from .fake_runner import (
@@ -380,6 +380,8 @@ class Harness:
             self.check_record(passes[-1], batch)
         self.scheduler.audit()
         self.check_wants()
+        if passes:
+            self.check_classes(passes[-1], batch)
         if batch is not None:
             may_continue = partial(self.may_continue, batch)
             masks: GetMasks = no_masks
@@ -523,8 +525,32 @@ class Harness:
     def check_wants(self) -> None:
         """Only requests that wait want a prefix of the cache."""
         if isinstance(self.prefix_cache, RadixCache):
-            waiting = {req.seq for req in self.scheduler._parts.requests.waiting}
+            requests = self.scheduler._parts.requests
+            waiting = {req.seq for req in (*requests.waiting, *requests.background)}
             assert self.prefix_cache._wants._by_seq.keys() <= waiting
+
+    def check_classes(self, record: PassRecord, batch: ScheduleBatch | None) -> None:
+        """No interactive request waits for a row or for pages that one of the background has.
+
+        Where the arithmetic is more than this, interactive requests run, or compute their prompts, in the same pass.
+        """
+        parts = self.scheduler._parts
+        background = {req.rid for req in parts.requests.background_with_row}
+        by_rid = {rid: req for rid, req in parts.requests.by_id.items() if not req.background}
+        lacking = [
+            verdict
+            for verdict in record.verdicts
+            if verdict.reason in (Reason.NO_ROW, Reason.NO_KV) and verdict.rid in by_rid
+        ]
+        if not lacking:
+            return
+        admitted = {each.rid for each in record.verdicts if each.result is AddReqResult.CONTINUE}
+        assert not admitted - by_rid.keys(), "one of the background starts while another request lacks memory"
+        computes = batch is not None and any(not req.background for req in batch.reqs[: batch.num_extends])
+        if any(each.reason is Reason.NO_ROW for each in lacking):
+            assert not background or computes or any(not req.background for req in parts.requests.partial)
+        runs = any(not req.background for req in parts.requests.with_row)
+        assert runs or not background, "those of the background keep the memory that another request lacks"
 
     def check_record(self, record: PassRecord, batch: ScheduleBatch) -> None:
         """What the decision log says of a pass is what the runner was told."""

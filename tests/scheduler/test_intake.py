@@ -75,6 +75,7 @@ OTHERS: Final[dict[str, list[Any]]] = {
     "needs_grammar": [None, 1, "yes", []],
     "reports_progress": [None, 1, "yes", []],
     "in_memory": [None, 1, "yes", []],
+    "background": [None, 1, "yes", []],
     "group": [None, 5, b"x", [], "\ud800"],
     "session": [None, 5, b"x", [], "\ud800"],
     "queue_timeout_s": ["1", True, math.nan, math.inf, 0, -1.0, 10**400, []],

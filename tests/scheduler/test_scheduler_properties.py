@@ -92,6 +92,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt_logprobs=st.sampled_from([None, None, None, 0]),
         prompt_logprobs_start=st.sampled_from([0, 0, 9, 40]),
         stop_token_ids=st.sampled_from([(), (), (3, 5)]),
+        background=st.sampled_from([False, False, True]),
     )
     def submit(
         self,
@@ -101,6 +102,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_new_tokens: int,
         adapter: dict[str, str],
         turn: dict[str, Any],
+        background: bool = False,
         **options: Any,
     ) -> None:
         prompt = BASE[:shared] + own or [1]
@@ -108,7 +110,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             prompt=prompt,
             max_new_tokens=max_new_tokens,
             min_new_tokens=min(min_new_tokens, max_new_tokens),
-            message=adapter | turn,
+            message=adapter | turn | {"background": background},
             **options,
         )
         refused = self.harness.answers[rid].finish is not None

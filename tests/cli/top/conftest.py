@@ -25,6 +25,7 @@ RUNS = {
     "why": "",
     "need": 0,
     "have": 0,
+    "service_tier": "default",
 }
 WAITS = RUNS | {
     "id": "cmpl-b",

@@ -77,7 +77,7 @@ def make_adder(
         kv or CountedMemory(budget.page_size),  # type: ignore[arg-type]
         budget,
         num_free_rows=1000,
-        nothing_runs=nothing_runs,
+        num_running=0 if nothing_runs else 2,
         partial_prefills=partial_prefills,
         tiles=TileBudget(EncoderCache(0, 0), budget.time, budget.page_size),
         **options,  # type: ignore[arg-type]

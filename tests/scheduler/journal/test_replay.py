@@ -74,6 +74,7 @@ def random_life(harness: Harness, seed: int, num_events: int = 120) -> None:
                 "needs_grammar": rng.random() < 0.1,
                 "timeout_s": rng.choice([None, None, 0.5]),
                 "queue_timeout_s": rng.choice([None, None, 0.3]),
+                "background": rng.random() < 0.3,
             }
             prompt = [1 + position % 7 for position in range(rng.randint(0, 20))] + rng.choices(
                 range(1, 97), k=9

@@ -39,6 +39,7 @@ def test_live_requests_in_figures_and_without_texts(serve: Serve):
         "why": "",
         "need": 0,
         "have": 0,
+        "service_tier": "default",
     }
     assert other["ttft_s"] is None
     assert (other["reason"], other["why"], other["need"], other["have"]) == (

@@ -351,6 +351,7 @@ def _live_request(request: LiveRequest, ttft_s: float | None) -> LiveRequestBody
         why=request.why,
         need=request.need,
         have=request.have,
+        service_tier="flex" if request.background else "default",
     )
 
 

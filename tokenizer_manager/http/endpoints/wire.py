@@ -197,6 +197,7 @@ class LiveRequestBody(msgspec.Struct, kw_only=True):
     why: str
     need: int
     have: int
+    service_tier: str
 
 
 class LiveRequestsBody(msgspec.Struct, kw_only=True):

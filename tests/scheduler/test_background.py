@@ -1,0 +1,144 @@
+"""Tests of the background class: what it gets of rows, memory and steps beside interactive requests."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.runtime.messages import FinishKind
+from engine.scheduler.records.verdict import Reason
+
+BACKGROUND = {"background": True}
+
+
+def submit_lines(harness, count, **options):
+    return [harness.submit(f"line{i}", message=BACKGROUND, **options) for i in range(count)]
+
+
+def live(harness, rid):
+    return harness.scheduler._parts.requests.by_id.get(rid)
+
+
+@pytest.mark.parametrize(
+    "policy", ["fcfs", "lpm", "priority", "fair", "sjf", "round-robin", "adaptive", "hrrn"]
+)
+def test_under_any_policy_a_later_interactive_request_starts_first(make_scheduler, policy):
+    harness = make_scheduler(schedule_policy=policy, max_running_requests=1)
+    harness.submit("runs", max_new_tokens=3)
+    harness.step()
+    (line,) = submit_lines(harness, 1, max_new_tokens=2)
+    harness.submit("late", max_new_tokens=2, prompt_len=16)
+
+    harness.run_until_idle()
+
+    started = [
+        verdict.rid
+        for record in harness.scheduler.decisions.passes
+        for verdict in record.verdicts
+        if verdict.reason in (Reason.ADMITTED, Reason.ADMITTED_ALONE)
+    ]
+    assert started == ["runs", "late", line]
+
+
+def test_an_interactive_request_takes_a_row_at_once_and_the_line_gives_the_same_answer(make_scheduler):
+    harness = make_scheduler(max_running_requests=2)
+    lines = submit_lines(harness, 2, max_new_tokens=20)
+    for _ in range(4):
+        harness.step()
+    harness.submit("late", max_new_tokens=2)
+
+    harness.step()
+
+    assert live(harness, "late").row >= 0
+    assert [live(harness, rid).num_retractions for rid in lines] == [0, 1]
+    assert harness.last_pass.retractions[0].cause == "background"
+    harness.run_until_idle()
+    assert {harness.answers[rid].finish.kind for rid in lines} == {FinishKind.LENGTH}
+
+
+def test_memory_is_taken_from_lines_before_any_interactive_request_is_retracted(make_scheduler):
+    harness = make_scheduler(
+        num_pages=24, page_size=4, max_model_len=96, schedule_conservativeness=0.01, max_running_requests=4
+    )
+    options = {"prompt_len": 8, "max_new_tokens": 40, "min_new_tokens": 40, "ignore_eos": False}
+    harness.submit("first", **options)
+    harness.submit("second", **options)
+    lines = submit_lines(harness, 2, **options)
+
+    harness.run_until_idle()
+
+    retracted = [rid for record in harness.scheduler.decisions.passes for rid in record.retracted]
+    assert retracted and set(retracted) <= set(lines)
+
+
+def test_a_request_that_needs_the_whole_pool_starts_beside_lines(make_scheduler):
+    """The estimate has margins that would refuse it for ever; once all lines have left, it is alone."""
+    harness = make_scheduler(num_pages=16, page_size=4, max_model_len=64)
+    submit_lines(harness, 2, prompt_len=8, max_new_tokens=16)
+    for _ in range(3):
+        harness.step()
+    harness.submit("whole", prompt_len=40, max_new_tokens=24, ignore_eos=True)
+
+    harness.step()
+
+    assert live(harness, "whole").row >= 0
+    harness.run_until_idle()
+
+
+def test_lines_wait_while_another_request_lacks_memory(make_scheduler):
+    harness = make_scheduler(num_pages=16, page_size=4, max_model_len=64)
+    harness.submit("runs", prompt_len=20, max_new_tokens=20)
+    harness.step()
+    harness.submit("waits", prompt_len=20, max_new_tokens=20)
+    (line,) = submit_lines(harness, 1, prompt_len=4, max_new_tokens=2)
+
+    harness.step()
+
+    assert harness.verdicts_about("waits")[-1].reason is Reason.NO_KV
+    assert harness.last_pass.rest_reason is Reason.BACKGROUND
+    assert live(harness, line).row < 0
+    harness.run_until_idle()
+
+
+def test_tenants_share_the_background_fairly(make_scheduler):
+    harness = make_scheduler(max_running_requests=1)
+    for i in range(4):
+        harness.submit(f"a{i}", message=BACKGROUND | {"tenant": "a"}, max_new_tokens=4)
+    harness.submit("b0", message=BACKGROUND | {"tenant": "b"}, max_new_tokens=4)
+
+    harness.run_until_idle()
+
+    order = list(
+        dict.fromkeys(
+            verdict.rid
+            for record in harness.scheduler.decisions.passes
+            for verdict in record.verdicts
+            if verdict.reason is not Reason.NO_ROW
+        )
+    )
+    assert order.index("b0") < order.index("a2")
+
+
+def test_lines_have_no_time_limits_of_the_server(make_scheduler):
+    harness = make_scheduler(max_running_requests=1, queue_timeout=0.05, request_timeout=0.1)
+    (line,) = submit_lines(harness, 1, max_new_tokens=40)
+
+    harness.run_until_idle()
+
+    assert harness.answers[line].finish.kind is FinishKind.LENGTH
+
+
+@pytest.mark.parametrize("phases", ["mixed", "prefill-first", "decode-first"])
+def test_pages_of_a_finished_line_are_evicted_first(make_scheduler, phases):
+    harness = make_scheduler(num_pages=16, page_size=4, phases=phases, max_num_batched_tokens=64)
+    prompt = list(range(1, 25))
+    harness.submit("kept", prompt=prompt, max_new_tokens=1)
+    harness.run_until_idle()
+    submit_lines(harness, 1, prompt_len=24, max_new_tokens=1)
+    harness.run_until_idle()
+    harness.submit("other", prompt_len=28, max_new_tokens=1)
+    harness.run_until_idle()
+
+    again = harness.submit("again", prompt=prompt, max_new_tokens=1)
+    harness.run_until_idle()
+
+    assert harness.answers[again].rows[-1].usage.cached_tokens == 20
