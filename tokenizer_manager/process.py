@@ -52,6 +52,7 @@ from .media.placement import ImagePlacement
 from .overload.overload_control import OverloadLimits
 from .prompt_encoder import PromptEncoder
 from .prompt_images import PromptImages
+from .state.files import StoredFiles
 from .state.response_store import ResponseStore
 from .state.store import StateStore
 from .telemetry.metrics import Metrics, read_build_info
@@ -220,6 +221,7 @@ async def _serve(
         traces=traces,
         state=state,
         responses=stored_responses(state, settings.config.server),
+        files=None if state is None else StoredFiles(state),
     )
     server = HttpServer(App(services), settings.config.server)
     listener.listen(BACKLOG)

@@ -91,6 +91,7 @@ _POSITIVE: Final = (
     "startup_timeout",
     "watchdog_timeout",
     "state_max_gb",
+    "max_file_mb",
 )
 
 
@@ -184,6 +185,7 @@ class ServerConfig:
         "Time after its last use after which a chain of stored responses is deleted: a number and s, m, h or d. Those "
         "used least recently are deleted before, where --state-max-gb is reached.",
     ] = "30d"
+    max_file_mb: Annotated[float, "Largest file of /v1/files in MiB; larger ones get 413."] = 200.0
     strict: Annotated[bool, "Refuse unknown request fields instead of warning about them."] = False
     drain_timeout: Annotated[
         float,

@@ -115,6 +115,7 @@ SERVE_FLAGS = """
 --max-body-mb
 --max-connections
 --max-cpu-loras
+--max-file-mb
 --max-header-kb
 --max-images
 --max-json-depth

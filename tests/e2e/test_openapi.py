@@ -51,8 +51,8 @@ def document(model, tmp_path_factory) -> Iterator[Callable[[str], Any]]:
         @cache
         def document_of(task: str) -> Any:
             options = ["--dtype", "float32", *keys, *SMALL]
-            if task == "generate":  # the endpoints of tiers need one to succeed
-                options += ["--kv-disk", str(folders / "kv")]
+            if task == "generate":  # the endpoints of tiers and of files need a folder to succeed
+                options += ["--kv-disk", str(folders / "kv"), "--state-dir", str(folders / "state")]
             engine = servers.enter_context(EngineServe(str(makers[task]()), *options))
             servers.callback(assert_clean_end, engine)
             engine.wait_until_ready()

@@ -99,6 +99,7 @@ from engine.tokenizer_manager.media.placement import ImagePlacement
 from engine.tokenizer_manager.process import open_state, overload_limits, stored_responses
 from engine.tokenizer_manager.prompt_encoder import PromptEncoder
 from engine.tokenizer_manager.prompt_images import PromptImages
+from engine.tokenizer_manager.state.files import StoredFiles
 from engine.tokenizer_manager.telemetry.metrics import BuildInfo, Metrics
 from engine.tokenizer_manager.telemetry.request_record import NoTraces, Traces
 
@@ -497,6 +498,7 @@ def make_services(
         traces=traces,
         state=state,
         responses=stored_responses(state, config.server),
+        files=None if state is None else StoredFiles(state, lambda: 1.7e9 + clock.now_s),
     )
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, BinaryIO, Final, Self
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -30,6 +30,7 @@ AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 _JSON: Final = (b"content-type", b"application/json")
+_FILE_PART_BYTES: Final = 1 << 20
 EVENT_STREAM: Final = b"text/event-stream; charset=utf-8"
 _UNBUFFERED: Final = [
     (b"cache-control", b"no-cache"),
@@ -102,13 +103,27 @@ class Exchange:
             RequestError: 415 for a body with a Content-Encoding, 413, or 429 when the budget of bodies is used up.
             ClientGone: the client disconnected.
         """
+        parts: list[bytes] = []
+        size = 0
+        async for part in self.body_parts(max_bytes, "--max-body-mb"):
+            size += len(part)
+            reservation.grow_to(size)
+            parts.append(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def body_parts(self, max_bytes: int, setting: str) -> AsyncIterator[bytes]:
+        """The body as it arrives; as `body`, without a bound on all bodies.
+
+        Args:
+            max_bytes: of the body.
+            setting: the flag that raises it, for the error.
+        """
         encoding = self.headers.get(b"content-encoding", b"").strip().lower()
         if encoding not in (b"", b"identity"):
             raise encoded_body(f"Content-Encoding is {encoding.decode('ascii', 'backslashreplace')[:60]}")
         declared = self.headers.get(b"content-length", b"0")
         if declared.isdigit() and int(declared[:20]) > max_bytes:
-            raise _too_large(max_bytes)
-        parts: list[bytes] = []
+            raise _too_large(max_bytes, setting)
         size = 0
         while True:
             message = await self._receive()
@@ -117,11 +132,10 @@ class Exchange:
             part: bytes = message.get("body", b"")
             size += len(part)
             if size > max_bytes:
-                raise _too_large(max_bytes)
-            reservation.grow_to(size)
-            parts.append(part)
+                raise _too_large(max_bytes, setting)
+            yield part
             if not message.get("more_body", False):
-                return parts[0] if len(parts) == 1 else b"".join(parts)
+                return
 
     def abort_on_disconnect(self) -> DisconnectScope:
         """A scope that is canceled when the client disconnects. Only after the body has been read."""
@@ -146,6 +160,13 @@ class Exchange:
         about_body = [(b"content-type", content_type), (b"content-length", b"%d" % len(body))]
         await self._start(status, about_body + (headers or []))
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def send_file(self, file: BinaryIO, num_bytes: int, content_type: bytes) -> None:
+        """Respond with the content of an open file, a part at a time."""
+        await self._start(200, [(b"content-type", content_type), (b"content-length", b"%d" % num_bytes)])
+        while part := await asyncio.to_thread(file.read, _FILE_PART_BYTES):
+            await self._send({"type": "http.response.body", "body": part, "more_body": True})
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def send_nothing(self, headers: list[tuple[bytes, bytes]]) -> None:
         """Respond 204, with these headers and no body."""
@@ -212,9 +233,9 @@ class DisconnectScope:
         task.cancel()
 
 
-def _too_large(max_bytes: int) -> RequestError:
+def _too_large(max_bytes: int, setting: str) -> RequestError:
     return RequestError(
-        f"the body is larger than {max_bytes} bytes; send less or raise --max-body-mb",
+        f"the body is larger than {max_bytes} bytes; send less or raise {setting}",
         code="request_too_large",
         status=413,
     )

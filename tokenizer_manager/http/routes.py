@@ -10,6 +10,18 @@ import msgspec
 from ..telemetry.metrics import BuildInfo
 from .anthropic.endpoint import count_tokens, messages
 from .anthropic.wire import CountBody, CountTokensRequest, MessageBody, MessageEvent, MessagesRequest
+from .batches.files import (
+    FILES_PATH,
+    FileBody,
+    FileDeletedBody,
+    FileForm,
+    FileListBody,
+    delete_file,
+    file_content,
+    get_file,
+    list_files,
+    upload_file,
+)
 from .endpoints import diagnosis, operations, tokenizing, worker
 from .endpoints.adapters import (
     AdaptersBody,
@@ -133,6 +145,7 @@ class Route(NamedTuple):
         stream_type: media type of the stream.
         media_type: of a successful response.
         bodiless: the body may be left out.
+        request_type: media type of the body.
     """
 
     method: str
@@ -147,10 +160,13 @@ class Route(NamedTuple):
     stream_type: str = "text/event-stream"
     media_type: str = "application/json"
     bodiless: bool = False
+    request_type: str = "application/json"
 
 
 _GENERATING: Final = (404, 504)
+_STORED: Final = (404, 507)
 _NDJSON: Final = "application/x-ndjson"
+_FORM: Final = "multipart/form-data"
 
 
 def _get(paths: str, handler: Handler, summary: str, answer: Any = None, **more: Any) -> list[Route]:
@@ -291,6 +307,33 @@ ROUTES: Final = (
         CountTokensRequest,
         CountBody,
         fails=(404,),
+    ),
+    *_post(
+        FILES_PATH,
+        upload_file,
+        "Store the input of a batch (OpenAI).",
+        FileForm,
+        FileBody,
+        fails=(404, 507),
+        request_type=_FORM,
+    ),
+    *_get(FILES_PATH, list_files, "The stored files (OpenAI).", FileListBody, fails=_STORED),
+    *_get(
+        f"{FILES_PATH}/{{file_id}}/content",
+        file_content,
+        "The bytes of a file (OpenAI).",
+        media_type="application/octet-stream",
+        fails=_STORED,
+    ),
+    *_get(f"{FILES_PATH}/{{file_id}}", get_file, "A stored file (OpenAI).", FileBody, fails=_STORED),
+    Route(
+        "DELETE",
+        f"{FILES_PATH}/{{file_id}}",
+        delete_file,
+        "Delete a file (OpenAI).",
+        None,
+        FileDeletedBody,
+        fails=(404, 409, 507),
     ),
     *_get(operations.MODELS_PATH, operations.models, "The served model (OpenAI).", ModelsBody),
     *_get(

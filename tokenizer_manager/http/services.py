@@ -37,6 +37,7 @@ from ..prompt_encoder import PromptEncoder, second_bos
 from ..prompt_images import PlacedPrompt, PromptImages
 from ..rendering.worker import PageWorker
 from ..scheduling_options import Hint, Scheduling
+from ..state.files import StoredFiles
 from ..state.response_store import ResponseStore
 from ..state.store import StateStore
 from ..telemetry.metrics import BuildInfo, Metrics
@@ -450,6 +451,7 @@ class Services(Engine):
         metrics: of `/metrics`.
         traces: takes requests that have ended.
         page_worker: renders answers for the chat page.
+        files: uploads and results of batches; None without `--state-dir`.
     """
 
     all_processes: AllProcesses
@@ -457,6 +459,19 @@ class Services(Engine):
     metrics: Metrics
     traces: Traces = NoTraces()  # noqa: RUF009  (immutable)
     page_worker: PageWorker = field(default_factory=PageWorker)
+    files: StoredFiles | None = None
+
+    @property
+    def required_files(self) -> StoredFiles:
+        """The files of clients.
+
+        Raises:
+            RequestError: 404, see `required_state`.
+        """
+        if self.files is None:
+            _ = self.required_state
+            raise AssertionError("a server with a state has files")
+        return self.files
 
     def close(self) -> None:
         """Let the threads of its parts end."""

@@ -149,6 +149,9 @@ def used_bytes(db: sqlite3.Connection, owner: str | None = None) -> int:
     return int(total)
 
 
+FILES: Final = OwnedTable("files", "filename TEXT NOT NULL, purpose TEXT NOT NULL")
+"""Uploads and the results of batches; `num_bytes` is the size of the file in the folder."""
+
 _USAGE: Final = "CREATE TABLE usage (owner TEXT PRIMARY KEY, num_bytes INTEGER NOT NULL) WITHOUT ROWID;"
 
 RESPONSES: Final = OwnedTable(
@@ -170,5 +173,5 @@ _RESPONSES: Final = f"""
     CREATE INDEX responses_unfinished ON responses (status) WHERE status IN ('queued', 'in_progress');
 """
 
-MIGRATIONS: Final[tuple[str, ...]] = (_USAGE, _RESPONSES)
+MIGRATIONS: Final[tuple[str, ...]] = (_USAGE, _RESPONSES, FILES.creation)
 """Scripts in the order in which they are run; `user_version` of a database is the number that it has had."""

@@ -34,7 +34,7 @@ SCHEMAS: dict[str, Any] = DOCUMENT["components"]["schemas"]
 POSTS = {
     route.path: route.request.__name__
     for route in ROUTES
-    if route.request is not None and route.method == "POST"
+    if route.request is not None and route.method == "POST" and route.request_type == "application/json"
 }
 
 UNAVAILABLE = {route.path for route in ROUTES if 501 in route.fails}

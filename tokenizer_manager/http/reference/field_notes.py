@@ -48,6 +48,10 @@ NOTES: Final[Mapping[str, str]] = {
     "name": "Another name of `model`.",
     "tokens": "Token ids.",
     "lora_path": "The name of a LoRA adapter; left out, it is what `model` says.",
+    # ---- files and batches
+    "file": "The file: one request per line.",
+    "purpose": "What the file is for; only batch.",
+    "expires_after": "When it is deleted: seconds after created_at, 30 days unless set.",
     # ---- sampling
     "sampling_params": "The sampling fields, see below.",
     **{name: bounds.note for name, _, bounds in NUMBERS},
@@ -333,6 +337,7 @@ BODIES: Final[Mapping[tuple[str, str], Mapping[str, Any]]] = {
         "text": "The capital of France is",
         "sampling_params": {"max_new_tokens": 8, "temperature": 0},
     },
+    ("POST", "/v1/files"): {"file": "@requests.jsonl", "purpose": "batch"},
     ("POST", "/tokenize"): {"prompt": "Hello"},
     ("POST", "/detokenize"): {"tokens": [1, 2, 3]},
     ("POST", "/v1/cache/pins"): {"prompt": "A long prefix of many prompts", "ttl": 600},
@@ -370,5 +375,5 @@ OF_EMBEDDERS: Final = frozenset(
 OF_ADAPTERS: Final = frozenset(path for _, path in BODIES if path.endswith("load_lora_adapter"))
 """Paths with examples for servers that load adapters, from a folder with one of this name."""
 
-PATH_PARTS: Final[Mapping[str, str]] = {"id": "chatcmpl-1", "response_id": "resp_1"}
+PATH_PARTS: Final[Mapping[str, str]] = {"id": "chatcmpl-1", "response_id": "resp_1", "file_id": "file-1"}
 """Examples of what stands in a path; `{model}` is the served model."""

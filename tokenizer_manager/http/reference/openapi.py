@@ -37,6 +37,7 @@ _FAILURES: Final = {
     501: "this server has no such feature",
     503: "the engine is not available",
     504: "it did not end within its timeout",
+    507: "there is no room to store it",
 }
 _HOST: Final = re.compile(r"[A-Za-z0-9.:\[\]-]{1,255}")
 """A `Host` header that can stand in an example."""
@@ -165,7 +166,7 @@ def _operation(route: Route, schema_of: Mapping[Any, Any], model: str) -> dict[s
     }
     if route.request is not None:
         example = BODIES[route.method, route.path]
-        content = {"application/json": {"schema": schema_of[route.request], "example": example}}
+        content = {route.request_type: {"schema": schema_of[route.request], "example": example}}
         operation["requestBody"] = {"required": not route.bodiless, "content": content}
     if "{" in route.path:
         name = route.path[route.path.index("{") + 1 : route.path.index("}")]

@@ -103,9 +103,9 @@ def _endpoint(
         f'<section aria-labelledby="{anchor}"><h3 id="{anchor}"><a href="#{anchor}"><span>{method}</span> '
         f"<code>{html.escape(path)}</code></a></h3><p>{html.escape(operation['summary'])}</p>"
     )
-    body = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
+    _, body = _body_of(operation)
     yield f'<pre tabindex="0"><code>{html.escape(curl(document, url, method, path))}</code></pre>'
-    if body:
+    if body is not None:
         name = body["schema"].get("$ref", "").removeprefix(_PREFIX)
         schema = schemas.get(name, body["schema"])
         yield from _fields(schema)
@@ -116,12 +116,17 @@ def _endpoint(
     yield "</section>"
 
 
+def _body_of(operation: Mapping[str, Any]) -> tuple[str, Mapping[str, Any] | None]:
+    """The media type of the body, and its description; None without a body."""
+    return next(iter(operation.get("requestBody", {}).get("content", {}).items()), ("", None))
+
+
 def curl(document: Mapping[str, Any], url: str, method: str, path: str) -> str:
     """An example of a call, as a command for a shell."""
     operation = document["paths"][path][method.lower()]
     for parameter in operation.get("parameters", ()):
         path = path.replace(f"{{{parameter['name']}}}", str(parameter["example"]))
-    content = operation.get("requestBody", {}).get("content", {}).get("application/json")
+    media_type, content = _body_of(operation)
     words = ["curl"]
     if content is not None and content.get("example", {}).get("stream"):
         words.append("-N")
@@ -132,7 +137,9 @@ def curl(document: Mapping[str, Any], url: str, method: str, path: str) -> str:
     security = operation.get("security", document["security"])
     if security and {} not in security:
         lines.append('-H "Authorization: Bearer $ENGINE_API_KEY"')
-    if content is not None:
+    if content is not None and media_type == "multipart/form-data":
+        lines += [f"-F {name}={shlex.quote(value)}" for name, value in content["example"].items()]
+    elif content is not None:
         lines.append("-H 'Content-Type: application/json'")
         lines.append(f"-d {shlex.quote(json.dumps(content['example']))}")
     return " \\\n  ".join(lines)

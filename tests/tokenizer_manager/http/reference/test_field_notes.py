@@ -80,7 +80,13 @@ def test_the_model_s_own_default_replaces_the_engine_s():
     assert (fields["temperature"]["default"], fields["top_p"]["default"]) == (0.6, 1.0)
 
 
-@pytest.mark.parametrize("key", [key for key in BODIES if "profile" not in key[1]], ids=" ".join)
+OF_STATE = {(route.method, route.path) for route in ROUTES if 507 in route.fails}
+"""They need what was stored before: tests/tokenizer_manager/http/batches/."""
+
+
+@pytest.mark.parametrize(
+    "key", [key for key in BODIES if "profile" not in key[1] and key not in OF_STATE], ids=" ".join
+)
 def test_every_example_is_accepted(serve: Serve, document, key, tmp_path):
     """The text of the page's own command, taken apart as a shell does."""
     method, path = key
@@ -104,7 +110,11 @@ def test_every_example_is_accepted(serve: Serve, document, key, tmp_path):
 
 @pytest.mark.parametrize(
     "route",
-    [r for r in ROUTES if r.method == "GET" and "/why" not in r.path and "_id}" not in r.path],
+    [
+        r
+        for r in ROUTES
+        if r.method == "GET" and "/why" not in r.path and "_id}" not in r.path and 507 not in r.fails
+    ],
     ids=lambda r: r.path,
 )
 def test_every_example_without_a_body_is_answered(serve: Serve, document, route):

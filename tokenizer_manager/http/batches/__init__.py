@@ -1,0 +1,1 @@
+"""OpenAI's Files and Batches: uploads, and requests that are answered from a file."""
