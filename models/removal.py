@@ -18,7 +18,7 @@ from .hub.built_in.models import find_built_in
 from .hub.hub_cache import HubCache, forget_listing, paths_below
 from .hub.hub_name import HubName, parse_hub_name
 from .hub.hub_place import near_names
-from .hub.wanted_files import choose_gguf, gguf_models
+from .hub.wanted_files import choose_gguf, gguf_models, tower_of
 from .local_models import local_models
 
 _LOCK_S: Final = 0.1
@@ -116,7 +116,9 @@ def _remove_files(cache: HubCache, name: HubName, model: str, in_use: Mapping[st
         models = gguf_models(files)
         if not models:
             raise _absent(model)
-        files = models[choose_gguf(str(name), models, name.quantization)]
+        own = models[choose_gguf(str(name), models, name.quantization)]
+        tower = tower_of(files, own[0]) if len(models) == 1 else ""  # others may need it
+        files = [*own, tower] if tower else own
     links = [snapshot / file for file in files]
     _check_unused(links if name.quantization else [snapshot], in_use, model)
     kept = {path.resolve() for path in (cache.folder / "snapshots").rglob("*") if path not in set(links)}

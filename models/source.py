@@ -23,7 +23,7 @@ from .hub.hub_cache import mark_used
 from .hub.hub_name import BUILT_IN, DEFAULT_REVISION, HubName, parse_hub_name
 from .hub.hub_place import cached_place, hub_place, local_repos, near_names
 from .hub.pull import DownloadState, Progress
-from .hub.wanted_files import PICKLE_REASON, gguf_models
+from .hub.wanted_files import PICKLE_REASON, gguf_models, tower_of
 from .model_files import damage, read_json
 
 logger = logging.getLogger(__name__)
@@ -130,13 +130,14 @@ def asked_tower(source: ModelSource, mmproj: str, task: str) -> Path:
 
 
 def found_tower(source: ModelSource) -> str:
-    """The tower beside a GGUF model: the only such file in its folder; "": there is none, or several."""
-    folder = Path(source.path).parent
-    found = [path for path in folder.glob("*.gguf") if "mmproj" in path.name.lower()]
-    if len(found) > 1:
-        names = ", ".join(sorted(path.name for path in found))
-        logger.warning("%s: has several towers: %s; images need one of them as --mmproj", folder, names)
-    return str(found[0]) if len(found) == 1 and str(found[0]) != source.path else ""
+    """The tower beside a GGUF model, in its folder or at the top of its snapshot of the hub; "": there is none."""
+    path = Path(source.path)
+    top = next((each for each in path.parents if each.parent.name == "snapshots"), path.parent)
+    files = {
+        each.relative_to(top).as_posix() for folder in (path.parent, top) for each in folder.glob("*.gguf")
+    }
+    tower = tower_of(files, path.relative_to(top).as_posix())
+    return "" if not tower or top / tower == path else str(top / tower)
 
 
 def not_fetched(model: str | None, *, need_weights: bool = True) -> str:

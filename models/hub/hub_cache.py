@@ -78,10 +78,11 @@ class HubCache:
         except OSError:
             return False
 
-    def complete(self, name: HubName, *, need_weights: bool) -> Path | None:
+    def complete(self, name: HubName, *, need_weights: bool, need_tower: bool = True) -> Path | None:
         """The snapshot's folder, or its (first) GGUF file, if all needed files are certain to be there; else None.
 
-        For a folder this takes a listing of the commit. The files of a GGUF model are known by their names.
+        For a folder this takes a listing of the commit. The files of a GGUF model are known by their names, except its
+        tower.
 
         Raises:
             NoModelError: the name does not say which of several GGUF models.
@@ -90,28 +91,30 @@ class HubCache:
         if commit is None or not (snapshot := self.snapshot(commit)).is_dir():
             return None
         if listing := load_listing(self.repo, commit):
-            return self._if_all(name, snapshot, listing, need_weights)
+            return self._if_all(name, snapshot, listing, need_weights, need_tower)
         return self._gguf(name, snapshot) if name.quantization else None
 
     def find(self, name: HubName, *, need_weights: bool) -> Path | None:
-        """As `complete`, and for a snapshot of another tool, without a listing, whether it looks complete.
+        """As `complete`, without the tower of a GGUF model, and for a snapshot without a listing if it looks complete.
 
         Raises:
             NoModelError: the name does not say which of several GGUF models.
         """
         commit = self.commit_of(name.revision)
         if commit is None or load_listing(self.repo, commit):
-            return self.complete(name, need_weights=need_weights)
+            return self.complete(name, need_weights=need_weights, need_tower=False)
         if not (snapshot := self.snapshot(commit)).is_dir():
             return None
         if not (snapshot / CONFIG).exists() or name.quantization:
             return self._gguf(name, snapshot)
         try:
-            return self._if_all(name, snapshot, paths_below(snapshot), need_weights)
+            return self._if_all(name, snapshot, paths_below(snapshot), need_weights, need_tower=False)
         except NoModelError:  # a tool has loaded the tokenizer only
             return None
 
-    def _if_all(self, name: HubName, snapshot: Path, paths: list[str], need_weights: bool) -> Path | None:
+    def _if_all(
+        self, name: HubName, snapshot: Path, paths: list[str], need_weights: bool, need_tower: bool
+    ) -> Path | None:
         if INDEX in paths and not (snapshot / INDEX).exists():
             return None
         wanted = wanted_files(
@@ -119,6 +122,7 @@ class HubCache:
             paths,
             quantization=name.quantization,
             need_weights=need_weights,
+            need_tower=need_tower,
             read_index=lambda: _read_index(snapshot / INDEX),
         )
         if not all((snapshot / path).exists() for path in wanted):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from ...runtime.errors import ConfigError
 from ..gguf.gguf_split import PART, whole_name
+
+logger = logging.getLogger(__name__)
 
 CONFIG: Final = "config.json"
 INDEX: Final = "model.safetensors.index.json"
@@ -30,6 +33,8 @@ _QUANTIZATION: Final = re.compile(
     r"|Q\d+|TQ\d_\d|BF16|FP?16|FP?32|MXFP4(?:_MOE)?|NVFP4))$",
     re.IGNORECASE,
 )
+_TOWER: Final = re.compile(r"(?:.*/)?[^/]*mmproj[^/]*\.gguf", re.IGNORECASE)
+_TOWERS: Final = ("F16", "BF16", "Q8_0", "F32")
 
 
 class NoModelError(ConfigError):
@@ -42,6 +47,7 @@ def wanted_files(
     *,
     quantization: str = "",
     need_weights: bool = True,
+    need_tower: bool = True,
     read_index: Callable[[], Mapping[str, Any]] | None = None,
 ) -> list[str]:
     """The files to download of a repository with the files `paths`.
@@ -50,6 +56,7 @@ def wanted_files(
         name: for errors.
         quantization: of a GGUF file, or its name; "" for safetensors, else for the only GGUF model.
         need_weights: False: configuration and tokenizer only; a GGUF file has all in one.
+        need_tower: False: without the tower of a GGUF model, which then serves text.
         read_index: gives the index of sharded weights; called only if `paths` has one.
 
     Raises:
@@ -66,7 +73,9 @@ def wanted_files(
         )
     models = gguf_models(paths)
     if models:
-        return models[choose_gguf(name, models, quantization)]
+        files = models[choose_gguf(name, models, quantization)]
+        tower = tower_of(paths, files[0]) if need_tower else ""
+        return [*files, tower] if tower else files
     if quantization:
         raise NoModelError(
             f"{name}: the repository has no GGUF files, so ':{quantization}' chooses none; drop it"
@@ -120,6 +129,23 @@ def gguf_models(paths: Iterable[str]) -> dict[str, list[str]]:
         if path.lower().endswith(".gguf") and not _NO_MODEL.fullmatch(path):
             models.setdefault(whole_name(path), []).append(path)
     return models
+
+
+def tower_of(paths: Iterable[str], model: str) -> str:
+    """The tower of a GGUF model: a `*mmproj*.gguf` in its folder, else at the top; "": there is none, or several are.
+
+    Of one tower in several precisions it is F16, which most repositories have, else BF16, Q8_0 or F32.
+    """
+    found = sorted(path for path in paths if _TOWER.fullmatch(path))
+    for folder in (model.rpartition("/")[0], ""):
+        towers = [path for path in found if path.rpartition("/")[0] == folder]
+        if len({_QUANTIZATION.sub("", path[: -len(".gguf")]) for path in towers}) == 1:
+            order = {label: number for number, label in enumerate(_TOWERS)}
+            return min(towers, key=lambda path: order.get(quantization_of(path[: -len(".gguf")]), len(order)))
+        if towers:
+            logger.warning("several towers: %s; images need one of them as --mmproj", ", ".join(towers))
+            return ""
+    return ""
 
 
 def missing_parts(files: Sequence[str]) -> int:

@@ -128,7 +128,7 @@ class ModelConfig:
     mmproj: Annotated[
         str | None,
         "GGUF file with the tower of a GGUF model, for images "
-        "(default: the *mmproj*.gguf in the model's folder, if there is one).",
+        "(default: the *mmproj*.gguf in the model's folder or repository, if there is one).",
     ] = None
     device: Annotated[Device, "Device that the model runs on."] = "auto"
     num_threads: Annotated[

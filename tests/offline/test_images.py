@@ -10,6 +10,8 @@ import pytest
 
 from engine import LLM, SamplingParams
 from engine.runtime.errors import RequestError
+from engine.runtime.installation import cache_dir
+from tests.fake_hub import FakeHub
 from tests.mmproj_files import write_pair
 from tests.tiny_smolvlm import IMAGE_ID, TinySmolVLM
 from tests.tokenizer_manager.media.image_files import file_of, picture
@@ -96,6 +98,20 @@ def test_a_gguf_pair_answers_as_the_folder(tiny, tmp_path):
 
     assert output.token_ids == tiny.answer(THEIRS, [image], 10)
     assert output.prompt_token_ids == tiny.prompt(THEIRS, [image])["input_ids"][0].tolist()
+
+
+def test_a_gguf_model_of_the_hub_comes_with_its_tower(tiny, tmp_path, monkeypatch):
+    (tmp_path / "pair").mkdir()
+    pair = write_pair(tiny.folder, tmp_path / "pair").parent
+    image = picture(40, 30, seed=3)
+
+    with FakeHub() as hub:
+        hub.add_folder("org/vlm", pair)
+        hub.serve_this_process(tmp_path / "hf", cache_dir(), monkeypatch)
+        with LLM("org/vlm", dtype="float32", page_size=4, max_total_tokens=2048, mm_detail="high") as llm:
+            output = llm.chat(chat({"type": "image", "image": image}), GREEDY)
+
+    assert output.token_ids == tiny.answer(THEIRS, [image], 10)
 
 
 @pytest.mark.parametrize(

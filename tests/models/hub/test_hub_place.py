@@ -10,10 +10,11 @@ from huggingface_hub import constants, hf_hub_download, snapshot_download
 
 from engine.models.hub.hub_cache import HubCache, forget_listing
 from engine.models.hub.hub_name import HubName
-from engine.models.hub.hub_place import cached_place, hub_place, near_names
+from engine.models.hub.hub_place import cached_place, hub_place, local_repos, near_names
 from engine.models.hub.pull import HubUnreachableError
 from engine.models.hub.wanted_files import NoModelError
-from engine.models.source import not_fetched, resolve_source
+from engine.models.removal import remove
+from engine.models.source import found_tower, not_fetched, resolve_source
 from engine.runtime.errors import ConfigError
 from tests.fake_hub import FakeHub
 
@@ -175,3 +176,46 @@ def test_an_interrupted_pull_leaves_the_old_revision(tiny: FakeHub, monkeypatch:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert hub_place(NAME) == old
     assert HubCache("org/tiny").commit_of("main") == old.name
+
+
+VLM = {
+    "Q4_0/m.gguf": b"GGUF4",
+    "m-Q8_0.gguf": b"GGUF8",
+    "mmproj-m-F16.gguf": b"GGUFt",
+    "mmproj-m-F32.gguf": b"GGUF32",
+}
+
+
+@pytest.mark.parametrize("model", ["Q8_0", "Q4_0/m"])
+def test_a_tower_comes_with_its_gguf_model_and_is_found(hub: FakeHub, model: str) -> None:
+    hub.repos["org/vlm"].commit(VLM)
+    source = resolve_source(f"org/vlm:{model}")
+    assert hub.num_requests("storage") == 2
+    tower = Path(found_tower(source))
+    assert tower.name == "mmproj-m-F16.gguf" and tower.read_bytes() == b"GGUFt"
+    hub.requests.clear()
+    assert resolve_source(f"org/vlm:{model}") == source and hub.requests == []
+
+
+def test_a_model_that_came_without_its_tower_serves_text_offline_and_gets_it_else(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.repos["org/vlm"].commit(VLM)
+    name = HubName("org/vlm", quantization="Q8_0")
+    tower = hub_place(name).with_name("mmproj-m-F16.gguf")
+    tower.unlink()
+    assert (
+        not_fetched("org/vlm:Q8_0") == "" and found_tower(resolve_source("org/vlm:Q8_0", fetch=False)) == ""
+    )
+    hub_place(name)
+    assert tower.exists()
+
+
+def test_the_last_model_takes_its_tower_along(hub: FakeHub) -> None:
+    hub.repos["org/vlm"].commit(VLM)
+    names = [f"org/vlm:{model}" for model in ("Q8_0", "Q4_0/m")]
+    places = [Path(found_tower(resolve_source(name))) for name in names]
+    remove(names[0], {})
+    assert places[0] == places[1] and places[0].exists()
+    remove(names[1], {})
+    assert not places[0].exists() and local_repos() == []

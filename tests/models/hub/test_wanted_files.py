@@ -9,6 +9,7 @@ from engine.models.hub.wanted_files import (
     gguf_models,
     missing_parts,
     quantization_of,
+    tower_of,
     wanted_files,
 )
 
@@ -101,7 +102,16 @@ def test_repositories_without_readable_weights(files: list[str], message: str) -
         wanted_files("org/name", files)
 
 
-GGUFS = ["m-Q4_K_M.gguf", "m-Q8_0.gguf", "m-UD-Q4_K_XL.gguf", "mmproj-m-F16.gguf", "README.md", *SPLIT]
+TOWER = "mmproj-m-F16.gguf"
+GGUFS = [
+    "m-Q4_K_M.gguf",
+    "m-Q8_0.gguf",
+    "m-UD-Q4_K_XL.gguf",
+    TOWER,
+    "mmproj-m-Q8_0.gguf",
+    "README.md",
+    *SPLIT,
+]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +127,23 @@ GGUFS = ["m-Q4_K_M.gguf", "m-Q8_0.gguf", "m-UD-Q4_K_XL.gguf", "mmproj-m-F16.gguf
     ],
 )
 def test_a_quantization_by_name(quantization: str, wanted: list[str]) -> None:
-    assert wanted_files("org/name", GGUFS, quantization=quantization) == wanted
+    assert wanted_files("org/name", GGUFS, quantization=quantization) == [*wanted, TOWER]
+    assert wanted_files("org/name", GGUFS, quantization=quantization, need_tower=False) == wanted
+
+
+@pytest.mark.parametrize(
+    ("files", "model", "tower"),
+    [
+        (["mmproj-BF16.gguf", "mmproj-F32.gguf"], "m.gguf", "mmproj-BF16.gguf"),
+        (["m.mmproj-q8_0.gguf", "m.mmproj-Q4_0.gguf"], "m.gguf", "m.mmproj-q8_0.gguf"),
+        (["a/mmproj.gguf", "mmproj-x.gguf"], "a/m.gguf", "a/mmproj.gguf"),
+        (["b/mmproj.gguf", "mmproj-x.gguf"], "a/m.gguf", "mmproj-x.gguf"),
+        (["mmproj-a.gguf", "mmproj-b.gguf"], "m.gguf", ""),
+        (["b/mmproj.gguf", "mmproj.json"], "m.gguf", ""),
+    ],
+)
+def test_the_tower_of_a_gguf_model(files: list[str], model: str, tower: str) -> None:
+    assert tower_of([*files, model], model) == tower
 
 
 def test_one_gguf_needs_no_quantization() -> None:
