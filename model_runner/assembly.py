@@ -165,6 +165,7 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, graph_sizes: GraphS
     builder = BatchBuilder(
         states=states,
         counts=counts,
+        relay=relay,
         eos_token_ids=spec.eos_token_ids,
         buffers=buffers,
         has_token_types=_has_token_types(spec),

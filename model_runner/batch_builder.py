@@ -17,7 +17,7 @@ from ..runtime.step_plan import RUNNER_DRAFT
 from .attention.backend import BatchLayout
 from .input_batch import RELAYED, DraftRows, InputBatch, PromptSpan
 from .pooling.pooler import PooledChunk
-from .request_states import RequestStates, SamplingFlag
+from .request_states import RequestStates, SamplingFlag, TokenRelay
 from .sampling.draft_batch import DraftBatch
 from .sampling.sampling_batch import SamplingBatch, plan_sampling
 from .states.state_planner import StatePlanner
@@ -49,6 +49,7 @@ class BatchBuilder:
 
     states: RequestStates
     counts: TokenCounts
+    relay: TokenRelay
     eos_token_ids: tuple[int, ...]
     buffers: InputBuffers
     has_token_types: bool = False
@@ -259,7 +260,9 @@ class BatchBuilder:
         return chunks
 
     def _plan_sampling(self, rows: Int64s, positions: Int64s) -> SamplingBatch:
-        return plan_sampling(rows, positions, self.states, self.counts, self.eos_token_ids)
+        return plan_sampling(
+            rows, positions, self.states, self.counts, self.eos_token_ids, self.relay.last_token
+        )
 
     def _known_ids(self, rows: Int64s, computed: Int64s, scheduled: Int64s, starts: Int64s) -> Int64s:
         """[T] the input tokens, `RELAYED` for those that only the device knows."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..runtime.pooling import PoolingParams
 from ..runtime.sampling_params import SamplingParams
 from ..runtime.step_plan import NewReq
+from .token_history import TokenHistory
 
 Int32s = npt.NDArray[np.int32]
 
@@ -33,6 +34,8 @@ class SamplingFlag(enum.IntFlag):
     MIN_NEW_TOKENS = 64
     LOGPROBS = 128
     PROMPT_LOGPROBS = 256
+    RARE = 512
+    HISTORY = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,7 @@ class RowState:
         pooling: what is computed instead of a next token; None: the request generates text.
         media: [n, 3] int64, see `NewReq`.
         rope: [3, prompt_len], see `NewReq`.
+        history: its last tokens, for changes of logits that depend on them; None without any.
     """
 
     rid: str
@@ -56,6 +60,7 @@ class RowState:
     pooling: PoolingParams | None = None
     media: npt.NDArray[np.int64] | None = None
     rope: Int32s | None = None
+    history: TokenHistory | None = None
 
 
 class RequestStates:
@@ -108,12 +113,13 @@ class RequestStates:
             np.frombuffer(new.media, dtype=np.int32).reshape(-1, 3).astype(np.int64) if new.media else None
         )
         rope = np.frombuffer(new.rope, dtype=np.int32).reshape(3, -1) if new.rope else None
-        state = RowState(new.rid, input_ids, new.prompt_len, sampling, new.pooling, media, rope)
-        row = new.row
+        row, flags = new.row, flags_of(sampling, self._vocab_size)
+        history = TokenHistory(sampling, input_ids) if flags & SamplingFlag.HISTORY else None
+        state = RowState(new.rid, input_ids, new.prompt_len, sampling, new.pooling, media, rope, history)
         self._states[row] = state
         self.known_len[row] = len(state.input_ids)
         self.prompt_len[row] = new.prompt_len
-        self.flags[row] = flags_of(sampling, self._vocab_size)
+        self.flags[row] = flags
         self.temperature[row] = sampling.temperature
         self.top_k[row] = min(sampling.top_k, self._vocab_size)
         self.top_p[row] = sampling.top_p
@@ -142,6 +148,10 @@ def flags_of(sampling: SamplingParams, vocab_size: int) -> SamplingFlag:
             flags |= SamplingFlag.TOP_P
         if sampling.min_p > 0.0:
             flags |= SamplingFlag.MIN_P
+    if sampling.has_rare_sampler:
+        flags |= SamplingFlag.RARE
+    if sampling.has_dry:
+        flags |= SamplingFlag.HISTORY
     if sampling.repetition_penalty != 1.0 or sampling.frequency_penalty or sampling.presence_penalty:
         flags |= SamplingFlag.PENALTIES
     if sampling.logit_bias:
@@ -170,6 +180,10 @@ class TokenRelay:
         """[rows + 1] a view of the tokens; only if the device is the CPU."""
         assert self._last_np is not None
         return self._last_np
+
+    def last_token(self, row: int) -> int:
+        """The token of one row; waits for the device, hence for the step before."""
+        return int(self._last[row]) if self._last_np is None else int(self._last_np[row])
 
     def store(self, rows: Tensor, token_ids: Tensor) -> None:
         """Store the sampled tokens: [S] int64 rows, without repeats, and [S] int64 tokens."""

@@ -31,7 +31,7 @@ from ..tokenizer_manager.conversation.template_choice import (
 from ..tokenizer_manager.generation import Constraint
 from ..tokenizer_manager.http.openai.tools import ToolSchemas
 from ..tokenizer_manager.http.schema.constraints import chat_grammar, check_constraint_with_tools, check_room
-from ..tokenizer_manager.preparation import resolve_length
+from ..tokenizer_manager.preparation import resolve_length, with_token_ids
 from ..tokenizer_manager.prompt_encoder import second_bos, unknown_to_model
 from .batch import CheckedRequest
 from .images import LocalImages, PlacedChat
@@ -126,7 +126,10 @@ class RequestPreparer:
             RequestError: the prompt or a parameter is invalid, or they do not fit.
         """
         sampling.verify(self._capacity.vocab_size)
+        if sampling.without_effect:
+            logger.warning("%s", sampling.without_effect)
         token_ids = self.encode(prompt, add_special_tokens=add_special_tokens)
+        sampling = with_token_ids(sampling, self._tokenizer)
         sampling = resolve_length(
             sampling, len(token_ids), self._capacity, prompt_param="prompt", length_param="max_new_tokens"
         )

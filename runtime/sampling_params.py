@@ -35,7 +35,14 @@ MAX_LOGPROB_TOKEN_IDS: Final = 128
 MAX_STOP_STRINGS: Final = 1024
 MAX_STOP_STRING_CHARS: Final = 65_536
 MAX_LOGIT_BIAS_ENTRIES: Final = 65_536
-"""These five bound what the engine supports; `RequestLimits` bounds what a server accepts from its clients."""
+MAX_DRY_TOKENS: Final = 4096
+MAX_DRY_BREAKERS: Final = 32
+MAX_DRY_BREAKER_CHARS: Final = 40
+"""The bounds above are what the engine supports; `RequestLimits` bounds what a server accepts from its clients."""
+MAX_XTC_THRESHOLD: Final = 0.5
+"""Above it at most one token is likely, and none is dropped."""
+DRY_BREAKERS: Final = ("\n", ":", '"', "*")
+"""llama.cpp's default of `dry_sequence_breakers`."""
 GREEDY_TEMPERATURE: Final = (
     1e-5  # below this, dividing logits by the temperature overflows bf16: use the exact argmax instead
 )
@@ -108,6 +115,9 @@ class SamplingParams(
         max_new_tokens: most tokens to generate; None: as many as fit into the context.
         min_new_tokens: end-of-sequence and stop tokens are masked until this many tokens exist. Stop strings are not
             delayed: one that appears earlier ends the output.
+        dry_sequence_breakers: texts that no repetition goes across, at most 40 characters each.
+        dry_breaker_ids: the same as token sequences; a front end adds those of the texts (`TextsInTokens`).
+        temperature_last: filters see the logits before the temperature, as in llama.cpp.
         logit_bias: token id -> value added to its logit, [-100, 100].
         stop: strings that end the output; not part of the text unless `include_stop_str_in_output`.
         stop_token_ids: tokens that end the output, besides the model's end-of-sequence tokens.
@@ -170,6 +180,52 @@ class SamplingParams(
     presence_penalty: Annotated[
         float, Bounds(-2.0, 2.0, "Subtracted once from the logit of a token that the answer has.")
     ] = 0.0
+    top_n_sigma: Annotated[
+        float,
+        Bounds(
+            -1.0, 100.0, "Drops logits more than n standard deviations below the largest; 0 or less: off."
+        ),
+    ] = -1.0
+    typical_p: Annotated[
+        float,
+        Bounds(0.0, 1.0, "Keeps the tokens nearest to the expected surprise, with this probability in sum."),
+    ] = 1.0
+    dynatemp_range: Annotated[
+        float,
+        Bounds(
+            0.0,
+            MAX_TEMPERATURE,
+            "The temperature goes so far down or up with the entropy of the distribution.",
+        ),
+    ] = 0.0
+    dynatemp_exponent: Annotated[
+        float, Bounds(0.0, 100.0, "Power of the relative entropy, for dynatemp_range.")
+    ] = 1.0
+    xtc_probability: Annotated[
+        float, Bounds(0.0, 1.0, "How often the likeliest of several likely tokens are dropped.")
+    ] = 0.0
+    xtc_threshold: Annotated[
+        float, Bounds(0.0, 1.0, "Probability of a likely token, for xtc_probability; above 0.5: off.")
+    ] = 0.1
+    dry_multiplier: Annotated[
+        float,
+        Bounds(0.0, 100.0, "Penalty of a token that continues a repetition of tokens before it; 0: off."),
+    ] = 0.0
+    dry_base: Annotated[
+        float, Bounds(1.0, 100.0, "The penalty is multiplied by it for each further repeated token.")
+    ] = 1.75
+    dry_allowed_length: Annotated[
+        int, Bounds(0, MAX_DRY_TOKENS, "Repetitions that are shorter have no penalty.")
+    ] = 2
+    dry_penalty_last_n: Annotated[
+        int,
+        Bounds(
+            -1, MAX_DRY_TOKENS, "Last tokens that are searched for repetitions; -1: 4096, the most; 0: off."
+        ),
+    ] = -1
+    dry_sequence_breakers: tuple[str, ...] = DRY_BREAKERS
+    dry_breaker_ids: tuple[tuple[int, ...], ...] = ()
+    temperature_last: bool = False
     logit_bias: dict[int, float] | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -185,12 +241,47 @@ class SamplingParams(
     @property
     def greedy(self) -> bool:
         """Whether the next token is the exact argmax of the (penalized, biased) logits."""
-        return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1 or self.top_p == 0.0
+        cold = self.temperature < GREEDY_TEMPERATURE or self.top_k == 1 or self.top_p == 0.0
+        return cold and not self.has_rare_sampler
 
     @property
     def filters(self) -> bool:
         """Whether it drops unlikely tokens before one is drawn."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0
+
+    @property
+    def has_rare_sampler(self) -> bool:
+        """Whether `rare_sampler.py` chooses its tokens, instead of the sampler backend."""
+        return (
+            self.top_n_sigma > 0
+            or self.typical_p < 1.0
+            or self.dynatemp_range > 0
+            or (self.xtc_probability > 0 and self.xtc_threshold <= MAX_XTC_THRESHOLD)
+            or (self.temperature_last and self.filters and self.temperature >= GREEDY_TEMPERATURE)
+        )
+
+    @property
+    def without_effect(self) -> str:
+        """A warning about a parameter that changes nothing; empty: there is none."""
+        if self.xtc_probability > 0 and self.xtc_threshold > MAX_XTC_THRESHOLD:
+            return (
+                f"xtc_probability has no effect with xtc_threshold {self.xtc_threshold:g}: above "
+                f"{MAX_XTC_THRESHOLD:g} at most one token is likely"
+            )
+        return ""
+
+    @property
+    def has_dry(self) -> bool:
+        """Whether repetitions have a penalty that grows with their length."""
+        return self.dry_multiplier > 0 and self.dry_penalty_last_n != 0
+
+    @property
+    def depends_on_output(self) -> bool:
+        """Whether the logits at a position are changed by the tokens before it, which drafts only propose."""
+        has_penalties = (
+            self.repetition_penalty != 1.0 or self.frequency_penalty != 0 or self.presence_penalty != 0
+        )
+        return has_penalties or self.has_dry
 
     def verify(self, vocab_size: int) -> None:
         """Check type, range and finiteness of every value.
@@ -213,6 +304,9 @@ class SamplingParams(
                 check_number(name, value, bounds.low, bounds.high, low_open=bounds.low_open)
             elif value is not None or name not in _OPTIONAL:
                 check_integer(name, value, int(bounds.low), int(bounds.high), bounds.rule)
+        _check_breakers(self.dry_sequence_breakers)
+        _check_sequences("dry_breaker_ids", self.dry_breaker_ids, vocab_size)
+        check_flag("temperature_last", self.temperature_last)
         if self.logit_bias is not None:
             _check_logit_bias(self.logit_bias, vocab_size)
         _check_stop(self.stop)
@@ -267,6 +361,28 @@ def _check_stop(strings: object) -> None:
             raise _too_long("stop", len(string), f"{MAX_STOP_STRING_CHARS} characters in a string")
 
 
+def _check_breakers(strings: object) -> None:
+    field = "dry_sequence_breakers"
+    if type(strings) is not tuple:
+        raise wrong_type(field, strings, "a list of strings")
+    if len(strings) > MAX_DRY_BREAKERS:
+        raise _too_long(field, len(strings), f"{MAX_DRY_BREAKERS} strings")
+    for string in strings:
+        check_text(field, string)
+        if not 1 <= len(string) <= MAX_DRY_BREAKER_CHARS:
+            raise refused(field, string, f"must have strings of 1 to {MAX_DRY_BREAKER_CHARS} characters")
+
+
+def _check_sequences(field: str, sequences: object, vocab_size: int) -> None:
+    """Check a tuple of token sequences; as many as a front end finds in a vocabulary."""
+    if type(sequences) is not tuple or not all(type(each) is tuple for each in sequences):
+        raise wrong_type(field, sequences, "a list of lists of token ids")
+    for each in sequences:
+        if not each:
+            raise refused(field, list(each), "must have no empty sequence")
+        _check_token_ids(field, each, MAX_STOP_STRINGS, vocab_size)
+
+
 def _check_token_ids(field: str, token_ids: object, most: int, vocab_size: int) -> None:
     if type(token_ids) is not tuple:
         raise wrong_type(field, token_ids, "a list of token ids")
@@ -300,6 +416,11 @@ def _plain_token_ids(value: object) -> object:
     return () if value is None else plain_items(value)
 
 
+def _plain_sequences(value: object) -> object:
+    value = _plain_token_ids(value)
+    return tuple(map(plain_items, value)) if type(value) is tuple else value
+
+
 def _plain_entries(value: object) -> object:
     if type(value) is dict and are_plain(value) and are_plain(value.values()):
         return value
@@ -315,6 +436,8 @@ def _plain_seed(value: object) -> object:
 
 
 _CONVERSIONS: Final[dict[str, Callable[[object], object]]] = {
+    "dry_sequence_breakers": _plain_texts,
+    "dry_breaker_ids": _plain_sequences,
     "stop": _plain_texts,
     "stop_token_ids": _plain_token_ids,
     "logprob_token_ids": _plain_token_ids,

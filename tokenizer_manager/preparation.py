@@ -6,6 +6,7 @@ is room for the request now.
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Sequence
 from typing import Final, NamedTuple
@@ -105,7 +106,10 @@ class Preparation:
             )
         names = [prompt_name(request.prompts, i, request.prompt_param) for i in range(len(encoded))]
         if not request.poolings:
-            samplings = request.samplings or [request.sampling] * len(encoded)
+            samplings = [
+                with_token_ids(each, self._encoder.tokenizer)
+                for each in request.samplings or [request.sampling] * len(encoded)
+            ]
             resolved = [
                 resolve_length(
                     sampling,
@@ -150,6 +154,15 @@ def check_may_fit(
             param=prompt_param,
             code="context_length_exceeded",
         )
+
+
+def with_token_ids(sampling: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
+    """`sampling` with the tokens of its texts, which the runner needs."""
+    if not sampling.has_dry:
+        return sampling
+    found = (tokenizer.texts.sequences(text) for text in sampling.dry_sequence_breakers)
+    ids = tuple(dict.fromkeys(itertools.chain(sampling.dry_breaker_ids, *found)))
+    return msgspec.structs.replace(sampling, dry_breaker_ids=ids)
 
 
 def resolve_length(

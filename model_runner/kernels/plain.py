@@ -412,6 +412,13 @@ def largest(x: Tensor, k: int) -> Tensor:
     return x.topk(k, dim=-1).values if k < x.shape[1] else x.sort(dim=-1, descending=True).values
 
 
+def argsort(x: Tensor) -> Tensor:
+    """The order of each row, ascending: [n, V] float32 -> [n, V] int64."""
+    if x.device.type == "cpu":  # as in `largest`
+        return torch.from_numpy(np.argsort(x.numpy(), axis=-1))
+    return x.argsort(dim=-1)
+
+
 def scale(x: Tensor, factor: float) -> Tensor:
     return x.mul_(factor)
 

@@ -32,6 +32,12 @@ def noise_keys(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) 
     return mixed.view(np.int32).reshape(-1, 2)
 
 
+def coins(keys: npt.NDArray[np.int32]) -> npt.NDArray[np.float64]:
+    """A number in [0, 1) for each request, independent of its noise: [B, 2] from `noise_keys` -> [B]."""
+    mixed = _splitmix64(np.ascontiguousarray(keys).view(np.uint64)[:, 0] ^ _MIX_1)
+    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
 def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
     """Standard Gumbel noise for every token.
 

@@ -17,6 +17,7 @@ import torch
 
 from ..kernels.avoided import NOTHING_AVOIDED, AvoidedKernels
 from .backend_selection import select_sampler_backend
+from .rare_sampler import sample_rare
 from .sampler_backend import SamplerBackend
 from .torch_backend import TorchSamplerBackend
 
@@ -58,6 +59,7 @@ class Sampler:
 
     def __init__(self, counts: TokenCounts, backend: SamplerBackend | None = None) -> None:
         """Take the sampler backend; None: torch's operations."""
+        self._counts = counts
         self._backend = backend or TorchSamplerBackend(counts)
         self.recorded_bytes = self._backend.recorded_bytes
 
@@ -69,6 +71,10 @@ class Sampler:
             refused: the masks of rows that must be sampled again; see `GetMasks.after`. Only on the CPU.
         """
         token_ids, finite = self._backend.sample(logits, batch)
+        if batch.rare is not None:
+            rows = self._counts.buffers.put(batch.rare.indices)
+            chosen = sample_rare(logits.index_select(0, rows), batch.rare, self._counts, self._backend)
+            token_ids.index_copy_(0, rows, chosen)
         if refused is not None and (masks := refused(token_ids.numpy())) is not None:
             again = batch.rows(masks.indices).with_masks(
                 masks._replace(indices=np.arange(len(masks.indices)))

@@ -14,10 +14,14 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import numpy.typing as npt
 
+from ...runtime.sampling_params import GREEDY_TEMPERATURE
 from ..request_states import RequestStates, SamplingFlag
-from .noise import noise_keys
+from .noise import coins, noise_keys
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ...runtime.sampling_params import SamplingParams
     from ...runtime.step_plan import TokenMasks
     from .token_counts import TokenCounts
 
@@ -28,6 +32,9 @@ Float32s = npt.NDArray[np.float32]
 
 _FOR_SAMPLER: Final = np.int32(~SamplingFlag.PROMPT_LOGPROBS)
 """Flags with which the sampler has to do more than take the argmax."""
+_EDITS: Final = SamplingFlag.LOGIT_BIAS | SamplingFlag.MIN_NEW_TOKENS | SamplingFlag.HISTORY
+_CHANGES: Final = np.int32(_EDITS | SamplingFlag.PENALTIES)
+"""Flags of changes to the logits, which a row with a rare sampler has besides it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +144,25 @@ class LogprobRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class RareRows:
+    """Requests with a rare sampler (`SamplingParams.has_rare_sampler`), see `rare_sampler.py`.
+
+    Attributes:
+        indices: [n] into the S rows, ascending. The batch's other parts, but log-probabilities, do not have them.
+        batch: penalties, edits and masks of these rows, which are numbered from 0 there.
+        params: [n].
+        draw: of the filtered logits, without filters, at temperature 1; None: all take the argmax.
+        coins: [n] in [0, 1), for XTC.
+    """
+
+    indices: Int64s
+    batch: SamplingBatch
+    params: tuple[SamplingParams, ...]
+    draw: Draw | None
+    coins: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingBatch:
     """The sampling of one step. All parts None: every request takes the argmax of the model's logits."""
 
@@ -146,6 +172,7 @@ class SamplingBatch:
     grammar: TokenMasks | None = None
     draw: Draw | None = None
     logprobs: LogprobRequest | None = None
+    rare: RareRows | None = None
 
     @property
     def processes_logits(self) -> bool:
@@ -153,7 +180,7 @@ class SamplingBatch:
         return self.penalties is not None or self.edits is not None or self.grammar is not None
 
     def rows(self, indices: Int64s) -> SamplingBatch:
-        """The batch of some of its rows ([n], ascending), which have neither penalties nor logprobs nor masks."""
+        """The batch of some of its rows ([n], ascending), with no penalties, logprobs, masks and rare samplers."""
         assert self.grammar is None or not np.isin(self.grammar.indices, indices).any()
         return SamplingBatch(
             len(indices),
@@ -163,7 +190,13 @@ class SamplingBatch:
 
     def with_masks(self, masks: TokenMasks | None) -> SamplingBatch:
         """The same batch, with the masks of its grammars."""
-        return self if masks is None else replace(self, grammar=masks)
+        if masks is None or self.rare is None:
+            return self if masks is None else replace(self, grammar=masks)
+        is_rare = np.isin(masks.indices, self.rare.indices)
+        own = masks._replace(indices=masks.indices[~is_rare], bits=masks.bits[~is_rare])
+        places = np.searchsorted(self.rare.indices, masks.indices[is_rare])
+        batch = self.rare.batch.with_masks(_or_none(masks._replace(indices=places, bits=masks.bits[is_rare])))
+        return replace(self, grammar=_or_none(own), rare=replace(self.rare, batch=batch))
 
 
 def plan_sampling(
@@ -172,26 +205,26 @@ def plan_sampling(
     states: RequestStates,
     counts: TokenCounts,
     eos_token_ids: tuple[int, ...],
+    last_token: Callable[[int], int],
 ) -> SamplingBatch:
     """Make the `SamplingBatch` of a step.
 
     Args:
         rows: [S] pool rows of the requests that sample.
         positions: [S] position of the token to be sampled, which is the number of tokens before it.
+        last_token: the token that a row sampled last; called for rows with a `TokenHistory` only.
     """
     flags = states.flags[rows]
     if not np.count_nonzero(flags & _FOR_SAMPLER):
         return SamplingBatch(len(rows))
-    union = int(np.bitwise_or.reduce(flags))
-    planner = _Planner(rows, positions, flags, states)
-    edits = union & (SamplingFlag.LOGIT_BIAS | SamplingFlag.MIN_NEW_TOKENS)
-    return SamplingBatch(
-        num_rows=len(rows),
-        penalties=planner.penalties(counts) if union & SamplingFlag.PENALTIES else None,
-        edits=planner.edits(eos_token_ids) if edits else None,
-        draw=planner.draw(union) if union & SamplingFlag.DRAW else None,
-        logprobs=planner.logprobs() if union & SamplingFlag.LOGPROBS else None,
-    )
+    rare = None
+    if np.count_nonzero(flags & SamplingFlag.RARE):
+        indices = np.flatnonzero(flags & SamplingFlag.RARE)
+        changes = _Planner(rows[indices], positions[indices], flags[indices] & _CHANGES, states, last_token)
+        rare = changes.rare(indices, changes.batch(counts, eos_token_ids))
+        flags[indices] &= SamplingFlag.LOGPROBS
+    batch = _Planner(rows, positions, flags, states, last_token).batch(counts, eos_token_ids)
+    return batch if rare is None else replace(batch, rare=rare)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +233,26 @@ class _Planner:
     positions: Int64s
     flags: Int32s
     states: RequestStates
+    last_token: Callable[[int], int]
+
+    def batch(self, counts: TokenCounts, eos_token_ids: tuple[int, ...]) -> SamplingBatch:
+        """The parts that the flags ask for."""
+        union = int(np.bitwise_or.reduce(self.flags))
+        return SamplingBatch(
+            num_rows=len(self.rows),
+            penalties=self.penalties(counts) if union & SamplingFlag.PENALTIES else None,
+            edits=self.edits(eos_token_ids) if union & _EDITS else None,
+            draw=self.draw(union) if union & SamplingFlag.DRAW else None,
+            logprobs=self.logprobs() if union & SamplingFlag.LOGPROBS else None,
+        )
+
+    def rare(self, indices: Int64s, batch: SamplingBatch) -> RareRows:
+        """The rows with rare samplers, which are all."""
+        keys = noise_keys(self.states.seed[self.rows], self.positions)
+        params = tuple(self.states[row].sampling for row in self.rows.tolist())
+        warm = np.flatnonzero([p.temperature >= GREEDY_TEMPERATURE or p.dynatemp_range > 0 for p in params])
+        draw = Draw(warm, keys[warm], np.ones(len(warm), dtype=np.float32), None, None, None)
+        return RareRows(indices, batch, params, draw if len(warm) else None, tuple(coins(keys).tolist()))
 
     def having(self, flag: SamplingFlag) -> Int64s:
         """Indices into the S rows of the requests with this flag."""
@@ -218,17 +271,25 @@ class _Planner:
         )
 
     def edits(self, eos_token_ids: tuple[int, ...]) -> LogitEdits | None:
-        """Biases, and -inf for EOS and stop tokens of outputs below their minimum length."""
+        """Biases, penalties of DRY, and -inf for EOS and stop tokens of outputs below their minimum length."""
         rows: list[int] = []
         token_ids: list[int] = []
         values: list[float] = []
-        for idx in self.having(SamplingFlag.LOGIT_BIAS | SamplingFlag.MIN_NEW_TOKENS).tolist():
-            state = self.states[int(self.rows[idx])]
+        for idx in self.having(_EDITS).tolist():
+            row, position = int(self.rows[idx]), int(self.positions[idx])
+            state = self.states[row]
             sampling = state.sampling
             ends: set[int] = set()
-            if int(self.positions[idx]) - state.prompt_len < sampling.min_new_tokens:
+            if position - state.prompt_len < sampling.min_new_tokens:
                 ends = {*eos_token_ids, *sampling.stop_token_ids}
-            changes = {**(sampling.logit_bias or {}), **dict.fromkeys(ends, -np.inf)}
+            changes = dict(sampling.logit_bias or {})
+            if state.history is not None:
+                if state.history.length < position:
+                    state.history.append(self.last_token(row))
+                assert state.history.length == position, "a request with a history has no drafts"
+                for token_id, penalty in state.history.penalties().items():
+                    changes[token_id] = changes.get(token_id, 0.0) - penalty
+            changes |= dict.fromkeys(ends, -np.inf)
             rows += [idx] * len(changes)
             token_ids += changes.keys()
             values += changes.values()
@@ -268,6 +329,10 @@ class _Planner:
             tuple(p.logprobs or 0 for p in params),
             tuple(p.logprob_token_ids for p in params),
         )
+
+
+def _or_none(masks: TokenMasks) -> TokenMasks | None:
+    return masks if len(masks.indices) else None
 
 
 def _float32s(values: list[float]) -> Float32s:

@@ -27,6 +27,7 @@ from ..model_files import is_panic, library_errors, read_json, stand_in
 from ..source import ModelSource
 from .chat_templates import DEFAULT, read_chat_templates
 from .pairs import EncodedPair, encode_pairs
+from .texts_in_tokens import TextsInTokens
 from .token_bytes import BYTE_OF_CHAR, TokenBound, TokenBytes, find_token_bound
 
 logger = logging.getLogger(__name__)
@@ -283,6 +284,12 @@ class Tokenizer:
     def token_to_id(self, token: str) -> int | None:
         """The id of a token in the vocabulary's spelling, or None."""
         return self._core.token_to_id(token)
+
+    @functools.cached_property
+    def texts(self) -> TextsInTokens:
+        """The tokens of texts that a request names, see the class."""
+        encode = functools.partial(self.encode, add_special_tokens=False)
+        return TextsInTokens(self.vocab_size, self.token_bytes, encode)
 
     @functools.cached_property
     def special_ending(self) -> list[int]:

@@ -400,10 +400,8 @@ def _can_receive(message: GenerateRequest) -> bool:
 
 def _can_be_checked_late(sampling: SamplingParams) -> bool:
     """Whether masked and unmasked sampling agree on every allowed token, and sampling twice has no effect."""
-    has_penalties = (
-        sampling.repetition_penalty != 1.0 or sampling.frequency_penalty or sampling.presence_penalty
-    )
-    return not has_penalties and sampling.logprobs is None and (sampling.greedy or not sampling.filters)
+    drops_tokens = sampling.has_rare_sampler or (sampling.filters and not sampling.greedy)
+    return not sampling.depends_on_output and sampling.logprobs is None and not drops_tokens
 
 
 class Chunk(NamedTuple):

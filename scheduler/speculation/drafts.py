@@ -69,12 +69,5 @@ class DraftMemory:
 
 
 def may_speculate(req: Req) -> bool:
-    """Whether a request may have drafts: it does not refuse them, and has no penalties.
-
-    With penalties the logits at a position depend on the tokens before it, which drafts only propose.
-    """
-    sampling = req.sampling
-    has_penalties = (
-        sampling.repetition_penalty != 1.0 or sampling.frequency_penalty or sampling.presence_penalty
-    )
-    return sampling.speculative and not has_penalties
+    """Whether a request may have drafts: it does not refuse them, and its logits depend on no sampled token."""
+    return req.sampling.speculative and not req.sampling.depends_on_output

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from engine.model_runner.batch_builder import BatchBuilder
 from engine.model_runner.input_batch import RELAYED, InputBatch
 from engine.model_runner.memory.io_buffers import InputBuffers
-from engine.model_runner.request_states import RequestStates
+from engine.model_runner.request_states import RequestStates, TokenRelay
 from engine.model_runner.sampling.token_counts import TokenCounts
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import ForwardMode, NewReq, StepPlan
@@ -29,7 +29,13 @@ def builder() -> BatchBuilder:
     for row, prompt in PROMPTS.items():
         asks = SamplingParams(temperature=0.0, prompt_logprobs=1) if row == 1 else GREEDY
         states.add(NewReq(f"r{row}", row, int32(prompt), len(prompt), b"", asks))
-    return BatchBuilder(states=states, counts=TokenCounts(96, buffers), eos_token_ids=(2,), buffers=buffers)
+    return BatchBuilder(
+        states=states,
+        counts=TokenCounts(96, buffers),
+        relay=TokenRelay(6, torch.device("cpu")),
+        eos_token_ids=(2,),
+        buffers=buffers,
+    )
 
 
 def plan(work: list[tuple[int, int, int, bool]], **changes: Any) -> StepPlan:

@@ -35,6 +35,12 @@ WORK = [
     SamplingParams(temperature=0.9, top_p=0.9, seed=4, max_new_tokens=37, ignore_eos=True, logprobs=0),
     SamplingParams(temperature=0.8, seed=5, max_new_tokens=40, ignore_eos=True, repetition_penalty=1.1),
 ]
+RARE: list[SamplingParams] = [
+    SamplingParams(seed=3, max_new_tokens=40, ignore_eos=True, top_n_sigma=2.0, xtc_probability=0.5),
+    SamplingParams(seed=4, max_new_tokens=40, ignore_eos=True, typical_p=0.8, dynatemp_range=0.5),
+    SamplingParams(seed=5, max_new_tokens=37, ignore_eos=True, min_p=0.05, temperature_last=True, logprobs=1),
+    SamplingParams(temperature=0.0, max_new_tokens=40, ignore_eos=True, dry_multiplier=2.0),
+]
 LIVES: dict[str, dict[str, Any]] = {
     "plain": {},
     "chunks": {"chunked_prefill_size": 8},
@@ -112,6 +118,14 @@ def check(folder: Path, source: str, **settings: Any) -> None:
 @pytest.mark.parametrize("source", ["ngram", "suffix", *RIGHT, *RUNNER])
 @pytest.mark.parametrize("life", LIVES)
 def test_answers_are_those_without(tiny_model, source, life):
+    check(tiny_model, source, **LIVES[life])
+
+
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("source", ["oracle", "suffix", *RUNNER])
+@pytest.mark.parametrize("life", LIVES)
+def test_rare_samplers_too(tiny_model, source, life, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.WORK", RARE)
     check(tiny_model, source, **LIVES[life])
 
 

@@ -209,6 +209,9 @@ class Engine(ServerFacts):
             EngineDeadError: the engine is dead.
         """
         request = await self.planned(exchange, request)
+        notes = {each.without_effect: None for each in request.samplings or (request.sampling,)}
+        if any(notes):
+            request = replace(request, warnings=first_warnings([*request.warnings, *filter(None, notes)]))
         with renamed_fields(request.names):
             try:
                 if not request.poolings:

@@ -55,7 +55,7 @@ class Batch:
             states.add(NewReq(f"r{n}", n, ids.tobytes(), len(row.prompt), b"", row.params))
             self.counts.add(n, ids[: len(row.prompt)], ids[len(row.prompt) :])
         positions = np.array([row.position for row in rows], dtype=np.int64)
-        self.plan = plan_sampling(np.arange(num), positions, states, self.counts, EOS)
+        self.plan = plan_sampling(np.arange(num), positions, states, self.counts, EOS, lambda row: 0)
         with_grammar = [n for n, row in enumerate(rows) if row.allowed is not None]
         if with_grammar:
             bits = np.zeros((len(with_grammar), vocab_size // 32 + 2), dtype=np.uint32)

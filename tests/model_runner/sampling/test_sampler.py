@@ -48,7 +48,7 @@ class Bench:
 
     def batch(self) -> SamplingBatch:
         rows, positions = np.array(self.rows, dtype=np.int64), np.array(self.positions, dtype=np.int64)
-        return plan_sampling(rows, positions, self.states, self.counts, EOS)
+        return plan_sampling(rows, positions, self.states, self.counts, EOS, lambda row: 0)
 
     def sample(self, logits: torch.Tensor) -> list[int]:
         return self.sampler.sample(logits, self.batch()).token_ids.tolist()

@@ -85,7 +85,6 @@ OPTIONS_POLICY: Final = FieldPolicy(
         "mirostat": (0,),
         "repeat_last_n": (-1, 64),
         "tfs_z": (1,),
-        "typical_p": (1,),
     },
     no_effect={
         "embedding_only",

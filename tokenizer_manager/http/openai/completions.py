@@ -41,7 +41,7 @@ async def completions(exchange: Exchange, engine: Engine) -> None:
     body, request = await engine.read(exchange, lambda body: read_completion(body, engine, exchange.caller))
     async with exchange.abort_on_disconnect():
         with await engine.start(exchange, request) as generation:
-            warnings = request.warnings + engine.second_bos(generation, NO_BOS)
+            warnings = generation.request.warnings + engine.second_bos(generation, NO_BOS)
             writer = _ChoiceWriter(engine.tokenizer, generation, body)
             options = body.events()
             if options is not None:

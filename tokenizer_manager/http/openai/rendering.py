@@ -27,8 +27,8 @@ from .wire import RenderedBody
 
 _NATIVE_NAMES: Final = {"include_stop_str_in_output": "no_stop_trim"}
 """Fields of `SamplingParams` whose name in `sampling_params` of `/generate` is another one."""
-_AT_THE_TOP: Final = ("logprobs", "prompt_logprobs")
-"""Fields of `SamplingParams` that `/generate` has outside of `sampling_params`."""
+_ELSEWHERE: Final = ("logprobs", "prompt_logprobs", "dry_breaker_ids")
+"""Fields of `SamplingParams` that `/generate` has outside of `sampling_params`, or finds itself."""
 _GRAMMAR_IS_LEFT_OUT: Final = (
     "the answer of this chat has a grammar for tool calls, or one that begins after its reasoning; sampling_params has "
     "no field for it, so send the chat itself"
@@ -124,7 +124,7 @@ def _sampling_params(
     params = {
         _NATIVE_NAMES.get(name, name): value
         for name, value in msgspec.structs.asdict(sampling).items()
-        if value is not None and value != () and name not in _AT_THE_TOP
+        if value is not None and value != () and name not in _ELSEWHERE
     }
     num_returned = request.n if request.num_returned is None else request.num_returned
     if num_returned > 1:

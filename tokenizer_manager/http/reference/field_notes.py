@@ -55,6 +55,8 @@ NOTES: Final[Mapping[str, str]] = {
     # ---- sampling
     "sampling_params": "The sampling fields, see below.",
     **{name: bounds.note for name, _, bounds in NUMBERS},
+    "dry_sequence_breakers": "Texts that no repetition goes across, for dry_multiplier; line end, colon, quote, star.",
+    "temperature_last": "Filters see the logits before the temperature, as in llama.cpp.",
     "logit_bias": "Added to the logits of tokens, by token id.",
     "n": "Answers per prompt.",
     "best_of": "Answers that are generated, of which the n most likely are returned.",
@@ -211,7 +213,7 @@ NOTES: Final[Mapping[str, str]] = {
 
 DEFAULTS: Final[Mapping[str, Any]] = {
     **{
-        field.name: field.default
+        field.name: list(field.default) if isinstance(field.default, tuple) else field.default
         for field in msgspec.structs.fields(SamplingParams)
         if field.default not in (None, ())
         and field.name not in ("include_stop_str_in_output", "prompt_logprobs_start")

@@ -42,8 +42,6 @@ SAMPLING_NOT_YET: Final[NotYet] = {
     "beam_width": (1,),
     "custom_logit_processor": (),
     "custom_params": ({},),
-    "dry_multiplier": (0,),
-    "dynatemp_range": (0,),
     "early_stopping": (False,),
     "guided_decoding_backend": (),
     "length_penalty": (1,),
@@ -58,9 +56,7 @@ SAMPLING_NOT_YET: Final[NotYet] = {
     "tfs_z": (1,),
     "top_a": (0,),
     "truncate_prompt_tokens": (),
-    "typical_p": (1,),
     "use_beam_search": (False,),
-    "xtc_probability": (0,),
 }
 
 COMPLETION_NO_EFFECT: Final = NO_EFFECT - {"prompt_cache_key", "prompt_cache_retention"}

@@ -67,6 +67,8 @@ class SamplingFields(_Numbers, kw_only=True):
     max_temperature: ClassVar[float] = MAX_OPENAI_TEMPERATURE
 
     n: Count | None = None
+    dry_sequence_breakers: list[StopString] | None = None
+    temperature_last: bool | None = None
     stop: str | list[StopString] | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
@@ -122,9 +124,11 @@ class SamplingFields(_Numbers, kw_only=True):
         for name, count in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
             if count is not None:
                 check_count(name, count, 0, limits.max_logprobs, "max_logprobs")
+        breakers = self.dry_sequence_breakers
         given |= {
             "max_new_tokens": max_new_tokens,
             "min_new_tokens": min_new_tokens,
+            "dry_sequence_breakers": None if breakers is None else tuple(breakers),
             "logit_bias": _logit_bias(self.logit_bias),
             "stop": stop,
             "stop_token_ids": tuple(self.stop_token_ids or ()),
