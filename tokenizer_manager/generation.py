@@ -23,14 +23,24 @@ from msgspec.structs import replace
 from ..grammar.answer_report import GuidedAnswer
 from ..grammar.schema.report import Finding
 from ..runtime.grammar_use import GrammarUse
-from ..runtime.messages import Finish, FinishKind, GenerateRequest, KVHandoff, MediaItem, TextOutput, Usage
+from ..runtime.messages import (
+    Delivered,
+    Finish,
+    FinishKind,
+    GenerateRequest,
+    KVHandoff,
+    MediaItem,
+    TextOutput,
+    Usage,
+)
 from ..runtime.pooling import PoolingParams
 from ..runtime.sampling_params import MAX_SEED, SamplingParams
 from .conversation.conversation import Conversation
 from .conversation.deltas import CallBegin, CallEnd, Content, Delta
+from .conversation.parsing.emitter import MakeId
 from .conversation.planner import AnswerPlan
 from .media.sources import ImageSource
-from .scheduling_options import Scheduling
+from .scheduling_options import Scheduling, digest_of
 
 Prompt = str | list[int]
 """A text to tokenize, or token ids."""
@@ -94,6 +104,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         images: of the only prompt, a text with a marker for each, before they are decoded; those of a chat are in its
             messages.
         media: the images of the prompt, taken from the `ImageStore`; there is one prompt then.
+        generation_id: the request's id; "": a new one that begins with `id_prefix`. With one, the ids of its calls
+            follow from it.
+        delivered: the part of the only answer that was generated before this server; None: it begins.
     """
 
     prompts: Sequence[Prompt] = ()
@@ -126,6 +139,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     warm_up: bool = False
     images: tuple[ImageSource, ...] = ()
     media: tuple[MediaItem, ...] = ()
+    generation_id: str = ""
+    delivered: Delivered | None = None
 
     @property
     def is_ranked(self) -> bool:
@@ -186,6 +201,7 @@ class Choice:
         plan: AnswerPlan | None = None,
         *,
         warm_up: bool = False,
+        make_id: MakeId | None = None,
     ) -> None:
         self.rid = rid
         self.index = index
@@ -200,7 +216,7 @@ class Choice:
         self.finish_reason: str | None = None
         self.warm_up = warm_up
         self.guided = GuidedAnswer(grammar) if grammar is not None else None
-        self._parser = None if plan is None else plan.parser()
+        self._parser = None if plan is None else plan.parser(make_id)
         self._counter = None if plan is None else plan.reasoning_counter()
         self._num_calls = 0
         self._num_ended_calls = 0
@@ -288,6 +304,7 @@ def fan_out(
                 request.grammar,
                 request.plan,
                 warm_up=request.warm_up,
+                make_id=_ids_from(request.generation_id) if request.generation_id else None,
             )
             index += 1
             yield (
@@ -304,6 +321,7 @@ def fan_out(
                     group=group,
                     queue_timeout_s=scheduling.queue_timeout_s,
                     timeout_s=scheduling.timeout_s,
+                    delivered=request.delivered,
                     grammar=request.grammar,
                     keep_special_ids=request.keep_special_ids,
                     pooling=request.poolings[number] if request.poolings else None,
@@ -316,6 +334,11 @@ def fan_out(
                     media=request.media,
                 ),
             )
+
+
+def _ids_from(generation_id: str) -> MakeId:
+    """Ids of calls that are the same when the answer is parsed again."""
+    return lambda name, call: f"call_{digest_of(f'{generation_id}/{call}'.encode())}"
 
 
 def _of_sample(handoff: KVHandoff | None, sample: int) -> KVHandoff | None:

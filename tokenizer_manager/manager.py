@@ -192,6 +192,10 @@ class TokenizerManager:
             await self._grammars.compile(request, use, self._clock())
         return [PreparedPrompt(*pair) for pair in zip(encoded, resolved, strict=True)]
 
+    def draw_seed(self) -> int:
+        """A seed for a request that has none."""
+        return self._draw_seed()
+
     async def measure_grammar(self, use: GrammarUse) -> list[CompileResult]:
         """Compile the grammars of a request that is not sent; see `CompileQueue.compile`."""
         return await self._grammars.measure(use)
@@ -312,7 +316,7 @@ class TokenizerManager:
         resolved: list[SamplingParams],
         arrival_s: float,
     ) -> Generation:
-        generation_id = f"{request.id_prefix}-{uuid.uuid4().hex}"
+        generation_id = request.generation_id or f"{request.id_prefix}-{uuid.uuid4().hex}"
         request = replace(request, grammar=self._grammars.checked(request.grammar))
         bootstrap = request.scheduling.bootstrap
         handoffs = () if bootstrap is None else self._handoffs.of(bootstrap, len(encoded))

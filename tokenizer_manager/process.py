@@ -45,6 +45,7 @@ from .http.connection import HttpServer
 from .http.guards.auth import Authorizer, read_keys
 from .http.openai.tools import ToolSchemas
 from .http.port import BACKLOG, bind, is_loopback, tls_context
+from .http.responses.background import keep_responses
 from .http.services import Services
 from .manager import TokenizerManager
 from .media.image_store import ImageStore
@@ -233,6 +234,8 @@ async def _serve(
         asyncio.create_task(child.keep_beating()),
         asyncio.create_task(obey(child, manager, settings.config.server.drain_timeout)),
     ]
+    if services.responses is not None:
+        duties.append(asyncio.create_task(keep_responses(services, services.responses)))
     child.ready(url=_url(settings.config.server, listener.getsockname()[1]))
     compile_queue.start()  # now, so that it delays neither the start of the server nor the first grammar
     try:

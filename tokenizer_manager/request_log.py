@@ -52,8 +52,9 @@ class LoggedRequest:
         self.generation = generation
         self.choice = choice
         self.message = message
-        self.delivered_ids = bytearray()
-        self.usage: Usage | None = None
+        delivered = message.delivered  # before this process
+        self.delivered_ids = bytearray() if delivered is None else bytearray(delivered.output_ids)
+        self.usage: Usage | None = None if delivered is None else delivered.usage
         self.is_sent = False
         self.num_crashes = 0
         self.replica: int | None = None

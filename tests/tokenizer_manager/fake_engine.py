@@ -92,6 +92,7 @@ from engine.tokenizer_manager.http.app import App
 from engine.tokenizer_manager.http.connection import HttpServer
 from engine.tokenizer_manager.http.guards.auth import Authorizer, read_keys
 from engine.tokenizer_manager.http.openai.tools import ToolSchemas
+from engine.tokenizer_manager.http.responses.background import keep_responses
 from engine.tokenizer_manager.http.services import Services
 from engine.tokenizer_manager.manager import TokenizerManager
 from engine.tokenizer_manager.media.image_store import ImageStore
@@ -557,9 +558,14 @@ class ServerThread:
     async def _run(self) -> None:
         self._engine.loop = asyncio.get_running_loop()
         self._tick()
+        services, keeping = self._services, None
+        if services.responses is not None:
+            keeping = asyncio.create_task(keep_responses(services, services.responses))
         with self._listener:
             await self._server.serve(sockets=[self._listener])
-        self._services.close()
+        if keeping is not None:
+            keeping.cancel()
+        services.close()
 
     def _tick(self) -> None:
         self._engine.ticks += 1

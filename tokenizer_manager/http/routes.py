@@ -286,8 +286,21 @@ ROUTES: Final = (
         ItemsBody,
         fails=(404,),
     ),
+    *_post(
+        "/v1/responses/{response_id}/cancel",
+        stored.cancel_response,
+        "End a response in the background.",
+        None,
+        ResponseBody,
+        fails=(404,),
+    ),
     *_get(
-        "/v1/responses/{response_id}", stored.get_response, "A stored response.", ResponseBody, fails=(404,)
+        "/v1/responses/{response_id}",
+        stored.get_response,
+        "A stored response, or the events of one in the background.",
+        ResponseBody,
+        events=ResponseEvent,
+        fails=(404,),
     ),
     Route(
         "DELETE",

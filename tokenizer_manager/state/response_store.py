@@ -28,6 +28,8 @@ class LiveResponse:
         cancel: ends it; None: it is not in the background.
         unsaved: events that the disk has not taken.
         disk_fails: these are not merely on their way.
+        has_ended: it is still here because the disk has not taken its end.
+        task: generates it in the background; held here.
     """
 
     def __init__(self, body: Callable[[], bytes], cancel: Callable[[], None] | None = None) -> None:
@@ -35,6 +37,8 @@ class LiveResponse:
         self.cancel = cancel
         self.unsaved: list[Group] = []
         self.disk_fails = False
+        self.has_ended = False
+        self.task: asyncio.Task[None] | None = None
         self._next_change = asyncio.Event()
 
     def changed(self) -> None:

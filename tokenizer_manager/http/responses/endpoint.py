@@ -2,49 +2,26 @@
 
 from __future__ import annotations
 
-import time
-import uuid
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Final
-
-import msgspec
 from msgspec import UNSET
-from msgspec.structs import replace
 
-from ...conversation.deltas import Delta
-from ...generation import Generation, Row
-from ...state.response_store import LiveResponse
-from ...state.responses import Response
-from ...state.store import StateError
 from ..delivery import collect_deltas, stream
 from ..exchange import Exchange
-from ..prompt_parts import Comparison, compare
-from ..schema.accounting import truncated_of, usage_of
-from ..schema.errors import ErrorReply
 from ..services import Engine
-from .convert import namespaces_of
-from .reading import ReadRequest, body_at_beginning, read_request
-from .stream import ResponseStream
-from .wire import (
-    InputDetails,
-    InputTokensBody,
-    OutputDetails,
-    PromptCacheDiagnostics,
-    ResponseBody,
-    ResponseError,
-    ResponsesUsage,
-)
-
-ABORTED: Final = ResponseError("server_error", "the request was aborted")
+from .background import answer_in_background
+from .reading import read_request
+from .wire import InputTokensBody
+from .writer import ResponseWriter
 
 
 async def responses(exchange: Exchange, engine: Engine) -> None:
     """Answer a chat in the form of the Responses API."""
     read = await read_request(exchange, engine)
+    if read.request.background:
+        await answer_in_background(exchange, engine, read)
+        return
     async with exchange.abort_on_disconnect():
         with await engine.start(exchange, read.generation) as generation:
-            writer = _Writer(engine, generation, read)
+            writer = ResponseWriter(engine, generation, read)
             with writer.running():
                 if read.request.stream:
                     exchange.failure_event = writer.fail
@@ -61,124 +38,3 @@ async def response_input_tokens(exchange: Exchange, engine: Engine) -> None:
     async with exchange.abort_on_disconnect():
         num_tokens, warnings = await engine.count_prompt(exchange, read.generation)
         await exchange.send_json(InputTokensBody(input_tokens=num_tokens, warnings=warnings or UNSET))
-
-
-class _Writer:
-    """Writes the stream of one response.
-
-    Attributes:
-        stream: of the events.
-    """
-
-    def __init__(self, engine: Engine, generation: Generation, read: ReadRequest) -> None:
-        request = read.request
-        assert generation.request.conversation is not None
-        self._engine = engine
-        self._generation = generation
-        self._read = read
-        self._begun = False
-        self._last_events = b""
-        self._recent_items = None if request.store is False else engine.recent_items
-        options = request.prompt_cache_options
-        self._earlier_id = None if options is None else options.comparison_response_id
-        self._comparison: Comparison | None = None
-        response_id = generation.id.replace("-", "_")
-        if self._recent_items is not None or options is not None:
-            self._comparison = compare(generation, response_id, self._earlier_id, engine.recent_items)
-        self.stream = ResponseStream(
-            body_at_beginning(engine, generation.request, read, response_id),
-            lambda prefix: f"{prefix}_{uuid.uuid4().hex}",
-            namespaces_of(generation.request.conversation),
-        )
-
-    def running(self) -> AbstractContextManager[None]:
-        """While it is entered, clients find the response as one that runs, if it is to be stored."""
-        store = self._engine.responses
-        if store is None or not self._read.items:
-            return nullcontext()
-        live = LiveResponse(lambda: msgspec.json.encode(self.stream.snapshot()))
-        return store.running(self._generation.scheduling.owner, self.stream.body.id, live)
-
-    def events(self, row: Row, deltas: Sequence[Delta]) -> bytes:
-        """The events for a row, after the first ones."""
-        begin = b"" if self._begun else self.stream.begin()
-        self._begun = True
-        return begin + self.stream.events(deltas)
-
-    async def end(self) -> None:
-        """Complete the response, and store it, so that it can be continued when its client has it."""
-        [choice] = self._generation.choices
-        usage = usage_of_response(self._generation, self._engine)
-        if choice.finish_reason == "abort":
-            self._last_events = self.stream.fail(ABORTED, usage)
-            return
-        self.stream.body.truncated = truncated_of(choice, self._engine.tokenizer)
-        if self._earlier_id:
-            page_size = self._engine.manager.capacity.page_size
-            self.stream.body.prompt_cache_diagnostics = _diagnostics(
-                self._comparison, choice.usage.cached_tokens, page_size
-            )
-        events = self.stream.complete(
-            None if choice.warm_up else choice.finish_reason, usage, int(time.time())
-        )
-        body, owner = self.stream.body, self._generation.scheduling.owner
-        if self._recent_items is not None:
-            self._recent_items.keep(body.output, owner)
-        if self._engine.responses is not None and body.store:
-            try:
-                await self._engine.responses.add(with_answer(self._read.response(body.id, status=""), body))
-            except StateError as error:
-                body.store = False
-                body.warnings = [*(body.warnings or ()), f"the response was not stored: {error}"]
-        self._last_events = events + self.stream.last_event()
-
-    def closing(self) -> bytes:
-        """The last events, after `end`."""
-        return self._last_events
-
-    def fail(self, reply: ErrorReply) -> bytes:
-        """The last events of a stream that fails."""
-        usage = usage_of_response(self._generation, self._engine)
-        return self.stream.fail(error_of(reply), usage)
-
-
-def error_of(reply: ErrorReply) -> ResponseError:
-    """The error of a failed response."""
-    code = "rate_limit_exceeded" if reply.status == 429 else "server_error"
-    return ResponseError(code, reply.body.error.message)
-
-
-def with_answer(response: Response, body: ResponseBody) -> Response:
-    """A response with its answer, as it is stored."""
-    output = msgspec.json.encode(body.output)
-    return response._replace(
-        status=body.status,
-        output=output,
-        body=msgspec.json.encode(replace(body, output=[])),
-        chain_bytes=response.chain_bytes + len(output),
-        resume=b"",
-    )
-
-
-def _diagnostics(comparison: Comparison | None, cached_tokens: int, page_size: int) -> PromptCacheDiagnostics:
-    if comparison is None:
-        return PromptCacheDiagnostics(type="comparison_response_not_found")
-    if comparison.changed:
-        part = comparison.changed if comparison.changed in ("model", "tools") else "input"
-        missed = comparison.missed_tokens(cached_tokens)
-        return PromptCacheDiagnostics(type="cache_miss", reason=f"{part}_changed", cache_missed_tokens=missed)
-    reused = comparison.is_reused(cached_tokens, page_size)
-    return PromptCacheDiagnostics(type="cache_hit" if reused else "unavailable")
-
-
-def usage_of_response(generation: Generation, engine: Engine) -> ResponsesUsage:
-    """The counts of tokens so far."""
-    usage = usage_of(generation, tokenizer=engine.tokenizer)
-    return ResponsesUsage(
-        usage.prompt_tokens,
-        InputDetails(usage.prompt_tokens_details.cached_tokens, engine.num_written_tokens(generation)),
-        usage.completion_tokens,
-        OutputDetails(generation.reasoning_tokens() or 0),
-        usage.total_tokens,
-        usage.grammar,
-    )

@@ -19,7 +19,7 @@ from ..schema.values import Body
 from ..services import Engine
 from .convert import read_responses
 from .items import input_items, items_of
-from .wire import ResponseBody, ResponsesRequest
+from .wire import ResponseBody, ResponsesRequest, Status
 
 PREVIOUS: Final = "previous_response_id"
 
@@ -30,15 +30,17 @@ class ReadRequest(NamedTuple):
     Attributes:
         parent: the response that it continues, without its contents.
         items: its own input as JSON, to be stored; b"": it is not stored.
+        body: without the input, of a request in the background.
     """
 
     request: ResponsesRequest
     generation: GenerationRequest
     parent: Response | None
     items: bytes
+    body: Body
 
-    def response(self, response_id: str, **more: Any) -> Response:
-        """What is stored of it."""
+    def response(self, response_id: str, status: Status = "queued", **more: Any) -> Response:
+        """What is stored of it before its end."""
         parent = self.parent
         return Response(
             owner=self.generation.scheduling.owner,
@@ -47,6 +49,7 @@ class ReadRequest(NamedTuple):
             root=response_id if parent is None else parent.root,
             depth=1 if parent is None else parent.depth + 1,
             chain_bytes=len(self.items) + (0 if parent is None else parent.chain_bytes),
+            status=status,
             input=self.items,
             **more,
         )
@@ -104,7 +107,8 @@ def read_body(body: Body, engine: Engine, caller: Caller, chain: Sequence[Respon
     scheduling = caller.scheduling(request, body=body, user_session=root)
     generation = replace(generation, scheduling=engine.with_adapter(scheduling, request.model))
     parent = chain[-1]._replace(input=b"", output=b"", body=b"") if chain else None
-    return ReadRequest(request, generation, parent, items)
+    again = {name: value for name, value in body.items() if name != "input"} if request.background else {}
+    return ReadRequest(request, generation, parent, items, again)
 
 
 def body_at_beginning(
@@ -127,6 +131,7 @@ def body_at_beginning(
         tool_choice="auto" if request.tool_choice is None else request.tool_choice,
         tools=request.tools or [],
         top_p=sampling.top_p,
+        background=bool(request.background),
         store=bool(read.items),
         previous_response_id=request.previous_response_id,
         user=request.user or UNSET,

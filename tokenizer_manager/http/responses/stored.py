@@ -1,4 +1,4 @@
-"""`/v1/responses/{id}`: `GET`, `DELETE`, and the items that a response was made from."""
+"""`/v1/responses/{id}`: `GET`, `DELETE`, `/cancel`, and the items that a response was made from."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from ....runtime.errors import RequestError
 from ...state.response_store import ResponseStore
 from ...state.responses import Response
 from ..exchange import Exchange
+from ..schema.values import one_of, refused
 from ..services import Engine
-from .items import context_items, page_of
+from .background import follow
+from .items import context_items, number_of, page_of
 from .wire import DeletedBody
 
 PATH: Final = "/v1/responses/"
 ITEMS: Final = "/input_items"
 CANCEL: Final = "/cancel"
+MAX_EVENTS: Final = 1 << 40
+"""Above the number of any event."""
 _JSON: Final = b"application/json"
 
 
@@ -47,8 +51,18 @@ def whole_body(response: Response) -> bytes:
 
 
 async def get_response(exchange: Exchange, engine: Engine) -> None:
-    """A response as it was answered, or as it is now."""
+    """A response as it was answered, or as it is now; with `stream` the events of one in the background."""
     store, owner, response_id = required(engine), exchange.caller.owner, id_of(exchange)
+    first = number_of(exchange.query, "starting_after", 0, MAX_EVENTS, -1) + 1
+    if one_of(exchange.query.get("stream", "false"), ("true", "false"), "stream") == "true":
+        live = store.live.get((owner, response_id))
+        in_background = live is not None and live.cancel is not None
+        if not in_background and not await store.groups(owner, response_id, 0, 1):
+            await store.find(owner, response_id)
+            raise refused("stream", f"is true, but {response_id} was not made with background: true")
+        async with exchange.abort_on_disconnect():
+            await follow(exchange, store, owner, response_id, first)
+        return
     if (live := store.live.get((owner, response_id))) is not None:
         await exchange.send_bytes(live.body(), _JSON)
         return
@@ -66,3 +80,26 @@ async def list_input_items(exchange: Exchange, engine: Engine) -> None:
     """A page of the items that a response was made from, those of the responses that it continues included."""
     chain = await required(engine).context(exchange.caller.owner, id_of(exchange, ITEMS))
     await exchange.send_json(page_of(context_items(chain), exchange.query))
+
+
+async def cancel_response(exchange: Exchange, engine: Engine) -> None:
+    """End a response in the background; one that has ended stays as it is."""
+    store, owner, response_id = required(engine), exchange.caller.owner, id_of(exchange, CANCEL)
+    if (live := store.live.get((owner, response_id))) is not None and live.cancel is not None:
+        live.cancel()
+        while store.live.get((owner, response_id)) is live and not live.has_ended:
+            await live.next_change().wait()
+        if live.has_ended:
+            await exchange.send_bytes(live.body(), _JSON)
+            return
+    elif live is None:
+        response = await store.find(owner, response_id)
+        if msgspec.json.decode(response.body)["background"]:
+            await exchange.send_bytes(whole_body(response), _JSON)
+            return
+    if live is None or live.cancel is None:
+        raise RequestError(
+            f"the response {response_id} was not made with background: true, so it ends when its client disconnects",
+            code="not_in_background",
+        )
+    await exchange.send_bytes(whole_body(await store.find(owner, response_id)), _JSON)

@@ -8,7 +8,7 @@ same items.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, assert_never
+from typing import Any, Final, Literal, assert_never
 
 import msgspec
 from msgspec import UNSET
@@ -40,6 +40,7 @@ class ResponseStream:
     Attributes:
         body: the response object as of the latest event.
         num_events: so far.
+        namespaces: name of a tool as the model sees it -> its namespace, and its name there.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class ResponseStream:
             make_id: a new id with the given prefix.
             namespaces: name of a tool as the model sees it -> its namespace, and its name there.
         """
-        self._namespaces = namespaces or {}
+        self.namespaces = namespaces or {}
         self.body = body
         self._make_id = make_id
         self.num_events = 0
@@ -93,17 +94,16 @@ class ResponseStream:
         """The event with the body of a response that has ended."""
         return self._event(f"response.{self.body.status}", response=self.body)
 
-    def fail(self, error: ResponseError, usage: ResponsesUsage | None) -> bytes:
-        """The events that end a response whose generation has failed."""
+    def break_off(
+        self,
+        status: Literal["failed", "cancelled"],
+        error: ResponseError | None,
+        usage: ResponsesUsage | None,
+    ) -> bytes:
+        """End the body of a response whose generation has not finished; the events before `last_event`."""
         events = self._end_item("incomplete")
-        self.body = replace(self.body, status="failed", error=error, output=self._items, usage=usage or UNSET)
-        return events + self.last_event()
-
-    def cancel(self, usage: ResponsesUsage | None) -> bytes:
-        """The events that end a response that its client has canceled."""
-        events = self._end_item("incomplete")
-        self.body = replace(self.body, status="cancelled", output=self._items, usage=usage or UNSET)
-        return events + self.last_event()
+        self.body = replace(self.body, status=status, error=error, output=self._items, usage=usage or UNSET)
+        return events
 
     def snapshot(self) -> ResponseBody:
         """The body as of now, with the items so far."""
@@ -120,7 +120,7 @@ class ResponseStream:
             case CallBegin(_, call_id, name, custom):
                 events = self._end_item("completed")
                 kind, prefix = (CustomToolCallItem, "ctc") if custom else (FunctionCallItem, "fc")
-                namespace, short = self._namespaces.get(name, (UNSET, name))
+                namespace, short = self.namespaces.get(name, (UNSET, name))
                 return events + self._add(
                     kind(
                         id=self._make_id(prefix),

@@ -125,7 +125,12 @@ def test_a_cut_answer_is_incomplete_and_keeps_the_raw_beginning_of_its_call():
 
 def test_a_failure_ends_the_open_item():
     stream = make_stream()
-    events = sse(stream.begin() + stream.events([Content("a")]) + stream.fail(ResponseError("c", "m"), USAGE))
+    events = sse(
+        stream.begin()
+        + stream.events([Content("a")])
+        + stream.break_off("failed", ResponseError("c", "m"), USAGE)
+        + stream.last_event()
+    )
 
     assert [name for name, _ in events[-2:]] == ["response.output_item.done", "response.failed"]
     assert events[-1][1]["response"]["error"] == {"code": "c", "message": "m"}
