@@ -50,8 +50,10 @@ _PARAMETERS: Final = {
 """Parameters of a layer that are no module's weight."""
 _KEYS_AND_VALUES: Final = ("attn_k.", "attn_v.", "attn_k_norm.")
 
-NOT_WEIGHTS: Final = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
-"""Tensors of the rope scaling, see `gguf_rope`."""
+NOT_WEIGHTS: Final = frozenset(
+    {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight", "v.token_embd.img_break"}
+)
+"""Tensors of the rope scaling, see `gguf_rope`, and in a tower of Pixtral a copy of an embedding."""
 
 A_LOG: Final = "A_log"
 """Name of a parameter of state layers; the file has the negative exponential."""
@@ -133,7 +135,7 @@ def is_not_read(spec: ModelSpec, name: str) -> bool:
     """Whether a tensor of the file is none that the model takes.
 
     It is of the rope scaling, of a layer after the last, or makes keys and values that the layer does not use; or it
-    is a copy of embedding or head in the layer that predicts further tokens.
+    is a copy of an embedding or a head, in the layer that predicts further tokens or in a tower.
     """
     unused = tuple(
         f"blk.{layer}.{part}"
@@ -150,12 +152,14 @@ def is_not_read(spec: ModelSpec, name: str) -> bool:
 def full_shape(stored: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of a tensor with the axes that Hugging Face's has.
 
-    llama.cpp's converter drops an axis of length 1 from a matrix of one row, and from the weight of a convolution of
-    each channel. It adds one to vectors of Mamba 2: those of heads become columns, the norm has a row for each group.
+    llama.cpp's converters drop axes of length 1: from a matrix of one row, from the weight of a convolution of each
+    channel, from parameters of towers. They add one to vectors of Mamba 2: those of heads become columns, the norm has
+    a row for each group.
     """
     if len(wanted) == 1 and len(stored) == 2 and math.prod(stored) == wanted[0]:
         return wanted
-    return wanted if wanted in ((1, *stored), (*stored[:1], 1, *stored[1:])) else stored
+    same = [size for size in stored if size != 1] == [size for size in wanted if size != 1]
+    return wanted if same and len(stored) < len(wanted) else stored
 
 
 def _expert_names(names: ExpertNames) -> dict[str, str]:

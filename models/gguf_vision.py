@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 from msgspec import structs
@@ -16,17 +16,25 @@ from msgspec import structs
 from ..runtime.errors import ConfigError
 from .fields import Fields
 from .gguf.gguf_file import TOWER_ARCHITECTURE, GGUFFile
-from .gguf_config import float32_text
+from .gguf_any_size_vision import read_pixtral, read_qwen2, read_qwen2_5, read_qwen3
+from .gguf_vision_fields import (
+    BICUBIC,
+    BILINEAR,
+    LANCZOS,
+    MAX_SIDE,
+    PREFIX,
+    QUICK_GELU,
+    TokenIds,
+    TowerFiles,
+    tower_facts,
+    values_of_pixels,
+)
 from .spec.model_spec import ModelSpec
 from .spec.vision_spec import ImageProcessing, VisionSpec
 
-_PREFIX: Final = "clip.vision."
-_MAX_SIDE: Final = 1 << 14
-_LANCZOS: Final = 1
-_BILINEAR: Final = 2
-_BICUBIC: Final = 3
-_QWEN3_VL: Final = ("qwen3vl", "qwen3vlmoe")
-_QWEN3_PIXELS: Final = (65_536, 16_777_216)
+_LAST_PRODUCTS: Final = ("mm.2.weight", "mm.model.mlp.3.weight")
+"""Products of connectors that make the rows; without them the metadata has the width of a row."""
+_FOLDER: Final = "give the model's folder with safetensors, or serve its text with --language-model-only"
 
 
 def with_tower(file: GGUFFile, spec: ModelSpec, path: Path) -> ModelSpec:
@@ -53,57 +61,34 @@ def with_tower(file: GGUFFile, spec: ModelSpec, path: Path) -> ModelSpec:
     read = _READERS.get(projector)
     if read is None:
         raise fields.error(
-            key,
-            projector,
-            f"which the engine does not compute, only {', '.join(_READERS)}; give the model's folder with "
-            "safetensors, or serve its text with --language-model-only",
+            key, projector, f"which the engine does not compute, only {', '.join(_READERS)}; {_FOLDER}"
         )
-    size = fields.integer(f"{_PREFIX}projection_dim", 1, 1 << 20, default=spec.hidden_size)
-    if size != spec.hidden_size:
-        raise fields.error(
-            f"{_PREFIX}projection_dim",
-            size,
-            f"but the embedding_length of {file.path.name} is {spec.hidden_size}: it is the tower of another model; "
-            "give that of this one with --mmproj",
-        )
-    ids = _TokenIds(file.path, tokens if isinstance(tokens, list) else [])
-    vision = read(_Files(fields, ids, Fields(file.path, file.metadata), spec))
+    _check_row_size(fields, tower, spec, file.path.name)
+    ids = TokenIds(file.path, tokens if isinstance(tokens, list) else [])
+    vision = read(TowerFiles(fields, tower.tensors, ids, Fields(file.path, file.metadata), spec))
     file.add_tower(tower)
     return structs.replace(spec, vision=vision)
 
 
-class _TokenIds:
-    """Ids by text, in the vocabulary of the language model."""
-
-    def __init__(self, path: Path, tokens: list[str]) -> None:
-        self._path, self._tokens = path, tokens
-
-    def of(self, text: str) -> int:
-        """The id of a token that the prompts of images need."""
-        try:
-            return self._tokens.index(text)
-        except ValueError:
-            raise ConfigError(
-                f"{self._path}: the vocabulary has no token {text!r}, which stands for images: it is the language "
-                "model of another tower; give both files of one model, or use --language-model-only"
-            ) from None
+def _check_row_size(fields: Fields, tower: GGUFFile, spec: ModelSpec, model: str) -> None:
+    """Check that rows are as wide as embeddings. Old converters wrote another number into the metadata."""
+    made = next((tower.tensors[name] for name in _LAST_PRODUCTS if name in tower.tensors), None)
+    key = f"{PREFIX}projection_dim"
+    size = made.shape[0] if made else fields.integer(key, 1, 1 << 20, default=spec.hidden_size)
+    if size != spec.hidden_size:
+        raise fields.error(
+            f"the number of rows of {made.name}" if made else key,
+            size,
+            f"but the embedding_length of {model} is {spec.hidden_size}: it is the tower of another model; give that "
+            "of this one with --mmproj",
+        )
 
 
-class _Files(NamedTuple):
-    """The fields of the tower's file, and the vocabulary, the fields and the architecture of the language model."""
-
-    tower: Fields
-    ids: _TokenIds
-    text: Fields
-    spec: ModelSpec
-
-
-def _idefics3(files: _Files) -> VisionSpec:
+def _idefics3(files: TowerFiles) -> VisionSpec:
     fields, around = files.tower, "<fake_token_around_image>"
-    facts = _siglip(files, _LANCZOS)
-    for text in (around, "<global-img>"):
-        files.ids.of(text)
-    longest = fields.integer(f"{_PREFIX}preproc_image_size", 1, _MAX_SIDE, default=4 * facts["image_size"])
+    facts = _tile_facts(files, {"use_gelu": "gelu_tanh"}, LANCZOS)
+    files.ids.check(around, "<global-img>")
+    longest = fields.integer(f"{PREFIX}preproc_image_size", 1, MAX_SIDE, default=4 * facts["image_size"])
     return VisionSpec(
         family="idefics3",
         scale_factor=_scale_factor(files, facts, None),
@@ -117,10 +102,10 @@ def _idefics3(files: _Files) -> VisionSpec:
     )
 
 
-def _gemma3(files: _Files) -> VisionSpec:
-    facts, begin, end = _siglip(files, _BILINEAR), "<start_of_image>", "<end_of_image>"
-    for text in (begin, end):
-        files.ids.of(text)
+def _gemma3(files: TowerFiles) -> VisionSpec:
+    facts = _tile_facts(files, {"use_gelu": "gelu_tanh"}, BILINEAR)
+    begin, end = "<start_of_image>", "<end_of_image>"
+    files.ids.check(begin, end)
     return VisionSpec(
         family="gemma3",
         scale_factor=_scale_factor(files, facts, 4),
@@ -134,135 +119,94 @@ def _gemma3(files: _Files) -> VisionSpec:
     )
 
 
-def _siglip(files: _Files, resample: int) -> dict[str, Any]:
-    """The sizes of a tower of SigLIP, and how an image becomes one tile."""
+def _llava(files: TowerFiles) -> VisionSpec:
+    """A tower of CLIP; the file has no layer after the one whose output is used."""
     fields = files.tower
-    image_size = fields.integer(f"{_PREFIX}image_size", 1, _MAX_SIDE)
-    size = fields.integer(f"{_PREFIX}embedding_length", 1, 1 << 20)
-    norm_eps = fields.number(f"{_PREFIX}attention.layer_norm_epsilon", 1e-30, 1.0, default=1e-6)
-    if not fields.boolean("clip.use_gelu", default=False):
-        raise fields.error("clip.use_gelu", False, "expected true for a tower of SigLIP; download it again")
-    num_heads = fields.integer(f"{_PREFIX}attention.head_count", 1, 1 << 12)
-    if size % num_heads:
-        rule = f"they cannot divide the embedding length {size}"
-        raise fields.error(f"{_PREFIX}attention.head_count", num_heads, rule)
-    return {
-        "hidden_size": size,
-        "intermediate_size": fields.integer(f"{_PREFIX}feed_forward_length", 1, 1 << 22),
-        "num_layers": fields.integer(f"{_PREFIX}block_count", 1, 1 << 12),
-        "num_heads": num_heads,
-        "norm_eps": float32_text(norm_eps),
-        "activation": "gelu_tanh",  # ggml's gelu
-        "image_size": image_size,
-        "patch_size": fields.integer(f"{_PREFIX}patch_size", 1, image_size),
-        "processing": ImageProcessing(
-            longest_edge=None,
-            tile_size=image_size,
-            splits=False,
-            resample=resample,
-            rescale_factor=1 / 255,
-            mean=_by_color(fields, f"{_PREFIX}image_mean", -1e9),
-            std=_by_color(fields, f"{_PREFIX}image_std", 1e-9),
-        ),
-    }
+    if "v.class_embd" not in files.tensors:
+        raise ConfigError(
+            f"{fields.path}: has no tensor 'v.class_embd': it is not a tower of CLIP, the only one that is computed "
+            f"for the projector mlp; {_FOLDER}"
+        )
+    for name in (f"{PREFIX}image_grid_pinpoints", f"{PREFIX}mm_patch_merge_type"):
+        if name in fields:
+            raise fields.error(name, fields.get(name), f"the tiles of LLaVA-NeXT are not computed; {_FOLDER}")
+    facts = _tile_facts(files, {QUICK_GELU: "quick_gelu", "use_gelu": "gelu"}, BICUBIC)
+    layers = fields.get(f"{PREFIX}feature_layer")
+    if layers is not None and (
+        not isinstance(layers, np.ndarray) or layers.tolist() != [facts["num_layers"]]
+    ):
+        rule = f"expected only the last of the {facts['num_layers']} layers; {_FOLDER}"
+        raise fields.error(f"{PREFIX}feature_layer", layers, rule)
+    return VisionSpec(
+        family="llava",
+        body="clip",
+        ends_normed=False,
+        scale_factor=1,
+        image_token_id=files.ids.of("<image>"),
+        image_token="<image>",
+        begin_token="",
+        end_token="",
+        marker="<image>",
+        **facts | {"processing": structs.replace(facts["processing"], crops=True)},
+    )
 
 
-def _scale_factor(files: _Files, facts: dict[str, Any], default: int | None) -> int:
-    name, grid = f"{_PREFIX}projector.scale_factor", facts["image_size"] // facts["patch_size"]
+def _internvl(files: TowerFiles) -> VisionSpec:
+    """A tower of InternViT-300M; that of 6B has other norms."""
+    fields, image, begin, end = files.tower, "<IMG_CONTEXT>", "<img>", "</img>"
+    if "v.blk.0.ln1.bias" not in files.tensors or "v.blk.0.attn_q_norm.weight" in files.tensors:
+        raise ConfigError(
+            f"{fields.path}: is a tower of InternViT-6B, of which only that of 300M is computed; {_FOLDER}"
+        )
+    facts = _tile_facts(files, {"use_gelu": "gelu"}, BICUBIC)
+    most = fields.integer(f"{PREFIX}preproc_max_tiles", 1, 1 << 10, default=12)
+    least = fields.integer(f"{PREFIX}preproc_min_tiles", 1, most, default=1)
+    files.ids.check(begin, end)
+    return VisionSpec(
+        family="internvl",
+        body="internvit",
+        ends_normed=False,
+        has_qkv_bias="v.blk.0.attn_q.bias" in files.tensors,
+        scale_factor=_scale_factor(files, facts, 2),
+        image_token_id=files.ids.of(image),
+        image_token=image,
+        begin_token=begin,
+        end_token=end,
+        marker=image,
+        **facts
+        | {
+            "processing": structs.replace(
+                facts["processing"], splits=most > 1, min_tiles=least, max_tiles=most
+            )
+        },
+    )
+
+
+def _tile_facts(files: TowerFiles, activations: dict[str, Any], resample: int) -> dict[str, Any]:
+    """The sizes of a tower for tiles of one size, and how an image becomes one tile."""
+    fields, facts = files.tower, tower_facts(files, activations)
+    image_size = fields.integer(f"{PREFIX}image_size", facts["patch_size"], MAX_SIDE)
+    processing = ImageProcessing(
+        longest_edge=None, tile_size=image_size, splits=False, **values_of_pixels(fields, resample)
+    )
+    return facts | {"image_size": image_size, "processing": processing}
+
+
+def _scale_factor(files: TowerFiles, facts: dict[str, Any], default: int | None) -> int:
+    name, grid = f"{PREFIX}projector.scale_factor", facts["image_size"] // facts["patch_size"]
     factor = files.tower.integer(name, 1, 64, default=default)
     if grid % factor:
         raise files.tower.error(name, factor, f"which cannot divide the {grid} patches of a tile's side")
     return factor
 
 
-def _qwen3(files: _Files) -> VisionSpec:
-    """The tower of Qwen3-VL; the bounds of pixels are those of the published processors."""
-    fields, ids, spec = files.tower, files.ids, files.spec
-    architecture = files.text.text("general.architecture")
-    if architecture not in _QWEN3_VL:
-        rule = f"whose tower is not computed from GGUF files, only that of {' and '.join(_QWEN3_VL)}"
-        raise files.text.error("general.architecture", architecture, f"{rule}; give the model's folder")
-    size = fields.integer(f"{_PREFIX}embedding_length", 1, 1 << 20)
-    num_heads = fields.integer(f"{_PREFIX}attention.head_count", 1, 1 << 12)
-    if size % (4 * num_heads):
-        rule = f"they cannot divide the embedding length {size} into multiples of 4"
-        raise fields.error(f"{_PREFIX}attention.head_count", num_heads, rule)
-    patch_size = fields.integer(f"{_PREFIX}patch_size", 1, _MAX_SIDE)
-    factor = fields.integer(f"{_PREFIX}spatial_merge_size", 1, 64, default=2)
-    grid = fields.integer(f"{_PREFIX}image_size", patch_size, _MAX_SIDE) // patch_size
-    num_layers = fields.integer(f"{_PREFIX}block_count", 1, 1 << 12)
-    least = fields.integer(f"{_PREFIX}image_min_pixels", 1, 1 << 30, default=_QWEN3_PIXELS[0])
-    most = fields.integer(f"{_PREFIX}image_max_pixels", least, 1 << 30, default=_QWEN3_PIXELS[1])
-    return VisionSpec(
-        family="qwen3_vl",
-        hidden_size=size,
-        intermediate_size=fields.integer(f"{_PREFIX}feed_forward_length", 1, 1 << 22),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        norm_eps=1e-6,
-        activation="gelu_tanh",
-        image_size=0,
-        patch_size=patch_size,
-        scale_factor=factor,
-        image_token_id=ids.of("<|image_pad|>"),
-        image_token="<|image_pad|>",
-        begin_token="<|vision_start|>",
-        end_token="<|vision_end|>",
-        marker="<|image_pad|>",
-        processing=ImageProcessing(
-            longest_edge=None,
-            tile_size=patch_size * factor,
-            splits=True,
-            min_pixels=least,
-            max_pixels=max(most, (patch_size * factor) ** 2),
-            resample=_BICUBIC,
-            rescale_factor=1 / 255,
-            mean=_by_color(fields, f"{_PREFIX}image_mean", -1e9),
-            std=_by_color(fields, f"{_PREFIX}image_std", 1e-9),
-        ),
-        num_positions=grid**2,
-        deepstack_layers=_deepstack_layers(fields, num_layers),
-        rope_sections=_rope_sections(files.text, spec),
-        rope_alternates=True,
-    )
-
-
-def _deepstack_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
-    name = f"{_PREFIX}is_deepstack_layers"
-    value = fields.get(name)
-    if value is None:
-        return ()
-    if not isinstance(value, np.ndarray) or value.dtype.kind != "b" or value.shape != (num_layers,):
-        raise fields.error(name, value, f"expected true or false for each of the {num_layers} layers")
-    return tuple(np.flatnonzero(value).tolist())
-
-
-def _rope_sections(fields: Fields, spec: ModelSpec) -> tuple[int, ...]:
-    """How the pairs of rotated dimensions of the language model are divided among its three axes."""
-    name = f"{fields.text('general.architecture')}.rope.dimension_sections"
-    value, num_turning = fields.get(name), (spec.rotary_dim or spec.head_dim) // 2
-    sections = value.tolist() if isinstance(value, np.ndarray) and value.dtype.kind in "iu" else []
-    if len(sections) not in (3, 4) or sum(sections) != num_turning or any(sections[3:]):
-        rule = f"expected three numbers with the sum {num_turning}, the pairs of a head that turn, and a 0"
-        raise fields.error(name, value, f"{rule}; convert the model again")
-    return tuple(sections[:3])
-
-
-_READERS: Final[dict[str, Callable[[_Files], VisionSpec]]] = {
+_READERS: Final[dict[str, Callable[[TowerFiles], VisionSpec]]] = {
     "idefics3": _idefics3,
     "gemma3": _gemma3,
-    "qwen3vl_merger": _qwen3,
+    "mlp": _llava,
+    "internvl": _internvl,
+    "pixtral": read_pixtral,
+    "qwen2vl_merger": read_qwen2,
+    "qwen2.5vl_merger": read_qwen2_5,
+    "qwen3vl_merger": read_qwen3,
 }
-
-
-def _by_color(fields: Fields, name: str, low: float) -> tuple[float, float, float]:
-    value = fields.get(name)
-    if (
-        not isinstance(value, np.ndarray)
-        or value.dtype.kind != "f"
-        or len(value) != 3
-        or not (value >= low).all()
-    ):
-        raise fields.error(name, value, f"expected three numbers of at least {low:g}, one for each color")
-    red, green, blue = (float32_text(float(number)) for number in value)
-    return red, green, blue

@@ -64,7 +64,7 @@ def _write_text(folder: Path, path: Path, config: dict[str, Any], tensors: Array
         stored = names.get_name(hf, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
         writer.add_tensor(stored, np.ascontiguousarray(array))
-    _finish(writer)
+    finish(writer)
 
 
 def _write_tokens(writer: Any, folder: Path, vocab_size: int) -> None:
@@ -128,7 +128,7 @@ def _write_tower(
         "vision__image_mean": images["image_mean"],
         "vision__image_std": images["image_std"],
     } | keys
-    _add_keys(writer, values)
+    add_keys(writer, values)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, tower["num_hidden_layers"])
     form = gguf.GGMLQuantizationType[kind]
     for name, array in tensors.items():
@@ -146,10 +146,10 @@ def _write_tower(
             writer.add_tensor(stored, np.ascontiguousarray(array))
         else:
             writer.add_tensor(stored, gguf.quantize(array, form), raw_dtype=form)
-    _finish(writer)
+    finish(writer)
 
 
-def _add_keys(writer: Any, values: dict[str, Any]) -> None:
+def add_keys(writer: Any, values: dict[str, Any]) -> None:
     for name, value in values.items():
         key = f"clip.{name.replace('__', '.')}"
         if isinstance(value, bool):
@@ -164,7 +164,7 @@ def _add_keys(writer: Any, values: dict[str, Any]) -> None:
             writer.add_array(key, value)
 
 
-def _finish(writer: Any) -> None:
+def finish(writer: Any) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -212,7 +212,7 @@ def _write_qwen3_text(path: Path, text: dict[str, Any], own: set[str], tensors: 
         stored = names.get_name(hf, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
         writer.add_tensor(stored, np.ascontiguousarray(tensors[name]))
-    _finish(writer)
+    finish(writer)
 
 
 def _write_qwen3_tower(
@@ -242,7 +242,7 @@ def _write_qwen3_tower(
         "vision__image_mean": images["image_mean"],
         "vision__image_std": images["image_std"],
     } | keys
-    _add_keys(writer, values)
+    add_keys(writer, values)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, tower["depth"])
     form = gguf.GGMLQuantizationType[kind]
     parts = {"norm": "post_ln", "linear_fc1": "0", "linear_fc2": "2"}
@@ -266,4 +266,4 @@ def _write_qwen3_tower(
             writer.add_tensor(stored, np.ascontiguousarray(array))
         else:
             writer.add_tensor(stored, gguf.quantize(array, form), raw_dtype=form)
-    _finish(writer)
+    finish(writer)

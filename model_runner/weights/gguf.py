@@ -25,7 +25,7 @@ from ...models.families.registry import gguf_of
 from ...models.gguf.gguf_file import GGUFFile, TensorInfo, dequantize
 from ...models.gguf_names import A_LOG, find_split_kv, full_shape, is_not_read, stored_names
 from ...models.spec.quantization import GGUF_FORMS
-from ...models.weight_files.gguf_tower_tensors import find_frames, gguf_tower_names
+from ...models.weight_files.gguf_tower_tensors import find_parts, gguf_tower_names
 from ...models.weight_files.vision_tensors import POOLED_NORM, TOWER
 from ...runtime.errors import ConfigError
 from ..kernels.blocks.stored_rows import StoredRows
@@ -78,7 +78,7 @@ class GGUFStore:
         for hf, gguf in gguf_tower_names(spec):
             if gguf in self._file.tensors:
                 self._stored[hf] = _Stored(self._file.tensors[gguf])
-        self._split = find_split_kv(self._file, spec) | find_frames(self._file, spec)
+        self._split = find_split_kv(self._file, spec) | find_parts(self._file, spec)
         self._not_read = {name for name in self._file.tensors if is_not_read(spec, name)}
         self._check_stacks(spec)
 

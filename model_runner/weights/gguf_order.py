@@ -15,6 +15,7 @@ from ...models.families.registry import gguf_of
 from ...models.gguf.ggml_types import GGML_TYPES
 from ...models.gguf_names import A_LOG
 from ...models.spec.quantization import BLOCK_LEN
+from ...models.weight_files.pixtral_tensors import PIXTRAL_QKV, pixtral_layer
 
 if TYPE_CHECKING:
     from ...models.gguf.ggml_codes import Bytes
@@ -25,6 +26,8 @@ _LAYER_PATTERN: Final = re.compile(r"model\.layers\.\d+\.(.+)")
 _OF_VALUES: Final = ("in_proj_z.weight", "in_proj_b.weight", "in_proj_a.weight", A_LOG, "dt_bias")
 _AFTER_KEYS: Final = ("in_proj_qkv.weight", "conv1d.weight")
 _STATE_LAYER: Final = "linear_attn."
+_PIXTRAL_LAYERS: Final = pixtral_layer(0).removesuffix("0.")
+_QUERIES_AND_KEYS: Final = tuple(f"{name}.weight" for name in PIXTRAL_QKV[:2])
 
 
 class StoredOrder:
@@ -36,6 +39,9 @@ class StoredOrder:
         self._heads: dict[str, int] = {}
         if family is not None and family.neighbors:
             self._heads = {"self_attn.q_proj": spec.num_heads, "self_attn.k_proj": spec.num_kv_heads}
+        self._tower_heads = 0
+        if spec.vision is not None and spec.vision.family == "pixtral":
+            self._tower_heads = spec.vision.num_heads
         self._delta = None
         if family is not None and family.tiled_values and spec.state is not None:
             self._delta = spec.state.delta
@@ -44,6 +50,8 @@ class StoredOrder:
         """For each of Hugging Face's rows the one of the file, [rows]; None: the same."""
         match = _LAYER_PATTERN.fullmatch(name)
         if match is None:
+            if self._tower_heads and name.startswith(_PIXTRAL_LAYERS) and name.endswith(_QUERIES_AND_KEYS):
+                return pairs_apart(torch.arange(num_rows), self._tower_heads)
             return None
         module, _, part = match[1].rpartition(".")
         if module in self._heads and part in ("weight", "bias"):

@@ -107,17 +107,19 @@ def check_gguf_weights(file: GGUFFile, spec: ModelSpec) -> WeightsSummary:
     """
     from ..gguf.ggml_types import check_convertible
     from ..gguf_names import find_split_kv, full_shape, is_not_read, stored_names
-    from .gguf_tower_tensors import find_frames, gguf_tower_names
+    from .gguf_tower_tensors import find_parts, gguf_tower_names
 
     stored = {hf: (gguf, expert) for hf, gguf, expert in stored_names(spec)}
     stored |= {hf: (gguf, None) for hf, gguf in gguf_tower_names(spec)}
     left = {name for name in file.tensors if not is_not_read(spec, name)}
-    split = find_split_kv(file, spec) | find_frames(file, spec)
+    split = find_split_kv(file, spec) | find_parts(file, spec)
     left -= {part.name for parts in split.values() for part in parts}
     for module in chain(needed_modules(spec), vision_modules(spec)):
         path = file.paths[-1] if module.name.startswith(TOWER) else file.path
         for name, shape in _tensors_of(module):
             if name in split:
+                if split[name].shape != shape:
+                    raise ConfigError(f"{path}: {_other_shape(name, split[name].shape, shape)}")
                 continue
             gguf, expert = stored[name]
             info = file.tensors.get(gguf)

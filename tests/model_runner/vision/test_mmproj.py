@@ -108,7 +108,7 @@ def test_which_file_is_the_tower(make_seeing: MakeSeeing, tmp_path: Path, caplog
     [
         (
             {"projector_type": "ldp"},
-            "'ldp', which the engine does not compute, only idefics3, gemma3, qwen3vl_merger",
+            "'ldp', which the engine does not compute, only idefics3, gemma3, mlp, internvl, pixtral, qwen2vl_",
         ),
         (
             {"vision__projection_dim": 128},
