@@ -63,14 +63,11 @@ def read_qwen3(files: TowerFiles) -> VisionSpec:
 
 
 def read_pixtral(files: TowerFiles) -> VisionSpec:
-    """The tower of Pixtral with the merger of Mistral 3."""
+    """The tower of Pixtral 12B, or with a merger of Mistral 3."""
     fields, image, row_end, end = files.tower, "[IMG]", "[IMG_BREAK]", "[IMG_END]"
     facts = tower_facts(files, {"use_silu": "silu", "use_gelu": "gelu"})
     _check_axes(fields, facts)
     factor = fields.integer(f"{PREFIX}spatial_merge_size", 1, 64, default=1)
-    if factor == 1:
-        rule = "a tower of Pixtral without the merger of Mistral 3 is not computed; give the model's folder"
-        raise fields.error(f"{PREFIX}spatial_merge_size", factor, rule)
     multiple = facts["patch_size"] * factor
     longest = fields.integer(f"{PREFIX}image_size", 1, MAX_SIDE)
     files.ids.check(row_end, end)

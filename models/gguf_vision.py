@@ -141,6 +141,7 @@ def _llava(files: TowerFiles) -> VisionSpec:
         family="llava",
         body="clip",
         ends_normed=False,
+        has_mlp_bias="mm.0.bias" in files.tensors,
         scale_factor=1,
         image_token_id=files.ids.of("<image>"),
         image_token="<image>",

@@ -1,4 +1,4 @@
-"""Pairs of GGUF files, see `mmproj_files`, of LLaVA, InternVL, Mistral 3, Qwen2-VL and Qwen2.5-VL.
+"""Pairs of GGUF files, see `mmproj_files`, of LLaVA, InternVL, Mistral 3, Pixtral, Qwen2-VL and Qwen2.5-VL.
 
 The names of tensors are those of the gguf package, the changes of their values those of llama.cpp's converters.
 """
@@ -26,11 +26,13 @@ class Form(NamedTuple):
     tokens: dict[int, str]
 
 
+PIXTRAL_TOKENS = {91: "[IMG_BREAK]", 92: "[IMG_END]", 93: "[IMG]"}
 QWEN_TOKENS = {91: "<|vision_start|>", 92: "<|vision_end|>", 93: "<|image_pad|>"}
 FORMS = {
     "llava": Form("LLAMA", "mlp", {93: "<image>"}),
     "internvl": Form("QWEN2", "internvl", {91: "<img>", 92: "</img>", 93: "<IMG_CONTEXT>"}),
-    "mistral3": Form("MISTRAL3", "pixtral", {91: "[IMG_BREAK]", 92: "[IMG_END]", 93: "[IMG]"}),
+    "mistral3": Form("MISTRAL3", "pixtral", PIXTRAL_TOKENS),
+    "pixtral": Form("LLAMA", "pixtral", PIXTRAL_TOKENS),
     "qwen2_vl": Form("QWEN2VL", "qwen2vl_merger", QWEN_TOKENS),
     "qwen2_5_vl": Form("QWEN2VL", "qwen2.5vl_merger", QWEN_TOKENS),
 }
@@ -46,6 +48,8 @@ def write_tower_pair(folder: Path, to: Path, kind: str = "F32", **keys: Any) -> 
     from safetensors.torch import load_file
 
     config = json.loads((folder / "config.json").read_text())
+    if config["vision_config"].get("model_type") == "pixtral" and config["model_type"] == "llava":
+        config["model_type"] = "pixtral"
     tensors = {n: t.float().numpy() for n, t in load_file(folder / "model.safetensors").items()}
     towers = ("vision_tower.", "multi_modal_projector.", "visual.")
     of_tower = {n: a for n, a in tensors.items() if n.startswith(towers)}
@@ -123,8 +127,8 @@ def _write_tower(
     elif outer == "internvl":
         values["vision__projector__scale_factor"] = int(1 / config["downsample_ratio"])
         values["vision__preproc_max_tiles"] = images.get("max_patches", 12)
-    elif outer == "mistral3":
-        values["vision__spatial_merge_size"] = config["spatial_merge_size"]
+    elif outer in ("mistral3", "pixtral"):
+        values["vision__spatial_merge_size"] = config.get("spatial_merge_size")
         values["vision__attention__layer_norm_epsilon"] = 1e-5
         writer.add_tensor(
             "v.token_embd.img_break", np.zeros(config["text_config"]["hidden_size"], np.float32)
@@ -136,7 +140,7 @@ def _write_tower(
     form = gguf.GGMLQuantizationType[kind]
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 8)
     for name, array in tensors.items():
-        if outer == "mistral3" and name.endswith(("q_proj.weight", "k_proj.weight")):
+        if outer in ("mistral3", "pixtral") and name.endswith(("q_proj.weight", "k_proj.weight")):
             array = _pairs(array, tower["num_attention_heads"])
         for stored, part in _parts(names, outer, layers, name, array):
             if part.ndim != 2 or "embd" in stored or part.shape[1] % 32:

@@ -72,16 +72,18 @@ class PooledConnector:
 
 
 class MLPConnector:
-    """Two linear layers, for each patch (LLaVA) or for normed patches side by side (InternVL)."""
+    """Two linear layers, for a patch (LLaVA), a merged row (Pixtral), or normed patches side by side (InternVL)."""
 
     def __init__(self, context: ModelContext, spec: VisionSpec) -> None:
         self._grid, self._factor = spec.grid, spec.scale_factor
         size, row_size = spec.joined_size, context.spec.hidden_size
+        if spec.family == "pixtral":
+            size = spec.hidden_size
         self._norm = (
             LayerNorm(context, MLP_NORM, size, _NORM_EPS, bias=True) if spec.family == "internvl" else None
         )
-        self._first = Linear(context, [MLP_FIRST], size, [row_size], bias=True)
-        self._second = Linear(context, [MLP_SECOND], row_size, [row_size], bias=True)
+        self._first = Linear(context, [MLP_FIRST], size, [row_size], bias=spec.has_mlp_bias)
+        self._second = Linear(context, [MLP_SECOND], row_size, [row_size], bias=spec.has_mlp_bias)
         self._activate = context.ops.activate
 
     def __call__(self, x: Tensor) -> Tensor:

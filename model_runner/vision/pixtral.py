@@ -1,4 +1,4 @@
-"""`PixtralTower`: images of any size to rows for a prompt, by Pixtral's tower (Agrawal et al. 2024) in Mistral 3.
+"""`PixtralTower`: images of any size to rows for a prompt, by Pixtral's tower (Agrawal et al. 2024); also in Mistral 3.
 
 Patches are in the order of rows, as in `QwenTower`. Names of tensors: `pixtral_tensors`.
 """
@@ -14,9 +14,7 @@ import torch
 
 from ...models.weight_files.pixtral_tensors import (
     MERGER,
-    MERGER_FIRST,
     MERGER_NORM,
-    MERGER_SECOND,
     PIXTRAL_DOWN,
     PIXTRAL_NORM,
     PIXTRAL_OUT,
@@ -27,6 +25,7 @@ from ...models.weight_files.pixtral_tensors import (
 )
 from ..layers.linear import Linear
 from ..layers.norm import RMSNorm
+from .connectors import MLPConnector
 from .qwen_vit import patches_by_rows, places_of, rotated
 from .tower import tower_context
 
@@ -59,7 +58,8 @@ class PixtralTower:
         self._patches = ops.pack_linear(kernel.flatten(1))
         self._first_norm = RMSNorm(context, PIXTRAL_NORM, size, spec.norm_eps)
         self._layers = [_Layer(context, spec, layer_id) for layer_id in range(spec.num_layers)]
-        self._merger = _Merger(context, spec)
+        self._merge = _Merger(context, spec) if spec.scale_factor > 1 else None
+        self._mlp = MLPConnector(context, spec)
         self._mean, self._std = (
             torch.tensor(values, dtype=torch.float32, device=context.device)
             for values in (spec.processing.mean, spec.processing.std)
@@ -93,7 +93,7 @@ class PixtralTower:
             residual = self._add(layer.down(inner), residual)
             if layer is not self._layers[-1]:
                 yield None
-        yield self._merger(residual)
+        yield self._mlp(residual if self._merge is None else self._merge(residual))
 
 
 class _Layer:
@@ -126,23 +126,20 @@ class _Layer:
 
 
 class _Merger:
-    """A norm, one product with the patches of a row together, and an MLP (Mistral 3)."""
+    """A norm, and one product with the patches of a row together (Mistral 3)."""
 
     def __init__(self, context: ModelContext, spec: VisionSpec) -> None:
-        size, row_size, bias = spec.hidden_size, context.spec.hidden_size, spec.has_mlp_bias
+        size = spec.hidden_size
         self._joins = spec.scale_factor**2
         self._norm = RMSNorm(context, MERGER_NORM, size, context.spec.rms_norm_eps)
-        self._merge = Linear(context, [MERGER], spec.joined_size, [size], bias=False)
-        self._first = Linear(context, [MERGER_FIRST], size, [row_size], bias=bias)
-        self._second = Linear(context, [MERGER_SECOND], row_size, [row_size], bias=bias)
-        self._activate = context.ops.activate
+        self._product = Linear(context, [MERGER], spec.joined_size, [size], bias=False)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[P, K] -> [n, H]."""
+        """[P, K] -> [n, K]."""
         normed = self._norm(x)
         # Each number of the width for all patches of a row, then the next one.
         joined = normed.view(-1, self._joins, normed.shape[-1]).transpose(1, 2).flatten(1)
-        return self._second(self._activate(self._first(self._merge(joined.contiguous())), "gelu"))
+        return self._product(joined.contiguous())
 
 
 def _angles(places: Tensor, head_dim: int) -> Tensor:

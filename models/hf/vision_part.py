@@ -124,15 +124,23 @@ def _gemma3(files: VisionFiles) -> VisionSpec:
 
 
 def _llava(files: VisionFiles) -> VisionSpec | None:
-    """A tower of CLIP, or of SigLIP, of which the output of a layer before the last is used."""
+    """A tower of CLIP, or of SigLIP, of which the output of a layer before the last is used; or that of Pixtral 12B."""
     inner, outer = files.inner, files.outer
     kind = inner.text("model_type", default="clip_vision_model")
+    if kind == "pixtral":
+        if not _keeps_first_row(outer):
+            raise outer.error(
+                "vision_feature_select_strategy",
+                "default",
+                f"but Pixtral has no row for the class to leave out, {TEXT_ONLY}",
+            )
+        return _pixtral(files, 1, has_mlp_bias=True)
     if kind not in _LLAVA_TOWERS:
         logger.warning(
             "%s: vision_config.model_type is %r, and of a llava model only %s are computed: only text is served",
             outer.path,
             kind,
-            " and ".join(_LLAVA_TOWERS),
+            ", ".join((*_LLAVA_TOWERS, "pixtral")),
         )
         return None
     is_clip = kind == "clip_vision_model"
@@ -152,7 +160,7 @@ def _llava(files: VisionFiles) -> VisionSpec | None:
             "default",
             f"but SigLIP has no row for the class to leave out, {TEXT_ONLY}",
         )
-    _check_mlp(outer)
+    expect(outer, "projector_hidden_act", "gelu")
     image = files.tokens.get("image_token", "<image>")
     id_name = outer.given("image_token_index", "image_token_id")
     image_size = facts["image_size"]
@@ -161,6 +169,7 @@ def _llava(files: VisionFiles) -> VisionSpec | None:
         body="clip" if is_clip else "siglip",
         ends_normed=False,
         keeps_class=is_clip and keeps,
+        has_mlp_bias=outer.boolean("multimodal_projector_bias", default=True),
         scale_factor=1,
         image_token_id=outer.integer(id_name, 0, files.vocab_size - 1, default=32_000),
         image_token=image,
@@ -197,10 +206,7 @@ def _internvl(files: VisionFiles) -> VisionSpec:
     if factor * ratio != 1 or grid % factor:
         rule = f"expected 1 divided by a number that divides the {grid} patches of a tile's side"
         raise outer.error("downsample_ratio", ratio, rule)
-    if outer.text("projector_hidden_act", default="gelu") != "gelu":
-        raise outer.error(
-            "projector_hidden_act", outer.get("projector_hidden_act"), f"only gelu is, {TEXT_ONLY}"
-        )
+    expect(outer, "projector_hidden_act", "gelu")
     most = files.processor.integer("max_patches", 1, 1 << 10, default=12)
     image = tokens.get("context_image_token", "<IMG_CONTEXT>")
     processing = _square(files.processor, facts["image_size"], resample=3, **CLIP)
@@ -227,8 +233,13 @@ def _internvl(files: VisionFiles) -> VisionSpec:
 
 def _mistral3(files: VisionFiles) -> VisionSpec:
     """A tower of Pixtral, and a merger of patches."""
+    expect(files.inner, "model_type", "pixtral")
+    return _pixtral(files, files.outer.integer("spatial_merge_size", 2, 64, default=2), has_mlp_bias=False)
+
+
+def _pixtral(files: VisionFiles, factor: int, *, has_mlp_bias: bool) -> VisionSpec:
+    """A tower of Pixtral, rows of which are made of `factor` x `factor` patches; `has_mlp_bias`: the default."""
     inner, outer, tokens = files.inner, files.outer, files.tokens
-    expect(inner, "model_type", "pixtral")
     expect(outer, "projector_hidden_act", "gelu")
     rope = inner.get("rope_parameters")
     of_rope = Fields(inner.path, rope if isinstance(rope, Mapping) else {}, "vision_config.rope_parameters.")
@@ -254,7 +265,6 @@ def _mistral3(files: VisionFiles) -> VisionSpec:
             "num_attention_heads", num_heads, f"they cannot divide the hidden size {size} into multiples of 4"
         )
     expect(inner, "head_dim", size // num_heads)
-    factor = outer.integer("spatial_merge_size", 1, 64, default=2)
     multiple = facts["patch_size"] * factor
     longest = longest_edge(files.processor, "size", 1024)
     whole = -(-longest // multiple) * multiple
@@ -263,7 +273,7 @@ def _mistral3(files: VisionFiles) -> VisionSpec:
     return VisionSpec(
         family="pixtral",
         scale_factor=factor,
-        has_mlp_bias=outer.boolean("multimodal_projector_bias", default=False),
+        has_mlp_bias=outer.boolean("multimodal_projector_bias", default=has_mlp_bias),
         image_token_id=outer.integer(
             outer.given("image_token_index", "image_token_id"), 0, files.vocab_size - 1, default=10
         ),
@@ -313,17 +323,6 @@ def _keeps_first_row(fields: Fields) -> bool:
     if strategy not in ("default", "full"):
         raise fields.error("vision_feature_select_strategy", strategy, "expected default or full")
     return strategy == "full"
-
-
-def _check_mlp(fields: Fields) -> None:
-    if fields.text("projector_hidden_act", default="gelu") != "gelu":
-        raise fields.error(
-            "projector_hidden_act",
-            fields.get("projector_hidden_act"),
-            f"only gelu is supported, {TEXT_ONLY}",
-        )
-    if not fields.boolean("multimodal_projector_bias", default=True):
-        raise fields.error("multimodal_projector_bias", False, f"only true is supported, {TEXT_ONLY}")
 
 
 def _side(fields: Fields, name: str, default: int) -> int:

@@ -86,7 +86,7 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
         ends_normed: a norm follows the last layer.
         keeps_class: the row of the class is one of the rows of a tile.
         has_qkv_bias: of its layers.
-        has_mlp_bias: of the connector of Mistral 3.
+        has_mlp_bias: of the connector, if that is an MLP.
         rope_sections: of a language model in which a token has a position on each of three axes (M-RoPE, Qwen2-VL,
             2024): time, row and column of images, all equal for text. Pairs of rotated dimensions that turn by each
             axis; empty: a token has one position.

@@ -1,4 +1,4 @@
-"""The names of the modules of Pixtral's tower and of Mistral 3's connector, by which they are checked and built."""
+"""The names of the modules of Pixtral's tower and its connectors, by which they are checked and built."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def pixtral_modules(vision: VisionSpec, row_size: int) -> Iterator[Module]:
         for up in PIXTRAL_UPS:
             yield Module(name + up, (inner, size))
         yield Module(name + PIXTRAL_DOWN, (size, inner))
-    yield Module(MERGER_NORM, (size,))
-    yield Module(MERGER, (size, vision.joined_size))
+    if vision.scale_factor > 1:
+        yield Module(MERGER_NORM, (size,))
+        yield Module(MERGER, (size, vision.joined_size))
     yield Module(MERGER_FIRST, (row_size, size), has_bias=vision.has_mlp_bias)
     yield Module(MERGER_SECOND, (row_size, row_size), has_bias=vision.has_mlp_bias)

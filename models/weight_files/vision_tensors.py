@@ -105,8 +105,8 @@ def vision_modules(spec: ModelSpec) -> Iterator[Module]:
     if vision.family in ("llava", "internvl"):
         if vision.family == "internvl":
             yield Module(MLP_NORM, (vision.joined_size,), has_bias=True)
-        yield Module(MLP_FIRST, (spec.hidden_size, vision.joined_size), has_bias=True)
-        yield Module(MLP_SECOND, (spec.hidden_size, spec.hidden_size), has_bias=True)
+        yield Module(MLP_FIRST, (spec.hidden_size, vision.joined_size), has_bias=vision.has_mlp_bias)
+        yield Module(MLP_SECOND, (spec.hidden_size, spec.hidden_size), has_bias=vision.has_mlp_bias)
     elif vision.family == "gemma3":
         yield Module(POOLED, (size, spec.hidden_size), part=POOLED_PROJECTION)
         yield Module(POOLED_NORM, (size,))

@@ -37,7 +37,12 @@ INTERNVIT = {"attention_bias": True, "layer_scale_init_value": 0.5}
 FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "llava": ("llava", CLIP, {}, CROP),
     "llava, the last layer and the class": ("llava", CLIP, FULL | {"vision_feature_layer": -1}, CROP),
-    "llava with a tower of SigLIP": ("llava", SIGLIP | {"vision_use_head": False}, FULL, SQUARE),
+    "llava with a tower of SigLIP and no biases": (
+        "llava",
+        SIGLIP | {"vision_use_head": False},
+        FULL | {"multimodal_projector_bias": False},
+        SQUARE,
+    ),
     "internvl": ("internvl", INTERNVIT, {}, SQUARE | {"max_patches": 4}),
     "internvl without biases, joined by four": (
         "internvl",

@@ -1,4 +1,4 @@
-"""Images of Mistral 3 against transformers, on a tiny random one: rows, log-probabilities, chunks."""
+"""Images of Mistral 3 and Pixtral 12B against transformers, on tiny random ones: rows, log-probabilities, chunks."""
 
 from __future__ import annotations
 
@@ -76,19 +76,19 @@ def media_of(model: Mistral, tokens: Sequence[int], encodes: Sequence[Encode], b
     return int32(media)
 
 
-def make(folder: Path, tower: dict[str, Any], fields: dict[str, Any]) -> Mistral:
+def make(folder: Path, tower: dict[str, Any], fields: dict[str, Any], outer: str = "mistral3") -> Mistral:
     import transformers
 
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(
-        "mistral3",
+        outer,
         text_config=TEXT | {"model_type": "mistral", "sliding_window": None},
         vision_config=TOWER | tower,
         image_token_index=IMAGE_ID,
         **fields,
     )
     config._attn_implementation = "eager"
-    reference = transformers.Mistral3ForConditionalGeneration(config).eval()
+    reference = transformers.AutoModelForImageTextToText.from_config(config).eval()
     with torch.no_grad():
         for name, parameter in reference.named_parameters():
             if "norm" in name or "ln_pre" in name:
@@ -97,7 +97,7 @@ def make(folder: Path, tower: dict[str, Any], fields: dict[str, Any]) -> Mistral
                 parameter.normal_(0.0, 0.3 if parameter.ndim == 1 else 1.5 / parameter[0].numel() ** 0.5)
     reference.save_pretrained(folder)
     processor = {
-        "patch_size": 4,
+        "patch_size": config.vision_config.patch_size,
         "size": {"longest_edge": 64},
         "image_mean": [0.5, 0.4, 0.6],
         "image_std": [0.5, 0.3, 0.7],
@@ -106,12 +106,18 @@ def make(folder: Path, tower: dict[str, Any], fields: dict[str, Any]) -> Mistral
     return Mistral(reference, folder, read_hf_spec(folder))
 
 
-FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+PIXTRAL_12B = (
+    {"hidden_act": "silu", "patch_size": 8},
+    {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
+    "llava",
+)
+FORMS: dict[str, tuple[Any, ...]] = {
     "as Mistral Small 3.1": ({}, {}),
     "silu, joined by three, with biases": (
         {"hidden_act": "silu"},
         {"spatial_merge_size": 3, "multimodal_projector_bias": True, "tie_word_embeddings": False},
     ),
+    "as Pixtral 12B": PIXTRAL_12B,
 }
 
 
@@ -142,7 +148,9 @@ def test_rows_and_logits_are_those_of_transformers(
 
     inputs = model.inputs(tokens, images)
     with torch.inference_mode():
-        rows = model.reference.model.get_image_features(inputs["pixel_values"], inputs["image_sizes"])
+        rows = model.reference.model.get_image_features(
+            inputs["pixel_values"], image_sizes=inputs["image_sizes"]
+        )
         parts = list(driver.runner.encoder_rows._tower.parts_of(torch.from_numpy(images[0])))
     assert len(parts) == spec.vision.num_parts and all(part is None for part in parts[:-1])
     np.testing.assert_allclose(parts[-1], rows.pooler_output[0], atol=1e-4)

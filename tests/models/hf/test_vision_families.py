@@ -158,8 +158,37 @@ def test_mistral_small_3_1(tmp_path: Path) -> None:
 
 
 def test_other_towers_of_llava_are_served_as_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert vision_of(tmp_path, LLAVA | {"vision_config": {"model_type": "pixtral"}}, CLIP) is None
-    assert "vision_config.model_type is 'pixtral', and of a llava model only clip_vision_model" in caplog.text
+    assert vision_of(tmp_path, LLAVA | {"vision_config": {"model_type": "dinov2"}}, CLIP) is None
+    assert "vision_config.model_type is 'dinov2', and of a llava model only clip_vision_model" in caplog.text
+
+
+def test_pixtral_12b(tmp_path: Path) -> None:
+    tower = {
+        "model_type": "pixtral",
+        "hidden_act": "silu",
+        "head_dim": 64,
+        "image_size": 1024,
+        "patch_size": 16,
+    }
+    config = LLAVA | {
+        "image_token_index": 10,
+        "text_config": TEXT | {"model_type": "mistral"},
+        "vision_config": tower,
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full",
+    }
+    processor = {"patch_size": {"height": 16, "width": 16}, "size": {"longest_edge": 1024}}
+
+    vision = vision_of(tmp_path, config, processor)
+
+    assert vision is not None and (vision.family, vision.activation, vision.num_layers) == (
+        "pixtral",
+        "silu",
+        24,
+    )
+    assert (vision.row_pixels, vision.rows_of(1024, 1024), vision.has_mlp_bias) == (16, 4096, True)
+    with pytest.raises(ConfigError, match="Pixtral has no row for the class to leave out"):
+        vision_of(tmp_path, config | {"vision_feature_select_strategy": "default"}, processor)
 
 
 @pytest.mark.parametrize(
@@ -181,14 +210,14 @@ def test_other_towers_of_llava_are_served_as_text(tmp_path: Path, caplog: pytest
             {},
             "SigLIP has no row for the class to leave out",
         ),
+        (LLAVA, {"projector_hidden_act": "relu"}, {}, {}, "projector_hidden_act is 'relu', expected 'gelu'"),
         (
-            LLAVA,
-            {"multimodal_projector_bias": False},
+            MISTRAL,
+            {"spatial_merge_size": 1},
             {},
             {},
-            "multimodal_projector_bias is False, only true",
+            "spatial_merge_size is 1, expected a whole number from 2",
         ),
-        (LLAVA, {"projector_hidden_act": "relu"}, {}, {}, "projector_hidden_act is 'relu', only gelu"),
         (LLAVA, {}, {}, {"crop_size": {"height": 336, "width": 224}}, "the tower sees tiles of 336 pixels"),
         (
             LLAVA,
