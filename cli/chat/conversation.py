@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
+from http import HTTPStatus
 from pathlib import Path
 from typing import Final
 
 from ...runtime.errors import EngineError, RequestError
+from ...runtime.text import counted
 from ..exit_codes import ExitCode
 from .answer import Answer, call_line
 from .backend import Backend, HttpBackend
@@ -83,6 +86,8 @@ class Conversation:
             self.screen.error(str(error))
             if error.code == "context_length_exceeded":
                 self.screen.note(f"Nothing was cut: {_CONTEXT_CHOICES}; {_BRING_BACK}.")
+            elif _is_about_images(error):
+                self._drop_refused(error, question)
         except EngineError as error:
             self.pending = question
             self.screen.end_answer()
@@ -97,6 +102,24 @@ class Conversation:
         check_sight(self.backend)
         self.images.append(image_of_file(path))
         self.screen.note(f"The image {path.name} goes with the next question.")
+
+    def _drop_refused(self, error: RequestError, question: str) -> None:
+        """Drop the image that the server refuses, or all of the question if the error does not say which."""
+        found = re.match(r"messages\[(\d+)\](?:\.content\[(\d+)\])?", error.param or "")
+        if found is not None and int(found[1]) < len(self.session.messages()):
+            self.screen.note(f"That is an earlier image of the conversation: {_CONTEXT_CHOICES}.")
+            return
+        if not self.images:
+            return
+        if found is not None and found[2] and int(found[2]) < len(self.images):
+            del self.images[int(found[2])]
+        else:
+            self.images.clear()
+        left = f" ({counted(len(self.images), 'other')} left)" if self.images else ""
+        self.screen.note(
+            f"The image is dropped{left}; the question is in the input line, to be sent without it."
+        )
+        self.pending = question
 
     def used_tokens(self, question: Content | None = None) -> int | None:
         """Tokens of the conversation as the model would read it now; None if the backend cannot count."""
@@ -152,6 +175,14 @@ class Conversation:
             self.screen.note(footer)
         if limit is not None and WARN_CONTEXT_SHARE * limit <= used < limit:
             self.screen.note(f"The context is {used / limit:.0%} full; {_CONTEXT_CHOICES}.")
+
+
+def _is_about_images(error: RequestError) -> bool:
+    """Whether a server refuses images for good; a busy one (429) may take them later."""
+    texts = (error.param, error.code, str(error))
+    return error.status != HTTPStatus.TOO_MANY_REQUESTS and any(
+        "image" in (text or "").lower() for text in texts
+    )
 
 
 def check_sight(backend: Backend) -> None:

@@ -109,6 +109,48 @@ def test_regen_and_edit_keep_the_image_and_undo_forgets_it(make_chat, path):
     assert sent(chat) == "x"
 
 
+@pytest.mark.parametrize(
+    ("param", "message", "left"),
+    [
+        ("messages[3].content[0].image_url.url", "the file is damaged", 1),
+        ("messages", "the request has 2 images, the limit is 1", 0),
+        (None, "this model reads no images", 0),
+    ],
+)
+def test_a_refused_image_is_dropped_and_the_question_comes_back(make_chat, path, param, message, left):
+    chat = make_chat()
+    chat.conversation.session.system = "Be brief."
+    chat.conversation.ask("Hello?")
+    chat.backend.script = [RequestError(message, param=param)]
+    _run_line(chat.conversation, f"'{path}' '{path}' What?")
+
+    assert chat.conversation.images == [PART] * left and chat.conversation.pending == "What?"
+    written = chat.written()
+    assert (
+        message in written
+        and "The image is dropped" in written
+        and ("(1 other left)" in written) == bool(left)
+    )
+    chat.backend.script = ["A cat."]
+    chat.conversation.ask("What?")
+    assert sent(chat) == ([PART] * left + [{"type": "text", "text": "What?"}] if left else "What?")
+    assert chat.session.num_exchanges == 2
+
+
+def test_images_stay_while_a_server_is_busy_and_an_earlier_one_is_named(make_chat, path):
+    chat = make_chat()
+    _run_line(chat.conversation, f"'{path}' What?")
+    busy = RequestError("too many images at once", param="messages[2].content[0].image_url.url", status=429)
+    chat.backend.script = [busy]
+    _run_line(chat.conversation, f"'{path}' And this?")
+    assert chat.conversation.images == [PART]
+    chat.backend.script = [RequestError("it is damaged", param="messages[0].content[0].image_url.url")]
+    chat.written()
+    chat.conversation.ask("And this?")
+    assert chat.conversation.images == [PART] and chat.conversation.pending is None
+    assert "an earlier image" in chat.written()
+
+
 def test_a_saved_conversation_has_its_images(make_chat, path, tmp_path):
     chat, other = make_chat(), make_chat()
     _run_line(chat.conversation, f"/image '{path}' What?")
