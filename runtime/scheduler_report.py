@@ -35,6 +35,19 @@ class HostFigures(Record, frozen=True):
     total_tokens: int = 0
 
 
+class EncoderFigures(Record, frozen=True):
+    """Rows of the encoder's buffer, for images.
+
+    Attributes:
+        used_rows: of running requests, encoded or promised.
+        cached_rows: kept for further requests with the same image.
+    """
+
+    used_rows: int = 0
+    cached_rows: int = 0
+    total_rows: int = 0
+
+
 class SchedulerTotals(Record, frozen=True):
     """Counts since the start of the scheduler's process.
 
@@ -91,6 +104,7 @@ class GrammarTotals(Record, frozen=True):
 _GROUPS: Final[Mapping[str, tuple[str, str, type[Record]]]] = {
     "kv": ("kv_", "", KVFigures),
     "host": ("host_", "", HostFigures),
+    "encoder": ("encoder_", "", EncoderFigures),
     "totals": ("", "_total", SchedulerTotals),
     "grammar": ("grammar_", "_total", GrammarTotals),
 }
@@ -146,6 +160,7 @@ class SchedulerReport(Message, frozen=True):
     session_turns: dict[str, int] = msgspec.field(default_factory=dict)
     drafts: dict[str, int] = msgspec.field(default_factory=dict)
     accepted_drafts: dict[str, int] = msgspec.field(default_factory=dict)
+    encoder: EncoderFigures = EncoderFigures()
 
     def flat(self) -> dict[str, Any]:
         """All figures by the names of `/metrics` and `/server_info`: `kv_used_tokens`, `prompt_tokens_total`."""

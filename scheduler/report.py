@@ -66,6 +66,7 @@ def report_of(
             used_tokens=host.num_swapped * page_size,
             total_tokens=host.num_pages * page_size,
         ),
+        encoder=parts.encoder_cache.figures,
         totals=SchedulerTotals(
             retracted_reqs=stats.retracted_reqs,
             preempted_reqs=stats.preempted_reqs,

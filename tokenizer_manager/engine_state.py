@@ -15,6 +15,7 @@ from ..runtime.errors import EngineDeadError, RequestError
 from ..runtime.feasibility import Capacity
 from ..runtime.messages import PauseMode
 from ..runtime.scheduler_report import (
+    EncoderFigures,
     GrammarTotals,
     HostFigures,
     KVFigures,
@@ -24,7 +25,7 @@ from ..runtime.scheduler_report import (
 from ..runtime.transport.kv_tiers import TierFigures
 from ..runtime.transport.kv_transfer import TransferFigures
 
-R = TypeVar("R", KVFigures, HostFigures, SchedulerTotals, GrammarTotals, TierFigures)
+R = TypeVar("R", KVFigures, HostFigures, EncoderFigures, SchedulerTotals, GrammarTotals, TierFigures)
 
 
 class _Replica:
@@ -219,6 +220,7 @@ def combined(reports: Sequence[SchedulerReport], sent_s: float) -> SchedulerRepo
         num_adapter_slots_used=sum(report.num_adapter_slots_used for report in reports),
         kv=_sum([report.kv for report in reports]),
         host=_sum([report.host for report in reports]),
+        encoder=_sum([report.encoder for report in reports]),
         totals=_sum([report.totals for report in reports]),
         grammar=_sum([report.grammar for report in reports]),
         tiers={

@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...runtime.scheduler_report import EncoderFigures
 from ...runtime.step_plan import Encode
 from ..memory.pages import LedgerError
 from ..records.verdict import AddReqResult, Reason, Verdict
@@ -300,6 +301,13 @@ class EncoderCache:
         for key in [*self._idle]:
             del self._idle[key]
             self._drop(self._tiles[key])
+
+    @property
+    def figures(self) -> EncoderFigures:
+        """Rows by state."""
+        idle, blocks = self._blocks_of(self._idle), self.num_blocks
+        used = blocks - len(self._free) - idle
+        return EncoderFigures(*(num * self._tile_rows for num in (used, idle, blocks)))
 
     # ------------------------------------------------------------ checks
 

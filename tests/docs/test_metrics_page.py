@@ -14,7 +14,7 @@ from .conftest import DOCS
 
 
 class NoImages:
-    num_taken = num_bytes = 0
+    num_taken = num_bytes = num_files = 0
     num_refused: Counter[str] = Counter()  # noqa: RUF012
 
 

@@ -80,6 +80,11 @@ class ImageStore:
         """Size of all files."""
         return sum(image.num_bytes for image in self._images.values())
 
+    @property
+    def num_files(self) -> int:
+        """Images that have one."""
+        return len(self._images)
+
     async def take(self, sources: Sequence[ImageSource]) -> list[PreparedImage]:
         """The tiles of images, in order; `release` them.
 

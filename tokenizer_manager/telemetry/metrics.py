@@ -72,6 +72,9 @@ _GAUGES: Final = (
     ("host_total_tokens", "Slots of the host's KV pool."),
     ("pinned_tokens", "KV slots of pinned prefixes."),
     ("num_sessions", "Sessions whose turns the prefix cache counts."),
+    ("encoder_used_rows", "Rows of images that running requests need."),
+    ("encoder_cached_rows", "Rows of images that are kept for further requests."),
+    ("encoder_total_rows", "Rows of the encoder's buffer."),
     ("num_adapters", "LoRA adapters in host memory."),
     ("num_adapter_slots_used", "Adapter slots of the device that running requests use."),
     ("detokenizer_reqs", "Requests that the detokenizer has a text state of."),
@@ -156,6 +159,11 @@ class ImageFigures(Protocol):
     @property
     def num_bytes(self) -> int:
         """Size of all files."""
+        ...
+
+    @property
+    def num_files(self) -> int:
+        """Images that have one."""
         ...
 
 
@@ -296,6 +304,7 @@ class Metrics:
         yield from self._value(
             "image_cache_bytes", "Size of the files with tiles.", "gauge", images.num_bytes
         )
+        yield from self._value("cached_images", "Images with such a file.", "gauge", images.num_files)
         yield from head("refused_images_total", "Images that were refused, by code of the error.", "counter")
         for code, count in sorted(images.num_refused.items()):
             yield sample("refused_images_total", {**self._labels, "code": code}, count)

@@ -253,6 +253,17 @@ def test_an_idle_image_leaves_when_rows_are_short_the_longest_idle_one_first():
     assert encodes(harness) == {"cat": 1, "dog": 2, "cow": 1, "elk": 1}
 
 
+def test_the_report_has_the_rows_by_state():
+    harness = make(num_tiles=8)
+    harness.submit(prompt_len=6, images=[Image("cat", 2, 2)], max_new_tokens=1)
+    harness.run_until_idle()
+    harness.submit("a", prompt_len=100, images=[Image("dog", 3, 80)], max_new_tokens=1)
+    harness.step()
+    figures = harness.scheduler.report(harness.now_s).encoder
+    assert (figures.used_rows, figures.cached_rows, figures.total_rows) == (3 * ROWS, 2 * ROWS, 8 * ROWS)
+    harness.run_until_idle()
+
+
 def test_an_aborted_request_gives_its_rows_back():
     harness = make(num_tiles=4, chunked_prefill_size=8)
     harness.submit("a", prompt=[1, 2, 3], images=[Image("cat", 4, 2)])

@@ -154,6 +154,7 @@ def test_images_are_counted_with_their_bytes_and_refusals(serve):
     refused, num_refused = values["engine:refused_images_total"]
     assert num_refused == 1 and 'code="invalid_image"' in refused
     assert values["engine:images_total"][1] == 2 and values["engine:image_cache_bytes"][1] > 0
+    assert values["engine:cached_images"][1] == 2
 
 
 def num_in_use(served: Served) -> int:
