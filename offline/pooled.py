@@ -17,6 +17,7 @@ import numpy.typing as npt
 from ..runtime.errors import EngineDeadError, RequestError
 from ..runtime.feasibility import longest_input
 from ..runtime.messages import FinishKind, GenerateRequest
+from ..runtime.pooling import with_shared_len
 from ..runtime.request_checks import check_flag, check_integer, check_text, plain, plain_items, wrong_type
 from ..runtime.sampling_params import MAX_COUNT
 from ..tokenizer_manager.pooling.embedding import (
@@ -270,12 +271,14 @@ class PooledCalls:
         encoded = iter(tokenizer.encode_batch(texts, inputs.add_special_tokens))
         special = tokenizer.special_ending if truncate and inputs.add_special_tokens else ()
         now_s = time.monotonic()
-        requests = []
-        for n, (prompt, pooling) in enumerate(zip(inputs.prompts, inputs.poolings, strict=True)):
+        prompts, requests = [], []
+        for n, prompt in enumerate(inputs.prompts):
             ids = array("i", next(encoded) if isinstance(prompt, str) else prompt)
             if truncate:
                 ids = truncated(ids, -1, special, inputs.num_kept_tokens, capacity)
             check_pooled_length(len(ids), capacity, _name(param, n, len(inputs.prompts)))
+            prompts.append(ids)
+        for ids, pooling in zip(prompts, with_shared_len(inputs.poolings, prompts), strict=True):
             requests.append(
                 GenerateRequest(
                     rid=f"pooled-{next(self._numbers)}",

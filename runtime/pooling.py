@@ -7,8 +7,11 @@ answered by one row with `vector`. How a model makes the vector is in its `Pooli
 from __future__ import annotations
 
 import enum
+from array import array
+from collections.abc import Sequence
 
 import msgspec
+from msgspec import structs
 
 
 class PoolingKind(enum.StrEnum):
@@ -35,6 +38,8 @@ class PoolingParams(msgspec.Struct, array_like=True, frozen=True, gc=False):
         label_ids: the tokens, at least one. For LABELS.
         second_start: of a pair of texts: position of the first token of the second one, where token types differ; 0:
             there is one text, or the model has no types.
+        shared_len: first tokens that all prompts of its call have, below the length of each. For LABELS; 0: there are
+            none, or it is the only prompt.
     """
 
     kind: PoolingKind = PoolingKind.EMBED
@@ -43,3 +48,21 @@ class PoolingParams(msgspec.Struct, array_like=True, frozen=True, gc=False):
     normalize: bool = False
     label_ids: tuple[int, ...] = ()
     second_start: int = 0
+    shared_len: int = 0
+
+
+def with_shared_len(poolings: Sequence[PoolingParams], prompts: Sequence[array[int]]) -> list[PoolingParams]:
+    """The parameters of the prompts of one call; requests for labels get `shared_len`.
+
+    Args:
+        poolings: of each prompt, all of one kind.
+        prompts: int32 token ids, none empty.
+    """
+    if len(poolings) < 2 or poolings[0].kind is not PoolingKind.LABELS:
+        return list(poolings)
+    # All others are between these two, so they have what these have in common.
+    ends = min(prompts, key=array.tobytes), max(prompts, key=array.tobytes)
+    shared_len = min(map(len, prompts)) - 1
+    differs = (position for position, (a, b) in enumerate(zip(*ends, strict=False)) if a != b)
+    shared_len = min(shared_len, next(differs, shared_len))
+    return [structs.replace(each, shared_len=shared_len) for each in poolings]

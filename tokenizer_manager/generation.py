@@ -33,7 +33,7 @@ from ..runtime.messages import (
     TextOutput,
     Usage,
 )
-from ..runtime.pooling import PoolingParams
+from ..runtime.pooling import PoolingParams, with_shared_len
 from ..runtime.sampling_params import MAX_SEED, SamplingParams
 from .conversation.conversation import Conversation
 from .conversation.deltas import CallBegin, CallEnd, Content, Delta
@@ -289,7 +289,7 @@ def fan_out(
         draw_seed: a seed for a prompt whose request has none.
         handoffs: [p] the other half of each; empty: there are none.
     """
-    scheduling = request.scheduling
+    scheduling, poolings = request.scheduling, with_shared_len(request.poolings, prompts)
     index = 0
     for number, (ids, sampling) in enumerate(zip(prompts, resolved, strict=True)):
         seed = sampling.seed if sampling.seed is not None else draw_seed()
@@ -324,7 +324,7 @@ def fan_out(
                     delivered=request.delivered,
                     grammar=request.grammar,
                     keep_special_ids=request.keep_special_ids,
-                    pooling=request.poolings[number] if request.poolings else None,
+                    pooling=poolings[number] if poolings else None,
                     data_parallel_rank=scheduling.replica,
                     handoff=_of_sample(handoffs[number], i) if handoffs else None,
                     reports_progress=request.reports_progress,

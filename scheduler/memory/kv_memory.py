@@ -37,6 +37,7 @@ from ..records.verdict import CacheMiss, MissKind
 from ..requests.req import Req, ReqStatus
 from ..requests.row_states import RowStates
 from .host_pages import HostPages
+from .label_groups import LabelGroups
 from .pages import PageSupply
 from .req_to_token_pool import ReqToTokenPool
 from .state_slots import StateSlots
@@ -53,6 +54,7 @@ class KVMemory:
     """Gives pages to rows and takes them back.
 
     Attributes:
+        label_groups: of the requests for probabilities of labels, by the beginning of their prompts.
         session_turns: turns of sessions that were admitted, but for the first of each, by what they found: all of an
             earlier turn ("hit"), or not because it was "evicted", or because they begin otherwise ("rewritten").
     """
@@ -91,6 +93,7 @@ class KVMemory:
         self.page_size = pool.page_size
         # row -> (first, last + 1) index of the pages that were replaced by pages of the cache
         self._moved: dict[int, tuple[int, int]] = {}
+        self.label_groups = LabelGroups(prefix_cache, pool.page_size)
 
     @property
     def num_pages(self) -> int:
@@ -164,12 +167,19 @@ class KVMemory:
 
         Of the background only the next one keeps its prefix, which is looked up when it is offered.
         """
+        if req.shared_len and not req.background:
+            self.label_groups.joined(req)
         if self._cache.counts_wants and not req.background:
             self.match(req)
 
     def dequeued(self, req: Req) -> None:
         """A request left the queue."""
         self._cache.unwant(req.seq)
+
+    def ended(self, req: Req) -> None:
+        """A request has ended, with a row before or without one."""
+        if req.shared_len:
+            self.label_groups.left(req)
 
     def known_matches(self, reqs: Sequence[Req]) -> list[PrefixMatch]:
         """The cached prefixes of waiting requests, for ordering the queue; some may be out of date.
@@ -418,6 +428,8 @@ class KVMemory:
         if keep:
             once = req.pooling is not None or req.keep_s == 0 or req.background
             self._cache.release(req.lease, once=once, session=req.session)
+            if req.shared_len:
+                self.label_groups.computed(req)
         else:
             self._supply.give_back(self._cache.forget(req.lease))
             if self._host.num_cached:

@@ -13,6 +13,7 @@ A slot may be freed while a step in flight writes to it: the runner executes ste
 Checkpoints are taken within pages' borders:
 
 - at the end of a prompt, before its last token, which is always computed
+- where the prompts of a call for probabilities of labels part: all but the first start there
 - where the prompt leaves what the cache knows: probably the end of a prefix that many prompts share
 - at the end of a chunk that is not the last one, for requests that wait for this prefix
 - at the end of each image: another question may follow it
@@ -109,7 +110,8 @@ class StateSlots:
         """The positions for checkpoints in a chunk, the most useful ones if there are many."""
         start, end = chunk.start, chunk.start + chunk.length
         last_page = (chunk.req.fill_len - 1) // self._page_size * self._page_size
-        wanted = [last_page, chunk.req.tree_len]
+        shared_page = chunk.req.shared_len // self._page_size * self._page_size
+        wanted = [shared_page, last_page, chunk.req.tree_len]  # a shared_page of 0 is in no chunk
         if not chunk.is_last:
             wanted.append(end // self._page_size * self._page_size)
         if chunk.req.images is not None:

@@ -131,6 +131,7 @@ def _check_pooling(pooling: PoolingParams, vocab_size: int) -> None:
     check_flag("pooling.normalize", pooling.normalize)
     check_integer("pooling.dimensions", pooling.dimensions, 0, MAX_COUNT)
     check_integer("pooling.second_start", pooling.second_start, 0, MAX_COUNT)
+    check_integer("pooling.shared_len", pooling.shared_len, 0, MAX_COUNT)
     if not isinstance(pooling.label_ids, tuple):
         raise wrong_type("pooling.label_ids", pooling.label_ids, "a tuple of token ids")
     for token_id in pooling.label_ids:

@@ -358,6 +358,11 @@ class Req:
         return self.sampling.prompt_logprobs is not None and not self.answered
 
     @property
+    def shared_len(self) -> int:
+        """Tokens at its beginning that other requests of its call have, too; see `PoolingParams`."""
+        return 0 if self.pooling is None else self.pooling.shared_len
+
+    @property
     def most_cached(self) -> int:
         """The most tokens at its beginning that need not be computed. The last one always is, to sample."""
         if not self.needs_all_tokens:

@@ -133,6 +133,10 @@ class RequestMemory(Protocol):
         """Keep the cached prompt of a request that has ended, if it asks for that."""
         ...
 
+    def ended(self, req: Req) -> None:
+        """A request has ended, with a row before or without one."""
+        ...
+
     def drop_host_pages(self, req: Req) -> None:
         """Free the host pages of a swapped request."""
         ...
@@ -344,6 +348,7 @@ class Requests:
         req.enter(ReqStatus.FINISHED, now_s)
         del self.by_id[req.rid]
         self.num_background -= req.background
+        self._kv.ended(req)
         self._policy.finished(req, finish.kind)
         drafts = req.num_drafts, req.num_accepted_drafts
         num_overruled = 0 if req.grammar_figures is None else req.grammar_figures.num_overruled

@@ -523,11 +523,12 @@ class Harness:
         assert queued in (None, self.scheduler.report(self.now_s).num_queue_reqs)
 
     def check_wants(self) -> None:
-        """Only requests that wait want a prefix of the cache."""
+        """Only requests that wait want a prefix of the cache, and groups of requests for labels."""
         if isinstance(self.prefix_cache, RadixCache):
-            requests = self.scheduler._parts.requests
-            waiting = {req.seq for req in (*requests.waiting, *requests.background)}
-            assert self.prefix_cache._wants._by_seq.keys() <= waiting
+            parts = self.scheduler._parts
+            wanting = {req.seq for req in (*parts.requests.waiting, *parts.requests.background)}
+            wanting |= {group.seq for group in parts.memory.kv.label_groups._groups.values()}
+            assert self.prefix_cache._wants._by_seq.keys() <= wanting
 
     def check_classes(self, record: PassRecord, batch: ScheduleBatch | None) -> None:
         """No interactive request waits for a row or for pages that one of the background has.

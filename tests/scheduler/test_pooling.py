@@ -7,6 +7,7 @@ from msgspec import structs
 
 from engine.runtime.messages import FinishKind
 from engine.runtime.pooling import PoolingKind, PoolingParams
+from engine.scheduler.prefix_cache.radix_node import nodes_of
 from engine.scheduler.records.decision_log import vector_digest
 
 from .fake_runner import expected_vector, ints
@@ -168,3 +169,71 @@ def test_a_vector_that_fails_fails_alone(make_scheduler):
 
     kinds = [harness.answers[f"v{n}"].finish.kind for n in range(3)]
     assert kinds == [FinishKind.STOP, FinishKind.ERROR, FinishKind.STOP]
+
+
+STATE = [1 + (k + 30) % 90 for k in range(64)]
+QUESTIONS = [[*STATE, 91, 92, number] for number in range(1, 9)]
+
+
+def ask(harness, prompts, shared_len=64):
+    pooling = PoolingParams(PoolingKind.LABELS, label_ids=(5, 6), shared_len=shared_len)
+    return [harness.submit(prompt=prompt, pooling=pooling) for prompt in prompts]
+
+
+def evict(harness, num_pages):
+    supply = harness.scheduler._parts.memory.kv._supply
+    supply.give_back(harness.prefix_cache.evict(num_pages))
+    harness.scheduler.audit()
+
+
+def test_the_input_of_questions_is_computed_once_and_kept_for_the_next_call(make_scheduler):
+    """Their own pages go first afterwards, before a conversation, and before the input."""
+    harness = make_scheduler(
+        page_size=4, num_pages=64, max_model_len=160, chunked_prefill_size=256, max_running_requests=16
+    )
+    harness.submit(prompt=PROMPT, max_new_tokens=1)
+    harness.run_until_idle()
+    ask(harness, [[*question, *PROMPT[:8]] for question in QUESTIONS])
+    steps = harness.run_until_idle()
+    assert [extend_lens(step) for step in steps] == [[75], [11] * 7]
+    assert harness.pages() == Pages(free=64 - 5 - 16 - 8 * 2, cached=5 + 16 + 8 * 2, held=0)
+    evict(harness, 16)
+
+    again = ask(harness, QUESTIONS[:1])[0]
+    turn = harness.submit(prompt=[*PROMPT, 9], max_new_tokens=1)
+    harness.run_until_idle()
+
+    assert [harness.answers[rid].rows[-1].usage.cached_tokens for rid in (again, turn)] == [64, 20]
+
+
+def test_the_input_is_wanted_from_its_first_question_to_its_last(make_scheduler):
+    """Between the first two nobody leases it; without the group all of it would go before the conversation."""
+    harness = make_scheduler(page_size=4, num_pages=40, max_model_len=160, max_running_requests=1)
+    harness.submit(prompt=PROMPT, max_new_tokens=1)
+    harness.run_until_idle()
+    rids = ask(harness, QUESTIONS[:3])
+    while not harness.answers[rids[0]].finish:
+        harness.step()
+    assert harness.pages().held == 0
+
+    evict(harness, 5)  # the conversation
+    harness.run_until_idle()
+
+    assert [harness.answers[rid].rows[-1].usage.cached_tokens for rid in rids] == [0, 64, 64]
+    assert not any(node.num_wants for node in nodes_of(harness.prefix_cache._roots))
+
+
+@pytest.mark.parametrize("how", ["abort", "fail", "refuse"])
+def test_a_group_ends_however_its_members_end(make_scheduler, how):
+    harness = make_scheduler(page_size=4, num_pages=40, max_model_len=100, max_running_requests=1)
+    rids = ask(harness, [*QUESTIONS[:2], [*STATE, *PROMPT, *PROMPT]])
+    assert harness.answers[rids[2]].finish  # too long
+    if how == "fail":
+        harness.runner.fail_next.update(rids)
+    if how == "abort":
+        for rid in rids[:2]:
+            harness.abort(rid)
+    harness.run_until_idle()
+
+    assert all(harness.answers[rid].finish for rid in rids)
+    assert not len(harness.scheduler._parts.memory.kv.label_groups)

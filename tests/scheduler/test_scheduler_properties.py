@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from engine.runtime.messages import FinishKind, HintAction, PauseMode
-from engine.runtime.pooling import PoolingParams
+from engine.runtime.pooling import PoolingKind, PoolingParams
 from tests.feasible import fits
 from tests.selection import examples
 
@@ -127,6 +127,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         refused = self.harness.answers[rid].finish is not None
         assert refused == (len(prompt) > self.harness.capacity.max_total_tokens)
 
+    @rule(
+        shared=st.integers(1, 80),
+        owns=st.lists(
+            st.lists(st.integers(1, VOCAB_SIZE - 1), min_size=1, max_size=9), min_size=2, max_size=5
+        ),
+    )
+    def submit_questions(self, shared: int, owns: list[list[int]]) -> None:
+        """The prompts of one call for probabilities of labels."""
+        pooling = PoolingParams(PoolingKind.LABELS, label_ids=(5, 6), shared_len=shared)
+        for own in owns:
+            self.harness.submit(prompt=BASE[:shared] + own, pooling=pooling)
+
     @rule(which=st.integers(0, 60))
     def abort(self, which: int) -> None:
         rid = f"r{which}"
@@ -191,6 +203,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if hasattr(self, "harness"):
             self.harness.run_until_idle()
             assert self.harness.pages().held == 0
+            assert not len(self.harness.scheduler._parts.memory.kv.label_groups)
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase

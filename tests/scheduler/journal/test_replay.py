@@ -33,6 +33,7 @@ from engine.runtime.messages import (
     PinPrefix,
     UnloadAdapter,
 )
+from engine.runtime.pooling import PoolingKind, PoolingParams
 from engine.runtime.step_plan import ForwardMode
 from engine.scheduler.journal import replay as replay_module
 from engine.scheduler.journal.log_file import RECORD_HEAD, RUN_HEAD, Input, LogFileError, LogRecord, read_runs
@@ -102,6 +103,12 @@ def random_life(harness: Harness, seed: int, num_events: int = 120) -> None:
             harness.scheduler.handle(Call(idx, pin), harness.now_s)
         elif dice < 0.40 and harness.answers:
             harness.scheduler.handle(GrammarReady(rng.choice(list(harness.answers))), harness.now_s)
+        elif dice < 0.43:
+            shared_len = rng.randint(1, 24)
+            pooling = PoolingParams(PoolingKind.LABELS, label_ids=(5, 6), shared_len=shared_len)
+            for question in range(rng.randint(2, 4)):
+                prompt = [1 + position % 7 for position in range(shared_len)] + rng.choices(range(1, 97), k=5)
+                harness.submit(f"r{idx}-{question}", prompt=prompt, pooling=pooling)
         else:
             harness.step()
     for rid in harness.answers:

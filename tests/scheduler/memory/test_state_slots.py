@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
+from engine.runtime.pooling import PoolingKind, PoolingParams
 from engine.scheduler.memory.pages import LedgerError
 from engine.scheduler.records.verdict import MissKind
 from engine.scheduler.speculation.ngram_proposer import NgramProposer
@@ -71,6 +72,19 @@ def test_a_prefix_that_prompts_share_gets_a_checkpoint_where_they_part(make_harn
         harness.run_until_idle()
         counts.append(cached(harness, rid))
     assert counts == [0, 0, 24]
+
+
+def test_questions_about_an_input_start_where_they_part(make_harness):
+    """The first one takes a checkpoint there, though nothing like it was computed before."""
+    harness = make_harness(checkpoint_pages=100, chunked_prefill_size=256)
+    system, counts = prompt_of(50), {}
+    for shared_len in (0, 50):
+        pooling = PoolingParams(PoolingKind.LABELS, label_ids=(5, 6), shared_len=shared_len)
+        prompts = [[1 + shared_len, *system[1:], *prompt_of(20, seed=seed)] for seed in range(1, 4)]
+        rids = [harness.submit(prompt=prompt, pooling=pooling) for prompt in prompts]
+        harness.run_until_idle()
+        counts[shared_len] = [cached(harness, rid) for rid in rids]
+    assert counts == {0: [0, 0, 48], 50: [0, 48, 48]}
 
 
 def test_a_miss_without_a_state_says_so(make_harness):

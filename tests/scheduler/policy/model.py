@@ -56,6 +56,9 @@ def make_req(
 class NoMemory:
     """A `RequestMemory` without a cache."""
 
+    def ended(self, req):
+        pass
+
     def enqueued(self, req: Req) -> None: ...
 
     def dequeued(self, req: Req) -> None: ...
