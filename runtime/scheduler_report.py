@@ -118,6 +118,7 @@ class SchedulerReport(Message, frozen=True):
         sent_s: CLOCK_MONOTONIC.
         num_swapped_reqs: of `num_queue_reqs`, those with their KV on the host.
         num_grammar_reqs: of `num_queue_reqs`, those that wait for a grammar.
+        num_background_queue_reqs, num_background_running_reqs: of the background class, which the other counts include.
         num_queue_tokens: of the waiting requests, those with their KV on the host left out.
         policy: the policy that orders the queue now.
         stalled: why no request makes progress although requests wait; "" if there is no stall.
@@ -139,6 +140,8 @@ class SchedulerReport(Message, frozen=True):
     num_queue_reqs: int = 0
     num_swapped_reqs: int = 0
     num_grammar_reqs: int = 0
+    num_background_queue_reqs: int = 0
+    num_background_running_reqs: int = 0
     num_queue_tokens: int = 0
     new_token_ratio: float = 0.0
     pinned_tokens: int = 0

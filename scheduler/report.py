@@ -48,6 +48,8 @@ def report_of(
         num_queue_reqs=requests.num_waiting + len(requests.receiving),
         num_swapped_reqs=len(requests.swapped),
         num_grammar_reqs=len(requests.grammar),
+        num_background_queue_reqs=len(requests.background),
+        num_background_running_reqs=len(requests.background_with_row),
         num_queue_tokens=requests.num_waiting_tokens,
         new_token_ratio=parts.estimator.current,
         pinned_tokens=kv.pinned_pages * page_size,

@@ -179,9 +179,12 @@ class TimeLimits:
     def add(self, logged: LoggedRequest) -> None:
         """Add the limits of a new request."""
         message = logged.message
+        queue_s, request_s = self._queue_timeout_s, self._request_timeout_s
+        if message.background:
+            queue_s = request_s = None
         limits = (
-            (_shorter(self._queue_timeout_s, message.queue_timeout_s), True),
-            (_shorter(self._request_timeout_s, message.timeout_s), False),
+            (_shorter(queue_s, message.queue_timeout_s), True),
+            (_shorter(request_s, message.timeout_s), False),
         )
         for limit_s, is_queue in limits:
             if limit_s is not None:

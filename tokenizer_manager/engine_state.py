@@ -207,6 +207,8 @@ def combined(reports: Sequence[SchedulerReport], sent_s: float) -> SchedulerRepo
         num_running_reqs=sum(report.num_running_reqs for report in reports),
         num_queue_reqs=sum(report.num_queue_reqs for report in reports),
         num_swapped_reqs=sum(report.num_swapped_reqs for report in reports),
+        num_background_queue_reqs=sum(report.num_background_queue_reqs for report in reports),
+        num_background_running_reqs=sum(report.num_background_running_reqs for report in reports),
         num_grammar_reqs=sum(report.num_grammar_reqs for report in reports),
         num_queue_tokens=sum(report.num_queue_tokens for report in reports),
         new_token_ratio=max(report.new_token_ratio for report in reports),

@@ -332,6 +332,7 @@ def fan_out(
                     session=scheduling.session,
                     in_memory=scheduling.in_memory,
                     media=request.media,
+                    background=scheduling.background,
                 ),
             )
 

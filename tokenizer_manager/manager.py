@@ -346,7 +346,7 @@ class TokenizerManager:
         for choice, message in opened:
             logged = LoggedRequest(message, generation, choice)
             self.request_log.opened(logged)
-            self._limiter.sent(now_s, len(choice.prompt_ids))
+            self._limiter.sent(now_s, len(choice.prompt_ids), background=message.background)
             self._aborter.watch(logged)
             self._submit(logged)
         self._grammars.begin(generation, request)
@@ -386,7 +386,8 @@ class TokenizerManager:
         waited = choice.first_token_s is None
         self._metrics.row_arrived(generation, choice, output, now_s)
         if waited and choice.first_token_s is not None:
-            self._limiter.started(len(choice.prompt_ids))
+            if not logged.message.background:
+                self._limiter.started(len(choice.prompt_ids))
             self._dispatcher.started(logged, output.usage.cached_tokens)
         if output.token_ids:
             logged.delivered_ids += output.token_ids

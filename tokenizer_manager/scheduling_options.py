@@ -17,6 +17,10 @@ from ..runtime.messages import HintAction
 
 PRIORITY_CLASSES: Final[Mapping[str, int]] = {"high": 20, "normal": 0, "low": -20}
 """Further apart than the 10 levels by which a request must exceed the running one that it preempts."""
+FLEX: Final = "flex"
+SERVICE_TIERS: Final = ("auto", "default", FLEX, "priority", "scale")
+"""OpenAI's; all but flex are served alike."""
+COMPLETION_WINDOWS_S: Final[Mapping[str, float]] = {"2h": 7200.0, "8h": 28_800.0}
 MAX_PRIORITY: Final = 1_000_000
 MAX_TIMEOUT_S: Final = 86_400.0
 MAX_SALT_CHARS: Final = 256
@@ -69,6 +73,7 @@ class Scheduling(msgspec.Struct, frozen=True, kw_only=True):
         keep_s: seconds for which the prefix cache keeps the prompt; 0: it is not to be cached, None: as usual.
         session: a digest of the key of its session, see `session_of`; "": it names none.
         in_memory: the prompt is not written to a disk.
+        service_tier: that its answer reports, "default" or "flex"; "": the request names none.
         hints: for its prompt, which `keep_s` has, or its session.
         bootstrap: fields about its other half at another engine; None: it names none.
     """
@@ -85,8 +90,53 @@ class Scheduling(msgspec.Struct, frozen=True, kw_only=True):
     keep_s: float | None = None
     session: str = ""
     in_memory: bool = False
+    service_tier: str = ""
     hints: tuple[Hint, ...] = ()
     bootstrap: Bootstrap | None = None
+
+    @property
+    def background(self) -> bool:
+        """Whether the request runs on what others leave."""
+        return self.service_tier == FLEX
+
+
+def checked_tier(value: str | None, options: object, timeout_s: float | None) -> tuple[str, float | None]:
+    """The tier of a request, and the seconds until it must have ended.
+
+    Args:
+        value: `service_tier` as it was sent.
+        options: `background_options`, which put a request into the background, too.
+        timeout_s: its `timeout`.
+
+    Raises:
+        RequestError: there is no such tier.
+    """
+    if value and value not in SERVICE_TIERS:
+        raise RequestError(
+            f"service_tier is {_shown(value)}, but it must be one of {', '.join(SERVICE_TIERS)}; flex runs on what "
+            "other requests leave",
+            param="service_tier",
+            code="invalid_value",
+        )
+    window = getattr(options, "completion_window", None)
+    if window:
+        if window not in COMPLETION_WINDOWS_S:
+            raise RequestError(
+                f"background_options.completion_window is {_shown(window)}, but it must be one of "
+                f"{', '.join(COMPLETION_WINDOWS_S)}",
+                param="background_options.completion_window",
+                code="invalid_value",
+            )
+        window_s = COMPLETION_WINDOWS_S[window]
+        timeout_s = window_s if timeout_s is None else min(window_s, timeout_s)
+    if value == FLEX or window:
+        return FLEX, timeout_s
+    return "default" if value else "", timeout_s
+
+
+def _shown(value: str) -> str:
+    """A value of a client for an error."""
+    return f'"{value}"' if len(value) <= _MAX_TENANT_CHARS else f'"{value[:_MAX_TENANT_CHARS]}…"'
 
 
 def checked_priority(value: int | str | None, param: str = "priority") -> int:
@@ -98,9 +148,8 @@ def checked_priority(value: int | str | None, param: str = "priority") -> int:
     if isinstance(value, str) and value:
         if value not in PRIORITY_CLASSES:
             words = ", ".join(f'"{name}" ({level})' for name, level in PRIORITY_CLASSES.items())
-            shown = value if len(value) <= _MAX_TENANT_CHARS else value[:_MAX_TENANT_CHARS] + "…"
             raise RequestError(
-                f'{param} is "{shown}", but it must be an integer or one of {words}; larger ones go first',
+                f"{param} is {_shown(value)}, but it must be an integer or one of {words}; larger ones go first",
                 param=param,
                 code="invalid_value",
             )

@@ -108,6 +108,12 @@ class OverloadControl:
         if request.probe:
             yield
             return
+        if request.scheduling.background:  # it waits in the scheduler, and never before others here
+            if (refusal := self._limiter.reason_against_background(num_new, self._clock())) is not None:
+                raise refusal
+            with self._limiter.reserve(num_new, background=True):
+                yield
+            return
         self._limiter.check_possible(num_new, request.prompt_param if request.poolings else "n")
         await self._wait_for_room(
             request,
@@ -128,7 +134,7 @@ class OverloadControl:
         Raises:
             QueueFullError, RequestError: as for `admit`.
         """
-        if not request.probe:
+        if not (request.probe or request.scheduling.background):
             await self._wait_for_room(
                 request,
                 arrival_s,
@@ -175,7 +181,11 @@ class OverloadControl:
         Raises:
             QueueFullError: they are not enough.
         """
-        waiting = [g for g in self._log.generations if g.scheduling.priority < priority and not g.started]
+        waiting = [
+            g
+            for g in self._log.generations
+            if g.scheduling.priority < priority and not (g.started or g.scheduling.background)
+        ]
         waiting.sort(key=lambda g: (g.scheduling.priority, -g.arrival_s))
         freed, victims = _NOTHING, list[Generation]()
         while reason(freed) is not None:

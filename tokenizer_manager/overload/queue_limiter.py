@@ -18,6 +18,8 @@ from ..request_log import LoggedRequest
 _MAX_RETRY_AFTER_S: Final = 60
 _NUM_FINISH_TIMES: Final = 64
 _FINISH_WINDOW_S: Final = 30.0
+BACKGROUND_PER_ROW: Final = 4
+"""Enough lines that a scheduler always finds one for a free row, and few enough that their prompts take no memory."""
 
 
 class QueueLimiter:
@@ -27,8 +29,11 @@ class QueueLimiter:
     rows of the request pool count as room only if no request waited at the time of the report (otherwise memory is the
     bottleneck). Tokens are counted exactly, from the time when a request is sent to its first token.
 
+    Requests of the background are outside these limits: `BACKGROUND_PER_ROW` of them may be live for each row, and they
+    take neither a place in the queue nor a row from others.
+
     Attributes:
-        num_unstarted: live requests without a token yet.
+        num_unstarted: live requests without a token yet; those of the background left out.
     """
 
     def __init__(
@@ -45,17 +50,46 @@ class QueueLimiter:
         self._num_queued = 0
         self._num_reserved = 0
         self._num_tokens = 0
+        self._num_background = self._num_background_reserved = 0
 
     # ------------------------------------------------------------ limits
 
     @contextlib.contextmanager
-    def reserve(self, num_new: int) -> Iterator[None]:
+    def reserve(self, num_new: int, *, background: bool = False) -> Iterator[None]:
         """Count requests as waiting while they are tokenized, so that tokenization is bounded too."""
-        self._num_reserved += num_new
+        num_background = num_new if background else 0
+        self._num_reserved += num_new - num_background
+        self._num_background_reserved += num_background
         try:
             yield
         finally:
-            self._num_reserved -= num_new
+            self._num_reserved -= num_new - num_background
+            self._num_background_reserved -= num_background
+
+    def reason_against_background(self, num_new: int, now_s: float) -> QueueFullError | None:
+        """As `reason_against`, for requests of the background.
+
+        Raises:
+            RequestError: there are more than ever fit.
+        """
+        most = BACKGROUND_PER_ROW * self._max_running
+        if num_new > most:
+            raise RequestError(
+                f"the request asks for {num_new} answers, but at most {most} flex requests run or wait; send fewer at "
+                "once",
+                param="n",
+                code="invalid_value",
+            )
+        num_live = self._num_background + self._num_background_reserved
+        excess = num_live + num_new - most
+        if excess <= 0:
+            return None
+        return QueueFullError(
+            f"{num_live} flex requests run or wait, the limit is {most} ({BACKGROUND_PER_ROW} for each of "
+            "--max-running-requests); retry later",
+            self._seconds_for(excess, now_s),
+            num_live,
+        )
 
     def check_possible(self, num_new: int, param: str = "n") -> None:
         """Refuse more requests at once than can ever run and wait.
@@ -83,11 +117,11 @@ class QueueLimiter:
 
         Args:
             num_new: scheduler requests to be sent.
-            num_live: requests sent and not answered; exact, while the last report may be outdated.
+            num_live: requests sent and not answered, of both classes; exact, while the last report may be outdated.
             now_s: the time.
             num_freed: answer as if this many had been withdrawn.
         """
-        num_live -= num_freed
+        num_live -= num_freed + self._num_background
         num_withdrawn = len(self._withdrawn_s) + num_freed
         waiting = min(max(self._num_queued + len(self._sent_s) - num_withdrawn, 0), num_live)
         running = min(self._num_running, num_live - waiting)
@@ -123,25 +157,30 @@ class QueueLimiter:
 
     def ended(self, logged: LoggedRequest, now_s: float) -> None:
         """A request was answered or aborted, with or without a first token."""
-        if logged.choice.first_token_s is None:
+        if logged.message.background:
+            self._num_background -= 1
+        elif logged.choice.first_token_s is None:
             self.started(len(logged.choice.prompt_ids))
         self.finished(now_s)
 
-    def sent(self, now_s: float, num_tokens: int = 0) -> None:
+    def sent(self, now_s: float, num_tokens: int = 0, *, background: bool = False) -> None:
         """A request with a prompt of `num_tokens` tokens is sent to the scheduler."""
+        if background:
+            self._num_background += 1
+            return
         self._sent_s.append(now_s)
         self.num_unstarted += 1
         self._num_tokens += num_tokens
 
     def started(self, num_tokens: int) -> None:
-        """A request has its first token, or ended without one."""
+        """A request that is not of the background has its first token, or ended without one."""
         self.num_unstarted -= 1
         self._num_tokens -= num_tokens
 
     def restarted(self, num_live: int, now_s: float) -> None:
         """A new scheduler gets all live requests at once; reports of the one before it no longer hold."""
         self._num_running = self._num_queued = 0
-        self._sent_s = deque([now_s] * num_live)
+        self._sent_s = deque([now_s] * (num_live - self._num_background))
         self._withdrawn_s.clear()
 
     def finished(self, now_s: float) -> None:
@@ -154,8 +193,8 @@ class QueueLimiter:
 
     def reported(self, report: SchedulerReport) -> None:
         """Take the scheduler's own counts from its report."""
-        self._num_running = report.num_running_reqs
-        self._num_queued = report.num_queue_reqs
+        self._num_running = report.num_running_reqs - report.num_background_running_reqs
+        self._num_queued = report.num_queue_reqs - report.num_background_queue_reqs
         for times in (self._sent_s, self._withdrawn_s):
             while times and times[0] < report.sent_s:
                 times.popleft()

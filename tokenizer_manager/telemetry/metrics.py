@@ -67,6 +67,8 @@ _GAUGES: Final = (
     ("kv_total_tokens", "KV slots of the pool."),
     ("new_token_ratio", "Share of its max_tokens that a request is expected to generate."),
     ("num_swapped_reqs", "Requests that wait with their KV on the host."),
+    ("num_background_queue_reqs", "Requests of the batch class that wait."),
+    ("num_background_running_reqs", "Requests of the batch class that run."),
     ("num_grammar_reqs", "Requests that wait for a grammar."),
     ("host_used_tokens", "Slots of the host's KV pool that requests hold."),
     ("host_total_tokens", "Slots of the host's KV pool."),

@@ -107,3 +107,27 @@ def test_what_is_taken_back_makes_room_before_the_next_report():
     assert limiter.reason_against(1, 3, 2.0) is None
     limiter.reported(SchedulerReport(sent_s=3.0, num_running_reqs=1, num_queue_reqs=2))
     assert limiter.reason_against(1, 3, 3.0) is not None
+
+
+def test_flex_requests_take_no_place_from_others_and_have_a_limit_of_their_own():
+    limiter = QueueLimiter(max_queued_requests=1, max_running_requests=2)
+    for _ in range(8):
+        assert limiter.reason_against_background(1, 0.0) is None
+        limiter.sent(0.0, 50, background=True)
+    limiter.reported(
+        SchedulerReport(
+            sent_s=1.0,
+            num_running_reqs=2,
+            num_background_running_reqs=2,
+            num_queue_reqs=6,
+            num_background_queue_reqs=6,
+        )
+    )
+
+    refusal = limiter.reason_against_background(1, 1.0)
+    assert refusal is not None and "8 flex requests run or wait, the limit is 8" in str(refusal)
+    check(limiter, 3, 8, 1.0)  # two rows and a place
+    with pytest.raises(QueueFullError):
+        check(limiter, 4, 8, 1.0)
+    with pytest.raises(RequestError, match="at most 8 flex"):
+        limiter.reason_against_background(9, 1.0)

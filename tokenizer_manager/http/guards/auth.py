@@ -23,6 +23,7 @@ from ...scheduling_options import (
     Scheduling,
     checked_priority,
     checked_salt,
+    checked_tier,
     checked_timeout,
     digest_of,
     tenant_of,
@@ -165,13 +166,17 @@ class Caller(NamedTuple):
         session = session_of(request, self.session_header, self.owner, extra_key, user_session)
         envelope = field("kv_hints")
         hints = () if envelope is None else checked_hints(envelope, "kv_hints.", MAX_ACTIONS_IN_TURN)
+        tier, timeout_s = checked_tier(
+            field("service_tier"), field("background_options"), checked_timeout(field("timeout"), "timeout")
+        )
         keep_s = None if body is None else keep_s_of(body, field("prompt_cache_options"))
         return Scheduling(
             priority=checked_priority(field("priority")),
             tenant=self.tenant(user or field("user") or field("safety_identifier")),
             extra_key=extra_key,
             queue_timeout_s=checked_timeout(field("queue_timeout"), "queue_timeout"),
-            timeout_s=checked_timeout(field("timeout"), "timeout"),
+            timeout_s=timeout_s,
+            service_tier=tier,
             replica=field("data_parallel_rank"),
             owner=self.owner,
             keep_s=keep_s_with(hints, keep_s, has_session=bool(session)),

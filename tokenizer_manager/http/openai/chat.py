@@ -26,7 +26,7 @@ from ..schema.field_policy import (
     FieldPolicy,
     policy_of,
 )
-from ..schema.generation_fields import StreamOptions
+from ..schema.generation_fields import BACKGROUND_POLICY, StreamOptions
 from ..schema.values import Body, convert
 from ..services import Engine
 from ..token_logprobs import AnswerPlacement, PlacedLogprob, int32s, token_as_id, unpack
@@ -60,6 +60,7 @@ _POLICY: Final = FieldPolicy(
         "thinking": policy_of(("budget_tokens",)),
         "reasoning": policy_of(("effort", "max_tokens")),
         "prompt_cache_options": CACHE_OPTIONS_POLICY,
+        "background_options": BACKGROUND_POLICY,
     },
 )
 

@@ -31,6 +31,7 @@ def whole_body(
         created=int(time.time()),
         model=generation.scheduling.served_as or engine.served_model,
         system_fingerprint=engine.fingerprint,
+        service_tier=generation.scheduling.service_tier or UNSET,
         choices=choices,
         usage=usage_of(generation, generation.reasoning_tokens(), engine.tokenizer),
         timings=timings_of(generation),
@@ -156,6 +157,7 @@ class ChunkWriter(Generic[C]):
             created=self._created,
             model=self._generation.scheduling.served_as or self._engine.served_model,
             system_fingerprint=self._engine.fingerprint,
+            service_tier=self._generation.scheduling.service_tier or UNSET,
             choices=choices,
         )
         if self._options.continuous_usage_stats and self._options.include_usage is not False:

@@ -20,7 +20,7 @@ from ..schema.accounting import truncated_of
 from ..schema.constraints import check_room, constraint_of
 from ..schema.errors import OPENAI_NAMES, renamed_fields
 from ..schema.field_policy import COMPLETION_NO_EFFECT, COMPLETION_NOT_YET, FieldPolicy
-from ..schema.generation_fields import StreamOptions, answer_limit, prompts_of
+from ..schema.generation_fields import BACKGROUND_POLICY, StreamOptions, answer_limit, prompts_of
 from ..schema.values import Body, convert
 from ..services import Engine
 from ..token_logprobs import AnswerPlacement, TokenLogprob, prompt_offsets, token_as_id
@@ -32,7 +32,10 @@ _POLICY: Final = FieldPolicy(
     CompletionRequest,
     COMPLETION_NOT_YET,
     no_effect=COMPLETION_NO_EFFECT,
-    nested={"stream_options": FieldPolicy(StreamOptions, {}, no_effect=())},
+    nested={
+        "stream_options": FieldPolicy(StreamOptions, {}, no_effect=()),
+        "background_options": BACKGROUND_POLICY,
+    },
 )
 
 

@@ -133,6 +133,7 @@ class OpenAIBody(msgspec.Struct, Generic[C], kw_only=True):
     created: int
     model: str
     system_fingerprint: str
+    service_tier: str | UnsetType = UNSET
     choices: list[C]
     usage: UsageBody | UnsetType | None = UNSET
     timings: Timings | UnsetType = UNSET

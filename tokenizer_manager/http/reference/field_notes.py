@@ -184,6 +184,8 @@ NOTES: Final[Mapping[str, str]] = {
     "`prewarm` computes the prompt only.",
     "diagnostics": "`previous_message_id`: the answer says which part of that message's prompt has changed.",
     "cache_control": "A breakpoint: keeps the prompt for its `ttl`, 5m or 1h.",
+    "service_tier": "flex: the request runs on what others leave; the answer reports the tier.",
+    "background_options": "`completion_window` 2h or 8h: as `service_tier: flex`, with this time limit.",
     "queue_timeout": "Seconds until it must have started.",
     "timeout": "Seconds until it must have ended.",
     "bootstrap_host": "Of the prefill engine that computes the prompt, for a decode engine; routers add it.",

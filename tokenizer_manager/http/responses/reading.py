@@ -135,6 +135,7 @@ def body_at_beginning(
         store=bool(read.items),
         previous_response_id=request.previous_response_id,
         user=request.user or UNSET,
+        service_tier=generation.scheduling.service_tier or UNSET,
         metadata=request.metadata or {},
         warnings=generation.warnings or UNSET,
     )

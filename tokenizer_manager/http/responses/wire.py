@@ -19,8 +19,17 @@ from ..schema.field_policy import (
     NotYet,
     policy_of,
 )
-from ..schema.field_types import OVERRIDES, AnswerLimit, CountOrNone, Priority, Retention, Salt, Seconds
-from ..schema.generation_fields import SamplingFields
+from ..schema.field_types import (
+    OVERRIDES,
+    AnswerLimit,
+    CountOrNone,
+    Priority,
+    Retention,
+    Salt,
+    Seconds,
+    ServiceTier,
+)
+from ..schema.generation_fields import BACKGROUND_POLICY, BackgroundOptions, SamplingFields
 from ..schema.kv_hints import KvHints
 
 _MESSAGE: Final = {
@@ -78,6 +87,8 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     cache_salt: Salt | None = None
     queue_timeout: Seconds | None = None
     timeout: Seconds | None = None
+    service_tier: ServiceTier | None = None
+    background_options: BackgroundOptions | None = None
 
 
 class TextOptions(msgspec.Struct, kw_only=True):
@@ -107,6 +118,7 @@ _NO_EFFECT: Final = (NO_EFFECT | {"client_metadata", "max_tool_calls", "stream_o
     "prompt_cache_key",
     "prompt_cache_options",
     "prompt_cache_retention",
+    "service_tier",
     "store",
     "parallel_tool_calls",
     "include_reasoning",
@@ -133,6 +145,7 @@ POLICY: Final = FieldPolicy(
         ),
         "tools": _TOOL_POLICY,
         "prompt_cache_options": CACHE_OPTIONS_POLICY,
+        "background_options": BACKGROUND_POLICY,
         "tool_choice": CHOICE_POLICY,
         "reasoning": FieldPolicy(
             ReasoningFields, {}, no_effect={"summary", "generate_summary", "encrypted_content"}
@@ -283,6 +296,7 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     truncation: Literal["disabled"] = "disabled"
     usage: ResponsesUsage | UnsetType = UNSET
     user: str | UnsetType = UNSET
+    service_tier: str | UnsetType = UNSET
     metadata: dict[str, Any] = {}
     prompt_cache_diagnostics: PromptCacheDiagnostics | UnsetType = UNSET
     truncated: Truncated | UnsetType = UNSET

@@ -59,7 +59,7 @@ SAMPLING_NOT_YET: Final[NotYet] = {
     "use_beam_search": (False,),
 }
 
-COMPLETION_NO_EFFECT: Final = NO_EFFECT - {"prompt_cache_key", "prompt_cache_retention"}
+COMPLETION_NO_EFFECT: Final = NO_EFFECT - {"prompt_cache_key", "prompt_cache_retention", "service_tier"}
 CHAT_NO_EFFECT: Final = COMPLETION_NO_EFFECT - {"prompt_cache_options"} | {"prediction"}
 """`prediction` is a guess at the answer, which only makes it faster."""
 CHAT_NOT_YET: Final[NotYet] = SAMPLING_NOT_YET | {

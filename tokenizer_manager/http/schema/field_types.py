@@ -13,7 +13,14 @@ from msgspec import Meta
 
 from ....runtime.config.device_config import MAX_REPLICAS
 from ....runtime.sampling_params import MAX_COUNT, MAX_TEMPERATURE, NUMBERS, Bounds
-from ...scheduling_options import MAX_PRIORITY, MAX_SALT_CHARS, MAX_TIMEOUT_S, PRIORITY_CLASSES
+from ...scheduling_options import (
+    COMPLETION_WINDOWS_S,
+    MAX_PRIORITY,
+    MAX_SALT_CHARS,
+    MAX_TIMEOUT_S,
+    PRIORITY_CLASSES,
+    SERVICE_TIERS,
+)
 
 MAX_TTL_S: Final = 86_400.0
 MAX_OPENAI_TEMPERATURE: Final = 2.0
@@ -178,6 +185,8 @@ LoraPaths = Annotated[
     ),
 ]
 Retention = Annotated[str, documented(enum=["", "24h", "in_memory", "in-memory"])]
+ServiceTier = Annotated[str, documented(enum=["", *SERVICE_TIERS])]
+CompletionWindow = Annotated[str, documented(enum=["", *COMPLETION_WINDOWS_S])]
 Effort = Annotated[str, documented(enum=["", "none", "minimal", "low", "medium", "high", "xhigh", "max"])]
 _CHOICE_WORDS: Final[_Schema] = {"enum": ["none", "auto", "required", "any", "", None]}
 ToolChoiceField = Annotated[

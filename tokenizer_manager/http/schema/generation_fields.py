@@ -16,6 +16,7 @@ from ....runtime.request_checks import check_number
 from ....runtime.sampling_defaults import SamplingDefaults
 from ....runtime.sampling_params import SamplingParams
 from .constraint_fields import ConstraintFields
+from .field_policy import FieldPolicy
 from .field_types import (
     MAX_OPENAI_TEMPERATURE,
     NO_LIMIT,
@@ -23,6 +24,7 @@ from .field_types import (
     BootstrapHost,
     BootstrapPort,
     BootstrapRoom,
+    CompletionWindow,
     Count,
     CountOrNone,
     Int,
@@ -32,6 +34,7 @@ from .field_types import (
     Retention,
     Salt,
     Seconds,
+    ServiceTier,
     StopString,
     TokenId,
     number_fields,
@@ -48,6 +51,15 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None  # padding of the traffic: no effect on the answer
+
+
+class BackgroundOptions(msgspec.Struct, kw_only=True):
+    """`background_options`: the request runs on what others leave, and has this long."""
+
+    completion_window: CompletionWindow | None = None
+
+
+BACKGROUND_POLICY: Final = FieldPolicy(BackgroundOptions, {}, no_effect=())
 
 
 if TYPE_CHECKING:
@@ -176,6 +188,8 @@ class GenerationFields(SamplingFields, kw_only=True):
     prompt_cache_retention: Retention | None = None
     queue_timeout: Seconds | None = None
     timeout: Seconds | None = None
+    service_tier: ServiceTier | None = None
+    background_options: BackgroundOptions | None = None
     data_parallel_rank: ReplicaNumber | None = None
     bootstrap_host: BootstrapHost = None
     bootstrap_port: BootstrapPort = None

@@ -22,7 +22,7 @@ def test_honored_fields_and_those_without_effect_pass_silently():
         "user": "u",
         "metadata": {"a": "b"},
         "store": True,
-        "service_tier": "x",
+        "service_tier": "flex",
     }
 
     assert CHAT.check(body, strict=True) == []
