@@ -50,6 +50,7 @@ from .requests.row_states import RowStates
 from .results import ResultSettler
 from .speculation.multi_step import MultiStepDecode
 from .speculation.speculation import make_speculation
+from .step_size.background_share import BackgroundShare
 from .step_size.step_limits import StepCaps, StepLimits
 from .step_size.step_target import StepTarget
 from .tiers.page_tier import PageTier
@@ -141,6 +142,7 @@ class SchedulerParts:
         )
         self.estimator = estimator = make_estimator(config, page_size)
         self.target = target = StepTarget(limits.target_step_ms / 1000, capacity.encoder_tile_parts)
+        share = BackgroundShare(target, config.batch_slowdown, requests, memory)
         self.out_of_memory = OutOfMemory(requests, preemption, caps)
         self.pauses = Pauses(requests, preemption)
         reservations = Reservations(requests, states, estimator, page_size)
@@ -178,7 +180,9 @@ class SchedulerParts:
             policy=policy,
             num_stages=capacity.num_stages,
         )
-        self.phases = make_phases(config, admission, decodes, requests, self.out_of_memory, self.pauses)
+        self.phases = make_phases(
+            config, admission, decodes, requests, share, self.out_of_memory, self.pauses
+        )
         stop_rules = StopRules(eos_token_ids, capacity.vocab_size)
         self.multi_step = MultiStepDecode(
             requests,
@@ -197,6 +201,7 @@ class SchedulerParts:
             mode=mode,
             policy=by_class,
             target=target,
+            share=share,
             speculation=self.speculation,
             multi_step=self.multi_step,
             stats=self.stats,

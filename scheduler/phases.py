@@ -8,7 +8,6 @@ import numpy as np
 
 from ..runtime.config.engine_config import SchedulerConfig
 from .admission.admission import Admission
-from .admission.budget import NO_RESERVE
 from .arrays import EMPTY, IntArray
 from .decodes import Decodes, still_decoding
 from .pass_state import PassState
@@ -17,7 +16,7 @@ from .preemption.out_of_memory import OutOfMemory
 from .records.verdict import Reason
 from .requests.req import Chunk, Req
 from .requests.requests import Requests
-from .step_size.step_target import PromptTime
+from .step_size.background_share import BackgroundShare
 
 
 class Work(NamedTuple):
@@ -40,10 +39,12 @@ class StepPhases:
         admission: Admission,
         decodes: Decodes,
         requests: Requests,
+        share: BackgroundShare,
         out_of_memory: OutOfMemory,
         pauses: Pauses,
     ) -> None:
         self._requests = requests
+        self._share = share
         self._admission = admission
         self._decodes = decodes
         self._out_of_memory = out_of_memory
@@ -71,11 +72,19 @@ class StepPhases:
 
     def _with_background(self, state: PassState, work: Work) -> Work:
         """The work of interactive requests, and what the step has room for beside it."""
+        share = self._share
+        share.observe(state.now_s)
         if not self._requests.num_background:
             return work
-        rows, reqs = self._decodes.plan_background(*self._decodes.background(), state)
+        rows, reqs = self._decodes.background()
+        chosen = share.choose(rows, work.chunks, work.decode_rows, state.now_s)
+        rows, reqs = self._decodes.plan_background(
+            rows[chosen], [reqs[idx] for idx in chosen.tolist()], state
+        )
         num_beside = len(work.decode_reqs) + len(reqs) + sum(chunk.length for chunk in work.chunks)
-        chunks = self._admission.plan_background(state, num_beside, PromptTime.unlimited(), NO_RESERVE)
+        chunks = self._admission.plan_background(
+            state, num_beside, share.for_prompts(work.chunks, work.decode_rows, rows), share.reserve
+        )
         if not (chunks or reqs):
             return work
         return Work(work.chunks + chunks, np.concatenate([work.decode_rows, rows]), work.decode_reqs + reqs)
@@ -93,13 +102,14 @@ class PrefillFirst(StepPhases):
         admission: Admission,
         decodes: Decodes,
         requests: Requests,
+        share: BackgroundShare,
         out_of_memory: OutOfMemory,
         pauses: Pauses,
         *,
         max_in_a_row: int,
         decode_interval: int,
     ) -> None:
-        super().__init__(admission, decodes, requests, out_of_memory, pauses)
+        super().__init__(admission, decodes, requests, share, out_of_memory, pauses)
         self._max_in_a_row = max_in_a_row
         self._decode_interval = decode_interval
         self._prefill_steps = 0  # in a row, until now
@@ -131,6 +141,7 @@ def make_phases(
     admission: Admission,
     decodes: Decodes,
     requests: Requests,
+    share: BackgroundShare,
     out_of_memory: OutOfMemory,
     pauses: Pauses,
 ) -> StepPhases:
@@ -140,9 +151,10 @@ def make_phases(
             admission,
             decodes,
             requests,
+            share,
             out_of_memory,
             pauses,
             max_in_a_row=config.max_prefill_steps_in_a_row,
             decode_interval=config.prefill_decode_interval,
         )
-    return StepPhases(admission, decodes, requests, out_of_memory, pauses)
+    return StepPhases(admission, decodes, requests, share, out_of_memory, pauses)

@@ -24,6 +24,7 @@ from .requests.req import Req
 from .requests.requests import Requests
 from .speculation.multi_step import MultiStepDecode
 from .speculation.speculation import Speculation
+from .step_size.background_share import BackgroundShare
 from .step_size.step_limits import StepCaps
 from .step_size.step_target import StepTarget
 
@@ -43,6 +44,7 @@ class ResultSettler:
         mode: PreemptionMode,
         policy: ByClass,
         target: StepTarget,
+        share: BackgroundShare,
         speculation: Speculation,
         multi_step: MultiStepDecode,
         stats: SchedulerStats,
@@ -58,6 +60,7 @@ class ResultSettler:
         self._mode = mode
         self._policy = policy
         self._target = target
+        self._share = share
         self._speculation = speculation
         self._multi_step = multi_step
         self._stats = stats
@@ -118,6 +121,7 @@ class ResultSettler:
         compute_s = result.forward_s - result.swap_s - result.encode_s
         self._stats.num_steps += num_rounds - 1
         self._stats.encode_s += result.encode_s
+        self._share.measured(batch, compute_s / num_rounds)
         self._target.measured(batch, compute_s / num_rounds, result.encode_s)
         num_pages = (len(batch.plan.swap_outs) + len(batch.plan.swap_ins)) // (2 * TOKEN_ID_BYTES)
         if num_pages:

@@ -409,6 +409,10 @@ class SchedulerConfig:
         "Target time in ms of a step with decodes: prefill chunks in it are cut to fit, unless "
         "several prompts wait; 0: no target.",
     ] = "auto"
+    batch_slowdown: Annotated[
+        float,
+        "Share by which requests of the batch class (service_tier flex) may make a step of others longer.",
+    ] = 0.05
     max_prefill_tokens: Annotated[int, "Most prompt tokens in one step, all requests together."] = 16384
     max_num_batched_tokens: Annotated[
         int | None, "Most tokens in one step, prefill and decode together (default: only the prefill limits)."
@@ -541,6 +545,7 @@ class SchedulerConfig:
         for name in ("target_step_ms", "multi_step_ms"):
             if getattr(self, name) != "auto":
                 check_finite(name, getattr(self, name), 0.0, open_end=False)
+        check_finite("batch_slowdown", self.batch_slowdown, 0.0, open_end=False)
         for name in ("queue_timeout", "request_timeout"):
             if getattr(self, name) is not None:
                 check_finite(name, getattr(self, name), 0.0, open_end=True)

@@ -13,10 +13,11 @@ from ..policy.base import SchedulePolicy
 from ..records.stats import SchedulerStats
 from ..records.verdict import Reason, Verdict
 from ..requests.req import Chunk, Req, ReqStatus
+from ..step_size.background_share import NO_RESERVE, Reserve
 from ..step_size.step_limits import PartialPrefills, StepCaps, StepLimits
 from ..step_size.step_target import PromptTime, StepTarget
 from .admission_pass import AdmissionParts, AdmissionPass
-from .budget import NO_RESERVE, PrefillBudget, Reserve
+from .budget import PrefillBudget
 from .prefill_adder import PrefillAdder
 from .shared_prefixes import PrefixDedup
 
@@ -163,6 +164,9 @@ class Admission:
         requests, page_size = parts.requests, self._memory.kv.page_size
         limits = self._limits.capped(self._caps.max_step_tokens)
         num_running = requests.num_with_row
+        num_free_rows = self._num_free_rows
+        if parts.is_background:  # without other requests one may always start
+            num_free_rows = max(num_free_rows - reserve.rows, 0 if num_running else min(1, num_free_rows))
         budget = PrefillBudget(
             page_size=page_size,
             available_tokens=self._memory.kv.available_pages * page_size,
@@ -177,7 +181,7 @@ class Admission:
         return PrefillAdder(
             self._memory.kv,
             budget,
-            num_free_rows=self._num_free_rows - (reserve.rows if num_running else 0),
+            num_free_rows=num_free_rows,
             num_running=num_running,
             estimator=self._estimator,
             partial_prefills=PartialPrefills(

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -18,16 +17,6 @@ from ..requests.requests import Requests
 from ..requests.row_states import RowStates
 from ..step_size.step_limits import reserved_tokens
 from ..step_size.step_target import UNLIMITED, PromptTime
-
-
-class Reserve(NamedTuple):
-    """Rows and pages that stay free for interactive requests when one of the background is admitted."""
-
-    rows: int = 0
-    pages: int = 0
-
-
-NO_RESERVE: Final = Reserve()
 
 
 class Reservations:

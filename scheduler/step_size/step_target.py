@@ -245,6 +245,44 @@ class StepTarget:
         (part_s,), token_s = self._parts.coefficients, self._prompts.coefficients[1]
         return max(1, round(num_parts * part_s / token_s)) if part_s and token_s else 0
 
+    def predict(
+        self,
+        num_decodes: int,
+        kv_tokens: int,
+        prompt_tokens: int = 0,
+        prompt_pairs: float = 0.0,
+        *,
+        with_decodes: bool = False,
+        with_prompts: bool = False,
+    ) -> float:
+        """The predicted time of a step; 0 before the first measurements.
+
+        Args:
+            num_decodes: requests that decode in it.
+            kv_tokens: tokens of KV that the decodes read.
+            prompt_tokens, prompt_pairs: tokens of prompts, and (query, key) pairs of their attention.
+            with_decodes, with_prompts: count the fixed part of a step with decodes, or with prompts, in any case.
+        """
+        decodes_s = 0.0
+        if num_decodes or with_decodes:
+            decodes_s = self._decodes.predict((1.0, num_decodes, kv_tokens))
+        if not (prompt_tokens or with_prompts):
+            return decodes_s
+        prompts_s = self._prompts.predict((1.0, prompt_tokens, prompt_pairs))
+        return max(decodes_s, prompts_s + self._beside_prompts_s(num_decodes, kv_tokens))
+
+    @property
+    def decode_costs(self) -> tuple[float, float]:
+        """Seconds of a decoding request, and of a token of its KV."""
+        _, row_s, kv_token_s = self._decodes.coefficients
+        return row_s, kv_token_s
+
+    @property
+    def prompt_costs(self) -> tuple[float, float, float]:
+        """Seconds of a prompt token, of a (query, key) pair, and of a part of the work on a tile of an image."""
+        _, token_s, pair_s = self._prompts.coefficients
+        return token_s, pair_s, self._parts.coefficients[0]
+
     def explain(self, time: PromptTime) -> StepTime | None:
         """The figures that a pass decided with; None if time was no limit."""
         if time.is_unlimited:
@@ -269,8 +307,6 @@ class StepTarget:
                 )
                 logger.info("encoding %s takes %.2g s here", what, tile_s * first.num_blocks)
             self._parts.learn((parts,), encode_s)
-        if not (self.target_s or self._parts.coefficients[0]):  # the second one: see `tokens_of`
-            return
         num_extends = batch.num_extends
         num_decodes, kv_tokens = len(batch) - num_extends, int(batch.end[num_extends:].sum())
         decodes = (1.0, num_decodes, kv_tokens)

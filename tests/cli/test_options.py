@@ -23,6 +23,7 @@ SERVE_FLAGS = """
 --async-scheduling
 --attention-backend
 --avoid-kernels
+--batch-slowdown
 --block-size
 --body-timeout
 --bootstrap-port

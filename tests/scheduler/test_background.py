@@ -60,9 +60,11 @@ def test_memory_is_taken_from_lines_before_any_interactive_request_is_retracted(
         num_pages=24, page_size=4, max_model_len=96, schedule_conservativeness=0.01, max_running_requests=4
     )
     options = {"prompt_len": 8, "max_new_tokens": 40, "min_new_tokens": 40, "ignore_eos": False}
+    lines = submit_lines(harness, 2, **options)
+    for _ in range(12):
+        harness.step()
     harness.submit("first", **options)
     harness.submit("second", **options)
-    lines = submit_lines(harness, 2, **options)
 
     harness.run_until_idle()
 
