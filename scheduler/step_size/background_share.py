@@ -112,7 +112,7 @@ class BackgroundShare:
             now_s: the time of the pass.
         """
         self._begin(chunks, decode_rows, now_s)
-        order = np.argsort(self._turn_of_row[rows], kind="stable")
+        order = np.argsort(self._turn_of_row[rows], kind="stable").astype(np.int32)
         if self._limit_s < math.inf:
             row_s, token_s = self._target.decode_costs
             kv_tokens = self._memory.states.num_computed[rows[order]] + 1

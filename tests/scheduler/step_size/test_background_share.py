@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from engine.scheduler.batch import ScheduleBatch
@@ -14,7 +16,7 @@ BACKGROUND = {"background": True}
 COSTS = Costs(step_s=0.02, decode_s=0.0003)
 
 
-def beside(harness: Harness, costs: Costs, batch: ScheduleBatch) -> tuple[float, float, int]:
+def beside(costs: Costs, batch: ScheduleBatch) -> tuple[float, float, int]:
     """Seconds of a step; of its interactive requests alone; and how many others are in it."""
     total = costs.of(batch.plan)
     lengths = ints(batch.plan.num_scheduled_tokens)
@@ -22,7 +24,13 @@ def beside(harness: Harness, costs: Costs, batch: ScheduleBatch) -> tuple[float,
     return total, total - sum(costs.decode_s if n == 1 else costs.token_s * n for n in others), len(others)
 
 
-def start_lines(harness: Harness, count: int, **options: int) -> None:
+def step(harness: Harness) -> ScheduleBatch:
+    batch = harness.step()
+    assert batch is not None
+    return batch
+
+
+def start_lines(harness: Harness, count: int, **options: Any) -> None:
     for idx in range(count):
         harness.submit(f"line{idx}", message=BACKGROUND, **options)
     for _ in range(3):
@@ -39,9 +47,9 @@ def test_beside_decodes_a_step_takes_little_longer_and_every_line_goes_on(slowdo
     by_id = harness.scheduler._parts.requests.by_id
     before = [by_id[f"line{idx}"].output_len for idx in range(16)]
 
-    batches = [harness.step() for _ in range(100)]
+    batches = [step(harness) for _ in range(100)]
 
-    steps = [beside(harness, COSTS, batch) for batch in batches[4:] if batch is not None]
+    steps = [beside(COSTS, batch) for batch in batches[4:]]
     assert all(total <= alone * (1 + slowdown) * 1.002 for total, alone, _ in steps)
     most = int(slowdown * (COSTS.step_s + 4 * COSTS.decode_s) / COSTS.decode_s)
     assert max(count for _, _, count in steps) in (most - 1, most)
@@ -56,7 +64,7 @@ def test_steps_that_take_the_whole_target_have_no_room():
     for _ in range(4):
         harness.submit(prompt_len=8, max_new_tokens=50)
 
-    batches = [harness.step() for _ in range(40)]
+    batches = [step(harness) for _ in range(40)]
 
     assert not any(req.background for batch in batches[2:] for req in batch.reqs)
 
@@ -80,8 +88,8 @@ def test_errors_of_the_prediction_count():
         harness.submit(prompt_len=8, max_new_tokens=400)
     slowdowns = []
     for _ in range(300):
-        batch = harness.step()
-        _, alone, _ = beside(harness, COSTS, batch)
+        batch = step(harness)
+        _, alone, _ = beside(COSTS, batch)
         slowdowns.append(step_s(batch.plan) / alone)
     assert sum(slowdowns[100:]) / 200 < 1.06
 
@@ -97,7 +105,7 @@ def test_alone_steps_grow_with_the_time_since_the_last_interactive_request():
 
     for quiet_s, low_s, high_s in ((0.0, 0.04, 0.06), (2.0, 0.15, 0.25), (60.0, 0.3, 0.42)):
         harness.now_s += quiet_s
-        batch = harness.step()
+        batch = step(harness)
         assert low_s <= costs.of(batch.plan) <= high_s, quiet_s
 
 

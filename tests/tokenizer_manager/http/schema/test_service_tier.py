@@ -16,7 +16,7 @@ BODIES: Final[dict[str, dict[str, Any]]] = {
     "/v1/completions": {"prompt": "hi"},
     "/v1/responses": {"input": "hi"},
 }
-FIELDS: Final = [
+FIELDS: Final[list[tuple[dict[str, Any], bool, str | None, float | None]]] = [
     ({}, False, None, None),
     ({"service_tier": None}, False, None, None),
     ({"service_tier": "auto"}, False, "default", None),

@@ -1,0 +1,225 @@
+"""Interactive streams beside flex requests, and flex requests alone, against a running server.
+
+    engine serve &                                        # http://127.0.0.1:30000
+    python benchmarks/batch_class.py [--rounds 2] [--num-prompts 60] [--alone 64]
+
+1. The workload of Poisson arrivals (W5 of `cpu_vs_peers.py`) without flex requests, then with `--num-flex` of them in
+   flight all the time, in turn. Goals: P99 and mean ITL at most 1.05 of those without, P99 TTFT at most 1.15.
+2. `--alone` flex requests at once, and `LLM.generate` in this process over the same prompts, in turn. Goal: 0.95.
+3. Of the time that the scheduler of part 1 had no step, the share that flex requests used: their tokens a second beside
+   the workload, divided by their rate alone times that share of time. Goal: 0.8.
+
+Ratios within one run are what counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import random
+import statistics
+import threading
+import time
+import urllib.parse
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.peers.workloads import run_client
+from engine import LLM, SamplingParams
+
+_MOST_ID = 20_000
+_LIMIT_S = 900.0
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One flex request: token ids of its prompt, and tokens of its answer."""
+
+    prompt: list[int]
+    output_len: int
+
+    @classmethod
+    def at_random(cls, rng: random.Random) -> Line:
+        """A line with the lengths of W5."""
+        prompt = [rng.randrange(10, _MOST_ID) for _ in range(rng.randint(64, 512))]
+        return cls(prompt, rng.randint(64, 128))
+
+
+@dataclass(slots=True)
+class Server:
+    """The server that is measured; counts what flex requests have generated."""
+
+    url: str
+    tokens: int = 0
+    lines: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """The JSON that answers a request; None if it was aborted."""
+        connection = http.client.HTTPConnection(urllib.parse.urlsplit(self.url).netloc, timeout=_LIMIT_S)
+        with contextlib.closing(connection):
+            connection.request(
+                method,
+                path,
+                json.dumps(body) if body is not None else None,
+                {"Content-Type": "application/json"},
+            )
+            reply = connection.getresponse()
+            data = reply.read()
+            if reply.status == 429:
+                time.sleep(0.05)
+            return json.loads(data) if reply.status == 200 and data[:1] in b"{[" else None
+
+    def complete(self, line: Line) -> None:
+        """Have a line answered as flex, and count its tokens."""
+        body = {
+            "prompt": line.prompt,
+            "max_tokens": line.output_len,
+            "ignore_eos": True,
+            "service_tier": "flex",
+        }
+        answer = self.ask("POST", "/v1/completions", body)
+        if answer is not None:
+            with self._lock:
+                self.tokens += answer["usage"]["completion_tokens"]
+                self.lines += 1
+
+    def step_s(self) -> float:
+        """Seconds of all steps so far."""
+        return float(self.ask("GET", "/server_info")["scheduler"]["step_s_total"])
+
+    @contextlib.contextmanager
+    def with_flex(self, count: int, seed: int) -> Iterator[None]:
+        """Keep so many flex requests in flight."""
+        stop = threading.Event()
+
+        def work(number: int) -> None:
+            rng = random.Random(seed * 1000 + number)
+            while not stop.is_set():
+                self.complete(Line.at_random(rng))
+
+        threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(count)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            while any(thread.is_alive() for thread in threads):
+                self.ask("POST", "/abort_request", {"abort_all": True})
+                time.sleep(0.2)
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """One run of the workload.
+
+    Attributes:
+        mean_itl, p99_itl, p99_ttft: in ms.
+        busy: share of its time with a step.
+        flex_rate: tokens a second of flex requests.
+    """
+
+    mean_itl: float
+    p99_itl: float
+    p99_ttft: float
+    busy: float
+    flex_rate: float
+
+
+def run_beside(server: Server, options: Sequence[str], num_flex: int, seed: int) -> Beside:
+    """Run the workload once, beside `num_flex` flex requests."""
+    with server.with_flex(num_flex, seed) if num_flex else contextlib.nullcontext():
+        if num_flex:
+            time.sleep(3.0)
+        tokens, step_s, start_s = server.tokens, server.step_s(), time.monotonic()
+        summary, _ = run_client(server.url, options, _LIMIT_S)
+        wall_s = time.monotonic() - start_s
+        busy, rate = (server.step_s() - step_s) / wall_s, (server.tokens - tokens) / wall_s
+    return Beside(summary["itl_ms"]["mean"], summary["itl_ms"]["p99"], summary["ttft_ms"]["p99"], busy, rate)
+
+
+def run_alone(server: Server, lines: Sequence[Line]) -> float:
+    """Tokens a second of flex requests that are sent at once."""
+    before, start_s = server.tokens, time.monotonic()
+    threads = [threading.Thread(target=server.complete, args=(line,)) for line in lines]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return (server.tokens - before) / (time.monotonic() - start_s)
+
+
+def run_offline(llm: LLM, lines: Sequence[Line]) -> float:
+    """Tokens a second of `LLM.generate` over the same lines."""
+    start_s = time.monotonic()
+    params = [SamplingParams(max_new_tokens=line.output_len, ignore_eos=True) for line in lines]
+    outputs = llm.generate([line.prompt for line in lines], params)
+    num_tokens = sum(len(each.token_ids) for each in outputs)
+    return num_tokens / (time.monotonic() - start_s)
+
+
+def main() -> None:
+    """Measure, and print the ratios."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--url", default="http://127.0.0.1:30000")
+    parser.add_argument("--rounds", type=int, default=2, help="of each kind, in turn")
+    parser.add_argument(
+        "--num-prompts", type=int, default=60, help="interactive requests of a run; 0: skip part 1"
+    )
+    parser.add_argument("--rate", type=float, default=2.2, help="interactive requests a second")
+    parser.add_argument("--num-flex", type=int, default=64, help="flex requests in flight in part 1")
+    parser.add_argument("--alone", type=int, default=64, help="flex requests of part 2; 0: skip it")
+    parser.add_argument(
+        "--model", default=None, help="of part 2 (default: the default model, as the server's)"
+    )
+    arguments = parser.parse_args()
+    server = Server(arguments.url)
+
+    alone = 0.0
+    if arguments.alone:
+        lines = [Line.at_random(random.Random(number)) for number in range(arguments.alone)]
+        llm = LLM(*([] if arguments.model is None else [arguments.model]))
+        pairs = []
+        for number in range(arguments.rounds + 1):
+            pairs.append((run_alone(server, lines), run_offline(llm, lines)))
+            note = " (not counted)" if not number else ""
+            print(
+                f"alone: flex {pairs[-1][0]:.0f} tok/s, LLM.generate {pairs[-1][1]:.0f} tok/s{note}",
+                flush=True,
+            )
+            server.ask("POST", "/flush_cache")
+        del llm
+        alone = statistics.median(flex for flex, _ in pairs[1:])
+        offline = statistics.median(rate for _, rate in pairs[1:])
+        print(f"alone: flex to LLM.generate {alone / offline:.3f} (goal 0.95)", flush=True)
+    if not arguments.num_prompts:
+        return
+    options = ["--random-input-len", "64:512", "--random-output-len", "64:128"]
+    options += ["--num-prompts", str(arguments.num_prompts), "--request-rate", str(arguments.rate)]
+    runs: dict[bool, list[Beside]] = {False: [], True: []}
+    for number in range(arguments.rounds):
+        for flex in (False, True):
+            run = run_beside(server, options, arguments.num_flex if flex else 0, number)
+            runs[flex].append(run)
+            print(
+                f"{'with   ' if flex else 'without'} flex: ITL mean {run.mean_itl:.1f} ms, P99 {run.p99_itl:.1f} ms; "
+                f"TTFT P99 {run.p99_ttft:.0f} ms; steps {run.busy:.2f} of the time; flex {run.flex_rate:.0f} tok/s",
+                flush=True,
+            )
+    for name, goal in (("mean_itl", 1.05), ("p99_itl", 1.05), ("p99_ttft", 1.15)):
+        values = [statistics.median(getattr(run, name) for run in runs[flex]) for flex in (False, True)]
+        print(f"{name}: with to without {values[1] / values[0]:.3f} (goal {goal})")
+    if alone:
+        idle = 1 - statistics.median(run.busy for run in runs[False])
+        rate = statistics.median(run.flex_rate for run in runs[True])
+        print(f"idle share {idle:.2f}: flex used {rate / (alone * idle):.2f} of it (goal 0.8)")
+
+
+if __name__ == "__main__":
+    main()
