@@ -13,7 +13,7 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Final, Protocol, assert_never
 
 import msgspec
@@ -41,11 +41,13 @@ from .conversation.template_choice import load_chat_template, turn_without_end
 from .conversation.template_renderer import TemplateRenderer, share_the_gil
 from .dispatch.handoffs import Handoffs, Pair
 from .http.app import App
+from .http.batch_runner.runner import BatchRunner
 from .http.connection import HttpServer
 from .http.guards.auth import Authorizer, read_keys
 from .http.openai.tools import ToolSchemas
 from .http.port import BACKLOG, bind, is_loopback, tls_context
 from .http.responses.background import keep_responses
+from .http.routes import REQUEST_TYPES
 from .http.services import Services
 from .manager import TokenizerManager
 from .media.image_store import ImageStore
@@ -63,6 +65,8 @@ from .telemetry.request_record import Traces
 logger = logging.getLogger(__name__)
 
 _CHECK_TIME_S: Final = 0.1
+_LINES_PER_ROW: Final = 4
+"""Enough that the scheduler has a line for each free row, and few enough to be forgotten at a restart."""
 _STORE_ID_BITS: Final = 16
 """For the ids of one manager: the scheduler may still have adapters of the one before that this one does not know."""
 
@@ -201,6 +205,7 @@ async def _serve(
         users=manager,
         order_all=child.order_all,
     )
+    files = None if state is None else StoredFiles(state)
     services = Services(
         manager=manager,
         adapters=adapters,
@@ -222,9 +227,13 @@ async def _serve(
         traces=traces,
         state=state,
         responses=stored_responses(state, settings.config.server),
-        files=None if state is None else StoredFiles(state),
+        files=files,
+        batches=None if files is None else batch_runner(files, settings.config, capacity),
     )
-    server = HttpServer(App(services), settings.config.server)
+    app = App(services)
+    server = HttpServer(app, settings.config.server)
+    if services.batches is not None:
+        await services.batches.start(app.answer_line, REQUEST_TYPES)
     listener.listen(BACKLOG)
     http = asyncio.create_task(server.serve(sockets=[listener]))
     duties = [
@@ -232,7 +241,9 @@ async def _serve(
         asyncio.create_task(_pump(inbox, manager)),
         asyncio.create_task(_check_time_limits(manager)),
         asyncio.create_task(child.keep_beating()),
-        asyncio.create_task(obey(child, manager, settings.config.server.drain_timeout)),
+        asyncio.create_task(
+            obey(child, manager, settings.config.server.drain_timeout, stop_batches=services.stop_batches)
+        ),
     ]
     if services.responses is not None:
         duties.append(asyncio.create_task(keep_responses(services, services.responses)))
@@ -249,6 +260,7 @@ async def _serve(
             task.cancel()
         await asyncio.gather(*duties, return_exceptions=True)
         await compile_queue.close()
+        await services.stop_batches()
         services.close()
         inbox.close()
         for outbox in outboxes:
@@ -261,6 +273,16 @@ def stored_responses(state: StateStore | None, config: ServerConfig) -> Response
         return None
     max_chain_bytes = int(config.max_body_mb * 2**20)
     return ResponseStore(state, keep_s=config.response_retention_s, max_chain_bytes=max_chain_bytes)
+
+
+def batch_runner(files: StoredFiles, config: EngineConfig, capacity: Capacity) -> BatchRunner:
+    """The runner of batches, which keeps a few lines in flight for each row."""
+    return BatchRunner(
+        files,
+        num_slots=_LINES_PER_ROW * config.parallel.dp * capacity.max_running_requests,
+        limits=config.limits,
+        max_body_bytes=int(config.server.max_body_mb * 2**20),
+    )
 
 
 def overload_limits(config: EngineConfig) -> OverloadLimits:
@@ -312,8 +334,24 @@ class Orders(Protocol):
         ...
 
 
-async def obey(orders: Orders, manager: TokenizerManager, drain_timeout_s: float) -> None:
-    """Carry out orders; return when the process must end, with every stream ended."""
+async def _nothing() -> None:
+    pass
+
+
+async def obey(
+    orders: Orders,
+    manager: TokenizerManager,
+    drain_timeout_s: float,
+    stop_batches: Callable[[], Awaitable[None]] = _nothing,
+) -> None:
+    """Carry out orders; return when the process must end, with every stream ended.
+
+    Args:
+        orders: of the supervisor.
+        manager: carries them out.
+        drain_timeout_s: for running requests, after a stop is ordered.
+        stop_batches: ends the lines of batches in flight, for which no drain waits: the next server answers them.
+    """
     drained: asyncio.Task[None] | None = None
     while True:
         order = asyncio.create_task(orders.next_order())
@@ -328,6 +366,7 @@ async def obey(orders: Orders, manager: TokenizerManager, drain_timeout_s: float
                     "draining live_requests=%d timeout_s=%g", len(manager.request_log), drain_timeout_s
                 )
                 manager.drain()
+                await stop_batches()
                 drained = drained or asyncio.create_task(_wait_drained(manager, drain_timeout_s))
             case Stop():
                 break

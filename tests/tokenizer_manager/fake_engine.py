@@ -93,11 +93,12 @@ from engine.tokenizer_manager.http.connection import HttpServer
 from engine.tokenizer_manager.http.guards.auth import Authorizer, read_keys
 from engine.tokenizer_manager.http.openai.tools import ToolSchemas
 from engine.tokenizer_manager.http.responses.background import keep_responses
+from engine.tokenizer_manager.http.routes import REQUEST_TYPES
 from engine.tokenizer_manager.http.services import Services
 from engine.tokenizer_manager.manager import TokenizerManager
 from engine.tokenizer_manager.media.image_store import ImageStore
 from engine.tokenizer_manager.media.placement import ImagePlacement
-from engine.tokenizer_manager.process import open_state, overload_limits, stored_responses
+from engine.tokenizer_manager.process import batch_runner, open_state, overload_limits, stored_responses
 from engine.tokenizer_manager.prompt_encoder import PromptEncoder
 from engine.tokenizer_manager.prompt_images import PromptImages
 from engine.tokenizer_manager.state.files import StoredFiles
@@ -460,6 +461,7 @@ def make_services(
         vision=vision,
         decision_temperatures=calibration or {},
     )
+    files = None if state is None else StoredFiles(state, lambda: 1.7e9 + clock.now_s)
     return Services(
         manager=manager,
         adapters=AdapterRegistry(
@@ -499,7 +501,8 @@ def make_services(
         traces=traces,
         state=state,
         responses=stored_responses(state, config.server),
-        files=None if state is None else StoredFiles(state, lambda: 1.7e9 + clock.now_s),
+        files=files,
+        batches=None if files is None else batch_runner(files, config, capacity),
     )
 
 
@@ -529,7 +532,8 @@ class ServerThread:
         self._engine = engine
         # Clients may connect from here on.
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
-        self._server = HttpServer(App(services), services.config.server)
+        self._app = App(services)
+        self._server = HttpServer(self._app, services.config.server)
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self._thread = threading.Thread(target=self._serve, name="http")
         self._thread.start()
@@ -561,10 +565,13 @@ class ServerThread:
         services, keeping = self._services, None
         if services.responses is not None:
             keeping = asyncio.create_task(keep_responses(services, services.responses))
+        if services.batches is not None:
+            await services.batches.start(self._app.answer_line, REQUEST_TYPES)
         with self._listener:
             await self._server.serve(sockets=[self._listener])
         if keeping is not None:
             keeping.cancel()
+        await services.stop_batches()
         services.close()
 
     def _tick(self) -> None:

@@ -9,13 +9,15 @@ an error event), and it merges slashes in paths, which the key check must see as
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import logging
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Final
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from typing import Any, Final
 
 from ...runtime.errors import RequestError
 from .access_log import AccessLog, NoAccessLog, show_word
+from .batch_runner.lines import LineAnswer
 from .exchange import ClientGone, Exchange, Receive, Scope, Send
 from .guards.auth import Caller, key_of
 from .guards.origins import Hosts, Origins
@@ -72,10 +74,41 @@ class App:
         """Handle one request."""
         if scope["type"] != "http":
             raise NotImplementedError(scope["type"])
+        await self._run(Exchange(scope, receive, send), self._guarded)
+
+    async def answer_line(
+        self, path: str, body: bytes, owner: str, *, request_id: str, seed: int
+    ) -> LineAnswer:
+        """Answer a line of a batch, as if `owner` had sent it by POST over HTTP; a cancellation is a disconnect.
+
+        Args:
+            path: of the endpoint.
+            body: JSON.
+            owner: see `Caller.owner`.
+            request_id: of the line.
+            seed: for a request that has none.
+        """
+        parts: list[bytes] = []
+        arriving = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> MutableMapping[str, Any]:
+            return arriving.pop() if arriving else await asyncio.get_running_loop().create_future()
+
+        async def send(message: MutableMapping[str, Any]) -> None:
+            parts.append(message.get("body", b""))
+
+        headers = [(b"x-request-id", request_id.encode())]
+        scope: Scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
         exchange = Exchange(scope, receive, send)
+        exchange.caller = self._authorizer.caller_of(owner)
+        exchange.line_seed = seed
+        await self._run(exchange, self._dispatch)
+        return LineAnswer(exchange.status, b"".join(parts), exchange.error_code)
+
+    async def _run(self, exchange: Exchange, handle: Callable[[Exchange], Awaitable[None]]) -> None:
         exchange.started_s = self._services.manager.now_s()
         try:
-            await self._handle(exchange)
+            await handle(exchange)
         except ClientGone:
             exchange.status = _CLIENT_GONE
         except Exception as error:  # a request is answered even if its handler has a bug
@@ -86,7 +119,7 @@ class App:
         self._services.traces.ended(exchange, ended_s)
         self._access_log.ended(exchange, ended_s)
 
-    async def _handle(self, exchange: Exchange) -> None:
+    async def _guarded(self, exchange: Exchange) -> None:
         if b"origin" in exchange.headers:
             exchange.more_headers += self._origins.headers_for(exchange.headers)
             if (answer := self._origins.preflight(exchange.method, exchange.headers)) is not None:
@@ -105,6 +138,9 @@ class App:
         else:
             caller = self._authorizer.authenticate(exchange.path, key)
             exchange.caller = caller._replace(session_header=session_header(exchange.headers))
+        await self._dispatch(exchange)
+
+    async def _dispatch(self, exchange: Exchange) -> None:
         route = self._find(exchange)
         if route.admin:
             self._authorizer.check_admin(exchange.caller, exchange.path)

@@ -59,6 +59,7 @@ class Exchange:
         started_s: when it arrived, by the manager's clock.
         received_s: when its body had arrived; None before, and without one.
         generations: what was started for it.
+        line_seed: of a line of a batch: the seed of a request that has none; None: it came over HTTP.
         failure_event: writes the end of a stream that fails; None: an error event in the form of the path's API.
     """
 
@@ -75,6 +76,7 @@ class Exchange:
         self.started_s = 0.0
         self.received_s: float | None = None
         self.generations: list[Generation] = []
+        self.line_seed: int | None = None
         self.failure_event: Callable[[ErrorReply], bytes] | None = None
         wanted = self.headers.get(b"x-request-id", b"")
         self.request_id = wanted.decode() if _REQUEST_ID.fullmatch(wanted) else uuid.uuid4().hex

@@ -10,6 +10,8 @@ import msgspec
 from ..telemetry.metrics import BuildInfo
 from .anthropic.endpoint import count_tokens, messages
 from .anthropic.wire import CountBody, CountTokensRequest, MessageBody, MessageEvent, MessagesRequest
+from .batch_runner.wire import ENDPOINTS, BatchBody, BatchListBody, BatchRequest
+from .batches.batches import BATCHES_PATH, cancel_batch, create_batch, get_batch, list_batches
 from .batches.files import (
     FILES_PATH,
     FileBody,
@@ -348,6 +350,24 @@ ROUTES: Final = (
         FileDeletedBody,
         fails=(404, 409, 507),
     ),
+    *_post(
+        BATCHES_PATH,
+        create_batch,
+        "Answer the requests of a file (OpenAI).",
+        BatchRequest,
+        BatchBody,
+        fails=_STORED,
+    ),
+    *_get(BATCHES_PATH, list_batches, "The batches (OpenAI).", BatchListBody, fails=_STORED),
+    *_post(
+        f"{BATCHES_PATH}/{{batch_id}}/cancel",
+        cancel_batch,
+        "End a batch (OpenAI).",
+        None,
+        BatchBody,
+        fails=(404, 409, 507),
+    ),
+    *_get(f"{BATCHES_PATH}/{{batch_id}}", get_batch, "A batch (OpenAI).", BatchBody, fails=_STORED),
     *_get(operations.MODELS_PATH, operations.models, "The served model (OpenAI).", ModelsBody),
     *_get(
         f"{operations.MODELS_PATH}/{{model}}",
@@ -591,3 +611,8 @@ ROUTES: Final = (
     *_unavailable("DELETE", "/api/delete"),
 )
 """The route table."""
+
+REQUEST_TYPES: Final[dict[str, type[msgspec.Struct]]] = {
+    route.path: route.request for route in ROUTES if route.path in ENDPOINTS and route.request is not None
+}
+"""The type of the bodies of each endpoint that lines of batches may name."""

@@ -36,12 +36,13 @@ from ..preparation import PreparedPrompt
 from ..prompt_encoder import PromptEncoder, second_bos
 from ..prompt_images import PlacedPrompt, PromptImages
 from ..rendering.worker import PageWorker
-from ..scheduling_options import Hint, Scheduling
+from ..scheduling_options import PRIORITY_CLASSES, Hint, Scheduling
 from ..state.files import StoredFiles
 from ..state.response_store import ResponseStore
 from ..state.store import StateStore
 from ..telemetry.metrics import BuildInfo, Metrics
 from ..telemetry.request_record import NoTraces, Traces
+from .batch_runner.runner import BatchRunner
 from .body_reader import BodyReader
 from .exchange import Exchange
 from .guards.auth import Authorizer
@@ -208,6 +209,8 @@ class Engine(ServerFacts):
             QueueFullError: the queue is full.
             EngineDeadError: the engine is dead.
         """
+        if exchange.line_seed is not None:
+            request = _of_batch(request, exchange.line_seed)
         request = await self.planned(exchange, request)
         notes = {each.without_effect: None for each in request.samplings or (request.sampling,)}
         if any(notes):
@@ -455,6 +458,7 @@ class Services(Engine):
         traces: takes requests that have ended.
         page_worker: renders answers for the chat page.
         files: uploads and results of batches; None without `--state-dir`.
+        batches: runs them; None without `--state-dir`.
     """
 
     all_processes: AllProcesses
@@ -463,6 +467,19 @@ class Services(Engine):
     traces: Traces = NoTraces()  # noqa: RUF009  (immutable)
     page_worker: PageWorker = field(default_factory=PageWorker)
     files: StoredFiles | None = None
+    batches: BatchRunner | None = None
+
+    @property
+    def required_batches(self) -> BatchRunner:
+        """The batches of clients.
+
+        Raises:
+            RequestError: 404, see `required_state`.
+        """
+        if self.batches is None:
+            _ = self.required_state
+            raise AssertionError("a server with a state runs batches")
+        return self.batches
 
     @property
     def required_files(self) -> StoredFiles:
@@ -476,6 +493,11 @@ class Services(Engine):
             raise AssertionError("a server with a state has files")
         return self.files
 
+    async def stop_batches(self) -> None:
+        """Stop the lines of batches in flight."""
+        if self.batches is not None:
+            await self.batches.stop()
+
     def close(self) -> None:
         """Let the threads of its parts end."""
         self.traces.close()
@@ -487,6 +509,16 @@ class Services(Engine):
             self.state.close()
         if self.renderer is not None:
             self.renderer.close()
+
+
+def _of_batch(request: GenerationRequest, seed: int) -> GenerationRequest:
+    """The request of a line of a batch: after all others, and with a seed, so that it can be computed again."""
+    sampling, scheduling = request.sampling, request.scheduling
+    return replace(
+        request,
+        sampling=sampling if sampling.seed is not None else replace(sampling, seed=seed),
+        scheduling=replace(scheduling, priority=min(scheduling.priority, PRIORITY_CLASSES["low"])),
+    )
 
 
 def _as_it_is(body: Body) -> Body:

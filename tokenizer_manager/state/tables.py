@@ -152,6 +152,25 @@ def used_bytes(db: sqlite3.Connection, owner: str | None = None) -> int:
 FILES: Final = OwnedTable("files", "filename TEXT NOT NULL, purpose TEXT NOT NULL")
 """Uploads and the results of batches; `num_bytes` is the size of the file in the folder."""
 
+BATCHES: Final = OwnedTable(
+    "batches", "status TEXT NOT NULL, input_file_id TEXT NOT NULL, body BLOB NOT NULL"
+)
+"""`body` is the batch as clients see it, in JSON."""
+BATCH_LINES: Final = OwnedTable(
+    "batch_lines",
+    """custom_id TEXT NOT NULL, place INTEGER NOT NULL, length INTEGER NOT NULL, runs INTEGER NOT NULL DEFAULT 0,
+    status INTEGER NOT NULL DEFAULT 0, result BLOB, input_tokens INTEGER NOT NULL DEFAULT 0,
+    cached_tokens INTEGER NOT NULL DEFAULT 0, output_tokens INTEGER NOT NULL DEFAULT 0,
+    reasoning_tokens INTEGER NOT NULL DEFAULT 0""",
+)
+"""The lines of unfinished batches: `id` is the batch, `part` the line, `place` and `length` its bytes in the input;
+`runs` counts how often it was begun; `status` is that of its HTTP answer, 0 before, and `result` its line of output."""
+_BATCHES: Final = f"""
+    {BATCHES.creation}
+    {BATCH_LINES.creation}
+    CREATE INDEX batches_by_file ON batches (owner, input_file_id);
+"""
+
 _USAGE: Final = "CREATE TABLE usage (owner TEXT PRIMARY KEY, num_bytes INTEGER NOT NULL) WITHOUT ROWID;"
 
 RESPONSES: Final = OwnedTable(
@@ -173,5 +192,5 @@ _RESPONSES: Final = f"""
     CREATE INDEX responses_unfinished ON responses (status) WHERE status IN ('queued', 'in_progress');
 """
 
-MIGRATIONS: Final[tuple[str, ...]] = (_USAGE, _RESPONSES, FILES.creation)
+MIGRATIONS: Final[tuple[str, ...]] = (_USAGE, _RESPONSES, FILES.creation, _BATCHES)
 """Scripts in the order in which they are run; `user_version` of a database is the number that it has had."""

@@ -11,6 +11,7 @@ from msgspec import UNSET, UnsetType
 from ....runtime.errors import RequestError
 from ...state.files import StoredFiles
 from ...state.tables import FILES, Row
+from ..batch_runner.wire import ExpiresAfter, live_user
 from ..exchange import Exchange
 from ..schema.values import refused, show
 from ..services import Services
@@ -25,13 +26,6 @@ _LEAST_KEPT_S: Final = 3600
 _MAX_ID_CHARS: Final = 100
 _PART_BYTES: Final = 1 << 20
 _FIELDS: Final = frozenset({"purpose", "expires_after[anchor]", "expires_after[seconds]"})
-
-
-class ExpiresAfter(msgspec.Struct, kw_only=True):
-    """When a file is deleted: `seconds` after its creation."""
-
-    anchor: Literal["created_at"]
-    seconds: int
 
 
 class FileForm(msgspec.Struct, kw_only=True):
@@ -175,10 +169,17 @@ async def delete_file(exchange: Exchange, services: Services) -> None:
     files = services.required_files
     file_id = id_in(exchange.path, FILES_PATH)
 
-    def check(db: sqlite3.Connection) -> None:
-        """Nothing uses files yet."""
+    owner = exchange.caller.owner
 
-    if not await files.delete(exchange.caller.owner, file_id, check):
+    def check(db: sqlite3.Connection) -> None:
+        if (batch_id := live_user(db, owner, file_id)) is not None:
+            raise RequestError(
+                f"the file {show(file_id)} is the input of {batch_id}, which is not finished; cancel it, or wait",
+                code="file_in_use",
+                status=409,
+            )
+
+    if not await files.delete(owner, file_id, check):
         raise no_such_file(file_id)
     await exchange.send_json(FileDeletedBody(id=file_id))
 

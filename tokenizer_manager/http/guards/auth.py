@@ -129,7 +129,7 @@ class Caller(NamedTuple):
         """The tenant that a request with this `user` is accounted to; an isolated caller cannot name another's."""
         if self.isolated and user:
             return f"key-{self.owner}/{digest_of(user.encode())}"
-        return tenant_of(user, self.token)
+        return tenant_of(user, self.token) or (f"key-{self.owner}" if self.owner else "")
 
     def scheduling(
         self,
@@ -240,6 +240,10 @@ class Authorizer:
                 token, owner=digest_of(token), admin=self._everyone_is_admin, isolated=self._isolate
             )
         return Caller(token, admin=self._everyone_is_admin)
+
+    def caller_of(self, owner: str) -> Caller:
+        """The caller of a request that an authenticated owner has left with the server, such as a line of a batch."""
+        return Caller(owner=owner, admin=False, isolated=self._isolate)
 
     def check_admin(self, caller: Caller, what: str) -> None:
         """Refuse what affects all requests, unless the caller is an admin.

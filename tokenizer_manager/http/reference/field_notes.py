@@ -51,6 +51,11 @@ NOTES: Final[Mapping[str, str]] = {
     # ---- files and batches
     "file": "The file: one request per line.",
     "purpose": "What the file is for; only batch.",
+    "input_file_id": "The id of an uploaded file with the requests, one per line.",
+    "endpoint": "The path that answers every line.",
+    "completion_window": "24h: what is not answered by then is an error.",
+    "BatchRequest.metadata": "Up to 16 texts by name, which the batch shows.",
+    "output_expires_after": "When the results are deleted, as expires_after.",
     "expires_after": "When it is deleted: seconds after created_at, 30 days unless set.",
     # ---- sampling
     "sampling_params": "The sampling fields, see below.",
@@ -342,6 +347,11 @@ BODIES: Final[Mapping[tuple[str, str], Mapping[str, Any]]] = {
         "sampling_params": {"max_new_tokens": 8, "temperature": 0},
     },
     ("POST", "/v1/files"): {"file": "@requests.jsonl", "purpose": "batch"},
+    ("POST", "/v1/batches"): {
+        "input_file_id": "file-1",
+        "endpoint": "/v1/chat/completions",
+        "completion_window": "24h",
+    },
     ("POST", "/tokenize"): {"prompt": "Hello"},
     ("POST", "/detokenize"): {"tokens": [1, 2, 3]},
     ("POST", "/v1/cache/pins"): {"prompt": "A long prefix of many prompts", "ttl": 600},
@@ -379,5 +389,10 @@ OF_EMBEDDERS: Final = frozenset(
 OF_ADAPTERS: Final = frozenset(path for _, path in BODIES if path.endswith("load_lora_adapter"))
 """Paths with examples for servers that load adapters, from a folder with one of this name."""
 
-PATH_PARTS: Final[Mapping[str, str]] = {"id": "chatcmpl-1", "response_id": "resp_1", "file_id": "file-1"}
+PATH_PARTS: Final[Mapping[str, str]] = {
+    "id": "chatcmpl-1",
+    "response_id": "resp_1",
+    "file_id": "file-1",
+    "batch_id": "batch_1",
+}
 """Examples of what stands in a path; `{model}` is the served model."""

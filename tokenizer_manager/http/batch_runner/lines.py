@@ -1,0 +1,221 @@
+"""The lines of a batch: the input is checked before any of them runs, and each result is a line of a file."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Final, NamedTuple
+
+import msgspec
+from msgspec import UNSET
+
+from ....runtime.config.answer_config import RequestLimits
+from ....runtime.errors import RequestError
+from ..schema.json_body import parse_object
+from ..schema.values import Body, convert, refused, show
+from .wire import LineError
+
+MAX_LINES: Final = 50_000
+MAX_ERRORS: Final = 100
+MAX_ID_CHARS: Final = 512
+_FRAME_BYTES: Final = 4096
+"""Room for a line's fields around its body."""
+_MEMBERS: Final = frozenset({"custom_id", "method", "url", "body"})
+
+
+class LineAnswer(NamedTuple):
+    """The HTTP answer to a line.
+
+    Attributes:
+        status: of the response.
+        body: JSON.
+        code: of its error; "" for none.
+    """
+
+    status: int
+    body: bytes
+    code: str
+
+
+class InputLine(NamedTuple):
+    """A checked line, and its place in the file, in bytes."""
+
+    custom_id: str
+    place: int
+    length: int
+
+
+class InputReader:
+    """Reads and checks the lines of an input; blocks, hence on a thread."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        request_type: type[msgspec.Struct],
+        limits: RequestLimits,
+        max_body_bytes: int,
+    ) -> None:
+        """Prepare for one file.
+
+        Args:
+            endpoint: that all lines must name.
+            request_type: of their bodies.
+            limits: on JSON.
+            max_body_bytes: of one body.
+        """
+        self._endpoint = endpoint
+        self._request_type = request_type
+        self._limits = limits
+        self._max_bytes = max_body_bytes + _FRAME_BYTES
+        self._numbers: dict[str, int] = {}  # of the lines by their ids
+
+    def read(self, path: Path) -> tuple[list[InputLine], list[LineError]]:
+        """The lines of a file that are valid, and the first errors of those that are not."""
+        lines: list[InputLine] = []
+        errors: list[LineError] = []
+        with path.open("rb") as file:
+            for number, place, content in self._split(file):
+                if number > MAX_LINES:
+                    message = f"the file has more than {MAX_LINES} lines; split it"
+                    errors.append(LineError(code="too_many_lines", message=message, line=number))
+                    break
+                try:
+                    lines.append(InputLine(self._checked(number, content), place, len(content)))
+                except RequestError as error:
+                    errors.append(
+                        LineError(
+                            code=error.code or "invalid_value",
+                            message=error.message,
+                            line=number,
+                            param=error.param or UNSET,
+                        )
+                    )
+                    if len(errors) == MAX_ERRORS:
+                        break
+        if not lines and not errors:
+            errors.append(
+                LineError(code="empty_file", message="the file has no line; write one request per line")
+            )
+        return lines, errors
+
+    def _split(self, file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
+        """Number, place and content of each line that is not blank; of a long one only the beginning."""
+        number = place = 0
+        while content := file.readline(self._max_bytes + 1):
+            number += 1
+            begin, place = place, place + len(content)
+            rest = content
+            while not rest.endswith(b"\n") and (rest := file.readline(1 << 20)):
+                place += len(rest)
+            if content.strip():
+                yield number, begin, content
+
+    def _checked(self, number: int, content: bytes) -> str:
+        """The id of a line.
+
+        Raises:
+            RequestError: the line is refused.
+        """
+        if len(content) > self._max_bytes:
+            raise RequestError(
+                f"the line is larger than {self._max_bytes} bytes; send less or raise --max-body-mb",
+                code="request_too_large",
+            )
+        line = parse_object(content, self._limits)
+        if unknown := sorted(line.keys() - _MEMBERS):
+            raise refused(show(unknown[0]), f"is no field of a line; use {', '.join(sorted(_MEMBERS))}")
+        custom_id = line.get("custom_id")
+        if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_ID_CHARS:
+            raise refused(
+                "custom_id", f"is {show(custom_id)}, but it must be a text of 1 to {MAX_ID_CHARS} characters"
+            )
+        if custom_id in self._numbers:
+            raise refused(
+                "custom_id",
+                f"is {show(custom_id)}, as in line {self._numbers[custom_id]}; give each line its own",
+            )
+        if line.get("method") != "POST":
+            raise refused("method", f"is {show(line.get('method'))}, but it must be POST")
+        if line.get("url") != self._endpoint:
+            raise refused(
+                "url", f"is {show(line.get('url'))}, but the endpoint of the batch is {self._endpoint}"
+            )
+        if not isinstance(body := line.get("body"), dict):
+            raise refused("body", f"is {show(body)}, but it must be an object")
+        self._check_body(body)
+        self._numbers[custom_id] = number
+        return custom_id
+
+    def _check_body(self, body: Body) -> None:
+        if body.get("stream"):
+            raise refused("body.stream", "is true, but the answers of a batch are whole; leave it out")
+        if body.get("background"):
+            raise refused(
+                "body.background", "is true, but a batch runs in the background anyway; leave it out"
+            )
+        convert(body, self._request_type, "body")
+
+
+class _Line(msgspec.Struct):
+    body: msgspec.Raw
+
+
+def body_at(path: Path, place: int, length: int) -> bytes:
+    """The body of a checked line; blocks."""
+    with path.open("rb") as file:
+        file.seek(place)
+        return bytes(msgspec.json.decode(file.read(length), type=_Line).body)
+
+
+def line_id(batch_id: str, number: int) -> str:
+    """The name of a line's request, the same after a restart."""
+    return f"batch_req_{_hash(batch_id, number).hex()}"
+
+
+def seed_of(batch_id: str, number: int) -> int:
+    """The seed of a line without one, the same after a restart."""
+    return int.from_bytes(_hash(batch_id, number)[:7], "little")
+
+
+def _hash(batch_id: str, number: int) -> bytes:
+    return hashlib.blake2b(f"{batch_id}/{number}".encode(), digest_size=12).digest()
+
+
+def answered(batch_id: str, number: int, custom_id: str, answer: LineAnswer) -> bytes:
+    """The line of a result."""
+    name = line_id(batch_id, number)
+    response = {"status_code": answer.status, "request_id": name, "body": msgspec.Raw(answer.body or b"null")}
+    return _encoded({"id": name, "custom_id": custom_id, "response": response, "error": None})
+
+
+def unanswered(batch_id: str, number: int, custom_id: str, code: str, message: str) -> bytes:
+    """The line of an error without an answer."""
+    error = {"code": code, "message": message}
+    name = line_id(batch_id, number)
+    return _encoded({"id": name, "custom_id": custom_id, "response": None, "error": error})
+
+
+def _encoded(line: dict[str, Any]) -> bytes:
+    return msgspec.json.encode(line) + b"\n"
+
+
+class _WithUsage(msgspec.Struct):
+    usage: dict[str, Any] | None = None
+
+
+def usage_in(body: bytes) -> dict[str, int]:
+    """The columns of a line with the tokens that its answer has, in the names of any endpoint."""
+    try:
+        usage = msgspec.json.decode(body, type=_WithUsage).usage or {}
+    except msgspec.ValidationError:
+        return {}
+    inside = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+    outside = usage.get("completion_tokens_details") or usage.get("output_tokens_details") or {}
+    found = {
+        "input_tokens": usage.get("prompt_tokens", usage.get("input_tokens")),
+        "cached_tokens": inside.get("cached_tokens"),
+        "output_tokens": usage.get("completion_tokens", usage.get("output_tokens")),
+        "reasoning_tokens": outside.get("reasoning_tokens"),
+    }
+    return {name: value for name, value in found.items() if isinstance(value, int)}

@@ -1,0 +1,499 @@
+"""`BatchRunner`: takes batches from one state to the next, and their lines through the handlers of HTTP.
+
+    validating --> in_progress --> finalizing --> completed
+        |              |               |
+        v              `- cancelling --+--------> cancelled
+      failed           `---------------+--------> expired
+
+Every state is a row of the store, and so is each result as soon as it is there, with the state of its line in the same
+row; the files are written from these rows at the end, in the input's order, in the transaction of the final state. So
+after a crash no `custom_id` is missing or there twice: `validating` begins again, lines without a result run again with
+the same seed, and finalizing is repeated.
+
+A line that was running when the process died is begun again with others once, then alone, so that a line that kills the
+process is found: if it dies twice with nothing else of its batch running, the line is an error. A stop that was ordered
+does not count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import sqlite3
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Final, Literal
+
+import msgspec
+from msgspec import UNSET
+
+from ....runtime.config.answer_config import RequestLimits
+from ...state.files import NewFile, StoredFiles
+from ...state.store import StateError
+from ...state.tables import BATCH_LINES, BATCHES, Row
+from .lines import (
+    InputLine,
+    InputReader,
+    LineAnswer,
+    answered,
+    body_at,
+    line_id,
+    seed_of,
+    unanswered,
+    usage_in,
+)
+from .wire import FINAL, BatchBody, BatchUsage, LineErrors, Status, batch_of, live_user
+
+logger = logging.getLogger(__name__)
+
+AnswerLine = Callable[..., Awaitable[LineAnswer]]
+DAY_S: Final = 86_400
+KEPT_S: Final = 30 * DAY_S
+"""Time for which a finished batch and its files are kept, unless the client says another one for the files."""
+_TRANSIENT: Final = frozenset({"queue_full", "queue_timeout", "engine_dead", "shutting_down"})
+"""Codes of answers that say nothing about the line: it is sent again."""
+_CROWD_RUNS: Final = 2
+_MAX_RUNS: Final = 4
+_PAGE_LINES: Final = 512
+_INSERTED_LINES: Final = 2048
+_TICK_S: Final = 1.0
+_SWEEP_S: Final = 60.0
+_RETRY_S: Final = 1.0
+_ENDED: Final[Mapping[str, str]] = {
+    "cancelled": "the batch was cancelled before this line was answered",
+    "expired": "the batch expired before this line was answered",
+}
+
+
+class _Live:
+    """An unfinished batch.
+
+    Attributes:
+        owner: of it.
+        body: as clients see it.
+        ending: once it is to end before its lines are answered; None: it goes on.
+        work: the task that answers its lines.
+        task: the task that takes it through its states.
+    """
+
+    def __init__(self, owner: str, body: BatchBody) -> None:
+        self.owner = owner
+        self.body = body
+        self.ending: Literal["cancelled", "expired"] | None = None
+        self.work: asyncio.Task[None] | None = None
+        self.task: asyncio.Task[None] | None = None
+
+    def end(self, how: Literal["cancelled", "expired"]) -> None:
+        """End it before its lines are answered."""
+        self.ending = how
+        if self.work is not None:
+            self.work.cancel()
+
+
+class BatchRunner:
+    """The batches of one server.
+
+    Attributes:
+        files: inputs and results.
+    """
+
+    def __init__(
+        self,
+        files: StoredFiles,
+        *,
+        num_slots: int,
+        limits: RequestLimits,
+        max_body_bytes: int,
+        retry_s: float = _RETRY_S,
+    ) -> None:
+        """Begin nothing yet; see `start`.
+
+        Args:
+            files: of the store.
+            num_slots: lines that are in flight at once, of all batches.
+            limits: on JSON.
+            max_body_bytes: of one line's body.
+            retry_s: time until a line is sent again that the server has no room for.
+        """
+        self.files = files
+        self._store = files.store
+        self._limits = limits
+        self._max_body_bytes = max_body_bytes
+        self._retry_s = retry_s
+        self._slots = asyncio.Semaphore(num_slots)
+        self._live: dict[str, _Live] = {}
+        self._clock_task: asyncio.Task[None] | None = None
+        self._swept_s = 0.0
+        self._answer: AnswerLine
+        self._request_types: Mapping[str, type[msgspec.Struct]] = {}
+
+    # ------------------------------------------------------------ for the server
+
+    async def start(self, answer: AnswerLine, request_types: Mapping[str, type[msgspec.Struct]]) -> None:
+        """Continue what a server before this one has left, on the running event loop.
+
+        Args:
+            answer: `App.answer_line`.
+            request_types: the type of the bodies of each endpoint.
+        """
+        self._answer = answer
+        self._request_types = request_types
+        final = ", ".join(f"'{status}'" for status in sorted(FINAL))
+        rows = await self._store.read(lambda db: BATCHES.of_all_owners(db, f"status NOT IN ({final})"))
+        for row in rows:
+            live = _Live(row["owner"], batch_of(row))
+            if live.body.status == "cancelling":
+                live.ending = "cancelled"
+            self._begin(live)
+        await self.tick()
+        self._clock_task = asyncio.create_task(self._tick_forever())
+
+    async def stop(self) -> None:
+        """Stop all lines in flight; the next server answers them."""
+        tasks = [self._clock_task, *(live.task for live in self._live.values())]
+        running = [task for task in tasks if task is not None]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    async def tick(self) -> None:
+        """End the batches whose window is over, and delete what has expired."""
+        now_s = self.files.now_s()
+        for live in list(self._live.values()):
+            if now_s >= live.body.expires_at and not live.ending:
+                live.end("expired")
+        if abs(now_s - self._swept_s) >= _SWEEP_S:
+            self._swept_s = now_s
+            await self.files.delete_expired(
+                lambda db, row: live_user(db, row["owner"], row["id"]) is not None
+            )
+            await self._store.write(self._delete_expired)
+
+    # ------------------------------------------------------------ for the endpoints
+
+    async def create(
+        self, owner: str, body: BatchBody, check: Callable[[sqlite3.Connection], None]
+    ) -> BatchBody:
+        """Store a new batch, and begin it.
+
+        Args:
+            owner, body: of the batch.
+            check: raises if it may not be created.
+        """
+
+        def insert(db: sqlite3.Connection) -> None:
+            check(db)
+            content = msgspec.json.encode(body)
+            self._store.check_room(db, owner, len(content))
+            BATCHES.insert(
+                db,
+                owner,
+                body.id,
+                body.created_at,
+                num_bytes=len(content),
+                status=body.status,
+                input_file_id=body.input_file_id,
+                body=content,
+            )
+
+        await self._store.write(insert, durable=True)
+        self._begin(_Live(owner, body))
+        return body
+
+    async def cancel(self, live_id: str) -> BatchBody | None:
+        """End an unfinished batch; None if it is finished."""
+        live = self._live.get(live_id)
+        if live is None or live.body.status in FINAL:
+            return None
+        if live.ending != "cancelled":
+            live.body.enter("cancelling", self.files.now_s())
+            live.end("cancelled")
+            await self._save(live)
+        return live.body
+
+    def current(self, body: BatchBody) -> BatchBody:
+        """A batch from a row, with the counts of now."""
+        live = self._live.get(body.id)
+        return body if live is None else live.body
+
+    # ------------------------------------------------------------ states
+
+    def _begin(self, live: _Live) -> None:
+        self._live[live.body.id] = live
+        live.task = asyncio.create_task(self._run(live), name=live.body.id)
+
+    async def _run(self, live: _Live) -> None:
+        while True:
+            try:
+                await self._advance(live)
+            except Exception as error:
+                if _is_of_disk(error):  # what is there stays, and it goes on when there is room
+                    logger.warning("batch=%s waits: %s", live.body.id, error)
+                    await asyncio.sleep(self._retry_s)
+                    continue
+                logger.exception("bug in batch=%s; it goes on at the next start", live.body.id)
+            del self._live[live.body.id]
+            return
+
+    async def _advance(self, live: _Live) -> None:
+        """Take a batch through its states until the last; again after an error of the disk."""
+        if live.body.status == "failed":
+            await self._finish(live, "failed")
+            return
+        if live.body.status == "validating" and not live.ending:
+            errors = await self._validate(live)
+            if errors is not None and not live.ending:
+                live.body.errors = errors
+                await self._finish(live, "failed")
+                return
+        if live.body.status == "in_progress":
+            await self._recount(live)
+        if live.body.status == "in_progress" and not live.ending:
+            live.work = asyncio.create_task(self._answer_all(live))
+            try:
+                await asyncio.wait({live.work})
+            except asyncio.CancelledError:  # the server stops
+                live.work.cancel()
+                await asyncio.gather(live.work, return_exceptions=True)
+                raise
+            if not live.work.cancelled():
+                live.work.result()
+        if live.body.status == "in_progress" and live.ending != "cancelled":
+            live.body.enter("finalizing", self.files.now_s())
+            await self._save(live)
+        await self._finalize(live)
+
+    async def _validate(self, live: _Live) -> LineErrors | None:
+        """Store the lines of the input; or the errors in it."""
+        batch, owner = live.body, live.owner
+        reader = InputReader(
+            batch.endpoint, self._request_types[batch.endpoint], self._limits, self._max_body_bytes
+        )
+        lines, errors = await asyncio.to_thread(reader.read, self.files.path(batch.input_file_id))
+        if errors:
+            return LineErrors(data=errors)
+        await self._store.write(lambda db: BATCH_LINES.delete(db, owner, batch.id))
+        for first in range(0, len(lines), _INSERTED_LINES):
+            part = lines[first : first + _INSERTED_LINES]
+            await self._store.write(functools.partial(self._insert, live, first, part))
+        batch.request_counts.total = len(lines)
+        if not live.ending:
+            batch.enter("in_progress", self.files.now_s())
+            await self._save(live)
+        return None
+
+    def _insert(self, live: _Live, first: int, lines: list[InputLine], db: sqlite3.Connection) -> None:
+        now_s = self.files.now_s()
+        for number, line in enumerate(lines, first):
+            BATCH_LINES.insert(db, live.owner, live.body.id, now_s, part=number, **line._asdict())
+
+    async def _finalize(self, live: _Live) -> None:
+        """Write the files of a batch, and end it."""
+        batch = live.body
+        ending: Literal["cancelled", "expired", "completed"] = live.ending or "completed"
+        _reset_counts(batch)
+        with self.files.new() as outputs, self.files.new() as errors:
+            first, num_missing = 0, 0
+            while rows := await self._page(live, first):
+                first = rows[-1]["part"] + 1
+                for row in rows:
+                    num_missing += row["status"] == 0
+                    _count(batch, row)
+                await asyncio.to_thread(self._write_results, live, rows, outputs, errors, ending)
+            if live.ending == "cancelled":  # in the meantime
+                ending = "cancelled"
+            elif num_missing:  # it may have been finalizing before a restart
+                ending = "expired"
+            for file in (outputs, errors):
+                await asyncio.to_thread(file.sync)
+            batch.request_counts.failed += num_missing
+            await self._finish(live, ending, outputs, errors)
+
+    def _write_results(
+        self, live: _Live, rows: list[Row], outputs: NewFile, errors: NewFile, ending: str
+    ) -> None:
+        for row in rows:
+            if row["status"] == 0:
+                how = ending if ending in _ENDED else "expired"
+                line = unanswered(live.body.id, row["part"], row["custom_id"], f"batch_{how}", _ENDED[how])
+            else:
+                line = row["result"]
+            (outputs if 0 < row["status"] < 400 else errors).write(line)
+
+    async def _finish(self, live: _Live, status: Status, *results: NewFile) -> None:
+        """Enter a final state, with the files of the results."""
+        batch, owner, now_s = live.body, live.owner, self.files.now_s()
+        batch.enter(status, now_s)
+        after = batch.output_expires_after
+        expires_s = now_s + (KEPT_S if after is UNSET else after.seconds)
+        written = [file if file.num_bytes else None for file in results]
+        for name, file in zip(("output_file_id", "error_file_id"), written, strict=False):
+            setattr(batch, name, UNSET if file is None else file.id)
+
+        def commit(db: sqlite3.Connection) -> None:
+            BATCH_LINES.delete(db, owner, batch.id)
+            for name, file in zip(("output", "error"), written, strict=False):
+                if file is not None:
+                    self.files.insert(
+                        db,
+                        owner,
+                        file,
+                        filename=f"{batch.id}_{name}.jsonl",
+                        purpose="batch_output",
+                        expires_s=expires_s,
+                    )
+            self._update(db, live, expires_s=now_s + KEPT_S)
+
+        try:
+            await self._store.write(commit, durable=True)
+        except StateError:
+            for file in written:
+                if file is not None:
+                    self.files.path(file.id).unlink(missing_ok=True)
+            raise
+        logger.info(
+            "batch=%s status=%s lines=%d failed=%d",
+            batch.id,
+            status,
+            batch.request_counts.total,
+            batch.request_counts.failed,
+        )
+
+    # ------------------------------------------------------------ lines
+
+    async def _answer_all(self, live: _Live) -> None:
+        """Answer the lines that have no result yet."""
+        first, suspects = 0, list[Row]()
+        async with asyncio.TaskGroup() as tasks:
+            while rows := await self._page(live, first):
+                first = rows[-1]["part"] + 1
+                for row in rows:
+                    if row["status"]:
+                        continue
+                    if row["runs"] >= _CROWD_RUNS:
+                        suspects.append(row)
+                        continue
+                    await self._slots.acquire()
+                    task = tasks.create_task(self._answer_one(live, row))
+                    task.add_done_callback(lambda _: self._slots.release())  # even if it never runs
+        for row in suspects:
+            async with self._slots:
+                await self._answer_one(live, row)
+
+    async def _answer_one(self, live: _Live, row: Row) -> None:
+        """Answer a line, for which a slot is taken, and store the result."""
+        batch, number, custom_id = live.body, row["part"], row["custom_id"]
+        values: dict[str, Any]
+        try:
+            if row["runs"] >= _MAX_RUNS:
+                message = "the server died whenever this line was being answered"
+                result = unanswered(batch.id, number, custom_id, "server_error", message)
+                values = {"status": 500, "result": result}
+            else:
+                await self._set_line(live, number, runs=row["runs"] + 1)
+                answer = await self._answered(batch, row)
+                result = answered(batch.id, number, custom_id, answer)
+                values = {"status": answer.status, "result": result}
+                values |= usage_in(answer.body) if answer.status < 400 else {}
+            await self._set_line(live, number, num_bytes=len(result), **values)
+            _count(batch, _NO_TOKENS | values)
+        except asyncio.CancelledError:
+            with contextlib.suppress(StateError):
+                self._store.submit(
+                    lambda db: BATCH_LINES.update(db, live.owner, batch.id, number, runs=row["runs"])
+                )
+            raise
+
+    async def _answered(self, batch: BatchBody, row: Row) -> LineAnswer:
+        path, number = self.files.path(batch.input_file_id), row["part"]
+        body = await asyncio.to_thread(body_at, path, row["place"], row["length"])
+        name, seed = line_id(batch.id, number), seed_of(batch.id, number)
+        owner = row["owner"]
+        while True:
+            answer = await self._answer(batch.endpoint, body, owner, request_id=name, seed=seed)
+            if answer.code not in _TRANSIENT:
+                return answer
+            await asyncio.sleep(self._retry_s)
+
+    async def _set_line(self, live: _Live, number: int, **values: Any) -> None:
+        """Change the row of a line; while the disk is full, wait for room."""
+        while True:
+            try:
+                await self._store.write(
+                    lambda db: BATCH_LINES.update(db, live.owner, live.body.id, number, **values)
+                )
+                return
+            except StateError as error:
+                logger.warning("a result of batch=%s waits: %s", live.body.id, error)
+                await asyncio.sleep(self._retry_s)
+
+    async def _page(self, live: _Live, first: int) -> list[Row]:
+        return await self._store.read(
+            lambda db: BATCH_LINES.parts(db, live.owner, live.body.id, first, _PAGE_LINES)
+        )
+
+    # ------------------------------------------------------------ rows
+
+    async def _recount(self, live: _Live) -> None:
+        """Take counts and usage from the rows: a server before this one may have answered lines."""
+        _reset_counts(live.body)
+        first = 0
+        while rows := await self._page(live, first):
+            first = rows[-1]["part"] + 1
+            for row in rows:
+                _count(live.body, row)
+
+    async def _save(self, live: _Live) -> None:
+        await self._store.write(lambda db: self._update(db, live), durable=True)
+
+    def _update(self, db: sqlite3.Connection, live: _Live, **values: Any) -> None:
+        content = msgspec.json.encode(live.body)
+        BATCHES.update(
+            db,
+            live.owner,
+            live.body.id,
+            status=live.body.status,
+            num_bytes=len(content),
+            body=content,
+            **values,
+        )
+
+    def _delete_expired(self, db: sqlite3.Connection) -> None:
+        for row in BATCHES.of_all_owners(db, "expires_s <= ?", self.files.now_s()):
+            BATCHES.delete(db, row["owner"], row["id"])
+
+    async def _tick_forever(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            with contextlib.suppress(StateError):
+                await self.tick()
+
+
+_NO_TOKENS: Final = dict.fromkeys(("input_tokens", "cached_tokens", "output_tokens", "reasoning_tokens"), 0)
+
+
+def _reset_counts(batch: BatchBody) -> None:
+    batch.request_counts.completed = batch.request_counts.failed = 0
+    batch.usage = BatchUsage()
+
+
+def _count(batch: BatchBody, line: Row | Mapping[str, Any]) -> None:
+    """Count a line, unless it has no answer yet."""
+    if line["status"] >= 400:
+        batch.request_counts.failed += 1
+    elif line["status"]:
+        batch.request_counts.completed += 1
+    usage = batch.usage
+    usage.input_tokens += line["input_tokens"]
+    usage.input_tokens_details.cached_tokens += line["cached_tokens"]
+    usage.output_tokens += line["output_tokens"]
+    usage.output_tokens_details.reasoning_tokens += line["reasoning_tokens"]
+    usage.total_tokens = usage.input_tokens + usage.output_tokens
+
+
+def _is_of_disk(error: Exception) -> bool:
+    """Whether an error, or each of a group, is one of the store."""
+    if isinstance(error, ExceptionGroup):
+        return error.split(StateError)[1] is None
+    return isinstance(error, StateError)
