@@ -13,7 +13,9 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
+from ..runtime.linear_regex import LinearRegex
 from ..runtime.messages import (
+    REPETITION,
     BatchTextOutput,
     BatchTokenOutput,
     DetokenizerInput,
@@ -25,6 +27,7 @@ from ..runtime.messages import (
 )
 from ..runtime.scheduler_report import SchedulerReport
 from .incremental import IncrementalDecoder, TokenTable
+from .repetition import RepetitionCheck
 from .stop_strings import StopMatcher
 
 logger = logging.getLogger(__name__)
@@ -105,9 +108,9 @@ class Detokenizer:
 
 
 class _RequestText:
-    """The text of one request: decoder and stop strings with the text they hold back."""
+    """The text of one request: decoder, stop strings with the text they hold back, and what else may end it."""
 
-    __slots__ = ("_decoder", "_keeps_stop", "_stops", "_strings", "_table")
+    __slots__ = ("_decoder", "_keeps_stop", "_regexes", "_repetition", "_stops", "_strings", "_table")
 
     def __init__(self, table: TokenTable, options: TextOptions) -> None:
         self._decoder = IncrementalDecoder(
@@ -119,16 +122,23 @@ class _RequestText:
         self._strings = options.stop
         self._keeps_stop = options.include_stop_str_in_output
         self._stops: StopMatcher | None = None
-        if options.stop:
+        self._regexes = [LinearRegex(pattern) for pattern in options.stop_regex]
+        self._repetition = RepetitionCheck.of(options.repetition_detection)
+        if options.stop or self._regexes or self._repetition is not None:
             self._stops = StopMatcher(options.stop, include_match=options.include_stop_str_in_output)
         if options.delivered_ids:
             self._catch_up(options.delivered_ids)
 
     def _catch_up(self, delivered_ids: bytes) -> None:
         """Restore the text that was held back after these tokens; the rest of their text has been sent."""
-        text = self._decoder.push(_ids_of(delivered_ids))
+        token_ids = _ids_of(delivered_ids)
+        text = self._decoder.push(token_ids)
         if self._stops is not None:
             self._stops.push(text)
+        for regex in self._regexes:
+            regex.push(text)
+        if self._repetition is not None:
+            self._repetition.push(token_ids)
 
     def print_row(self, row: TokenOutput) -> TextOutput:
         """One row as text. It is finished if the scheduler's row is, or if a stop string is complete."""
@@ -159,20 +169,37 @@ class _RequestText:
         for i, token_id in enumerate(token_ids):
             special = None if self._decoder.prints(token_id) else self._special_stop(token_id)
             new_text = self._decoder.push((token_id,)) if special is None else self._decoder.flush()
+            new_text, ended_by = self._cut_at_regex(new_text)
             released, matched = stops.push(new_text)
             text += released
+            if matched is None and ended_by is None and self._repetition is not None:
+                ended_by = REPETITION if self._repetition.push((token_id,)) else None
+            if matched is None and ended_by is not None:
+                rest = self._decoder.flush() if ended_by == REPETITION else ""
+                return _stopped_row(row, text + stops.flush() + rest, ended_by, num_tokens=i + 1)
             if matched is None and special is not None:
                 text += stops.flush() + (special if self._keeps_stop else "")
                 matched = special
             if matched is not None:
                 return _stopped_row(row, text, matched, num_tokens=i + 1)
         if row.finish is not None:
-            released, matched = stops.push(self._decoder.flush())
+            new_text, ended_by = self._cut_at_regex(self._decoder.flush())
+            released, matched = stops.push(new_text)
             text += released
+            if matched is None and ended_by is not None:
+                text, matched = text + stops.flush(), ended_by
             if matched is not None:
                 return _stopped_row(row, text, matched, num_tokens=len(token_ids))
             text += stops.flush()
         return _text_row(row, text)
+
+    def _cut_at_regex(self, text: str) -> tuple[str, str | None]:
+        """New text up to the first match of a regular expression, and that expression."""
+        ends = [(end, regex.pattern) for regex in self._regexes if (end := regex.push(text)) is not None]
+        if not ends:
+            return text, None
+        end, pattern = min(ends)
+        return text[:end], pattern
 
 
 def _ids_of(data: bytes) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ class StopMatcher:
         """Start at the beginning of a text.
 
         Args:
-            strings: not empty, each not empty.
+            strings: each not empty.
             include_match: the matched string is part of the released text.
         """
         self._strings = [_Follower(string) for string in strings]
@@ -55,7 +55,7 @@ class StopMatcher:
                 keep = end + 1 if self._include_match else end + 1 - len(matched)
                 self._held = ""
                 return Released(text[:keep], matched)
-        held_len = max(follower.num_matched for follower in self._strings)
+        held_len = max((follower.num_matched for follower in self._strings), default=0)
         self._held = text[len(text) - held_len :]
         return Released(text[: len(text) - held_len])
 

@@ -36,6 +36,7 @@ class SamplingFlag(enum.IntFlag):
     PROMPT_LOGPROBS = 256
     RARE = 512
     HISTORY = 1024
+    ALLOWED = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ class RowState:
         pooling: what is computed instead of a next token; None: the request generates text.
         media: [n, 3] int64, see `NewReq`.
         rope: [3, prompt_len], see `NewReq`.
+        allowed: [V / 32] int32, `allowed_token_ids` as in `TokenMasks`; None: all tokens.
         history: its last tokens, for changes of logits that depend on them; None without any.
     """
 
@@ -61,6 +63,7 @@ class RowState:
     media: npt.NDArray[np.int64] | None = None
     rope: Int32s | None = None
     history: TokenHistory | None = None
+    allowed: Int32s | None = None
 
 
 class RequestStates:
@@ -114,8 +117,11 @@ class RequestStates:
         )
         rope = np.frombuffer(new.rope, dtype=np.int32).reshape(3, -1) if new.rope else None
         row, flags = new.row, flags_of(sampling, self._vocab_size)
-        history = TokenHistory(sampling, input_ids) if flags & SamplingFlag.HISTORY else None
-        state = RowState(new.rid, input_ids, new.prompt_len, sampling, new.pooling, media, rope, history)
+        history = TokenHistory(sampling, input_ids, new.prompt_len) if flags & SamplingFlag.HISTORY else None
+        allowed = _mask_of(sampling.allowed_token_ids, self._vocab_size)
+        state = RowState(
+            new.rid, input_ids, new.prompt_len, sampling, new.pooling, media, rope, history, allowed
+        )
         self._states[row] = state
         self.known_len[row] = len(state.input_ids)
         self.prompt_len[row] = new.prompt_len
@@ -150,11 +156,13 @@ def flags_of(sampling: SamplingParams, vocab_size: int) -> SamplingFlag:
             flags |= SamplingFlag.MIN_P
     if sampling.has_rare_sampler:
         flags |= SamplingFlag.RARE
-    if sampling.has_dry:
+    if sampling.allowed_token_ids is not None:
+        flags |= SamplingFlag.ALLOWED
+    if sampling.has_history:
         flags |= SamplingFlag.HISTORY
     if sampling.repetition_penalty != 1.0 or sampling.frequency_penalty or sampling.presence_penalty:
         flags |= SamplingFlag.PENALTIES
-    if sampling.logit_bias:
+    if sampling.logit_bias or any(len(word) == 1 for word in sampling.bad_words_ids):
         flags |= SamplingFlag.LOGIT_BIAS
     if sampling.min_new_tokens > 0:
         flags |= SamplingFlag.MIN_NEW_TOKENS
@@ -163,6 +171,14 @@ def flags_of(sampling: SamplingParams, vocab_size: int) -> SamplingFlag:
     if sampling.prompt_logprobs is not None:
         flags |= SamplingFlag.PROMPT_LOGPROBS
     return flags
+
+
+def _mask_of(token_ids: tuple[int, ...] | None, vocab_size: int) -> Int32s | None:
+    if token_ids is None:
+        return None
+    allowed = np.zeros(-(-vocab_size // 32) * 32, dtype=np.bool_)
+    allowed[list(token_ids)] = True
+    return np.packbits(allowed, bitorder="little").view("<i4").astype(np.int32)
 
 
 class TokenRelay:

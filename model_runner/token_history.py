@@ -1,8 +1,9 @@
-"""`TokenHistory`: the last tokens of a request, on the host, and the penalties of DRY, which depend on them.
+"""`TokenHistory`: the last tokens of a request, on the host, and the changes of logits that depend on them.
 
-Only requests with DRY have one. The penalties are those of llama.cpp (`llama_sampler_dry_apply`; the idea is p-e-w's in
-text-generation-webui), computed anew for each token in one pass over the window: the repetition that ends at a place is
-one longer than the one that ended before it, if the token there equals the new one.
+Only requests with DRY or with bad words of several tokens have one. The penalties of DRY are those of llama.cpp
+(`llama_sampler_dry_apply`; the idea is p-e-w's in text-generation-webui), computed anew for each token in one pass over
+the window: the repetition that ends at a place is one longer than the one that ended before it, if the token there
+equals the new one.
 """
 
 # Shapes: W tokens of the window, at most `MAX_DRY_TOKENS`.
@@ -29,9 +30,12 @@ class TokenHistory:
         length: tokens of prompt and output.
     """
 
-    def __init__(self, sampling: SamplingParams, token_ids: npt.NDArray[np.int32]) -> None:
-        """Begin with prompt and output so far, [length]; some 5 us for each token of the window."""
-        last_n = sampling.dry_penalty_last_n
+    def __init__(self, sampling: SamplingParams, token_ids: npt.NDArray[np.int32], prompt_len: int) -> None:
+        """Begin with prompt and output so far, [length]; with DRY some 5 us for each token of the window."""
+        self._bad_words = [word for word in sampling.bad_words_ids if len(word) > 1]
+        self._longest = max(map(len, self._bad_words), default=1) - 1
+        self._last: list[int] = token_ids[prompt_len:][-self._longest :].tolist() if self._longest else []
+        last_n = sampling.dry_penalty_last_n if sampling.has_dry else 0
         self._window = MAX_DRY_TOKENS if last_n < 0 else last_n
         self._params = sampling
         breakers = sampling.dry_breaker_ids
@@ -46,13 +50,15 @@ class TokenHistory:
         )  # tokens before and at a place that equal the last
         self._end = 0
         self.length = len(token_ids)
-        for token in token_ids[-self._window :].tolist():
+        for token in token_ids[-self._window :].tolist() if self._window else ():
             self._append(token)
 
     def append(self, token: int) -> None:
         """Add a sampled token."""
         self.length += 1
-        self._append(token)
+        self._last = [*self._last, token][-self._longest :] if self._longest else []
+        if self._window:
+            self._append(token)
 
     def _append(self, token: int) -> None:
         if self._end == len(self._tokens):
@@ -68,6 +74,17 @@ class TokenHistory:
         repeats[:] = longer * equal
         self._tokens[end], self._repeats[end] = token, 0
         self._end += 1
+
+    def changes(self) -> dict[int, float]:
+        """Values to add to logits: penalties, and -inf for the last token of a bad word that is otherwise there.
+
+        Bad words are those of the output, as in vLLM.
+        """
+        changes = {token: -penalty for token, penalty in self.penalties().items()} if self._window else {}
+        for *begin, last in self._bad_words:
+            if self._last[-len(begin) :] == begin:
+                changes[last] = -math.inf
+        return changes
 
     def penalties(self) -> dict[int, float]:
         """The penalty of each token that would continue a repetition, above 0."""

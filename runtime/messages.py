@@ -19,7 +19,7 @@ import msgspec
 from .adapter_spec import AdapterSpec
 from .grammar_use import GrammarUse
 from .pooling import PoolingParams
-from .sampling_params import SamplingParams
+from .sampling_params import RepetitionDetection, SamplingParams
 from .scheduler_report import SchedulerReport
 from .transport.kv_tiers import Forgotten, Found, Loaded, Stored
 from .transport.kv_transfer import FromPeer, PagesWritten, PeerLost
@@ -37,12 +37,16 @@ class FinishKind(enum.StrEnum):
     ERROR = "error"
 
 
+REPETITION: Final = "repetition_detected"
+"""vLLM's word for the end of an answer that repeats itself."""
+
+
 class Finish(Record, frozen=True):
     """Reason of a request's end.
 
     Attributes:
         kind: see `FinishKind`.
-        matched: the stop token id or stop string that matched, for STOP.
+        matched: the stop token id, stop string or regular expression that matched, or `REPETITION`, for STOP.
         message: the text for the client, for ABORT and ERROR: value, rule, fix.
         status: the HTTP status for ERROR (and for ABORT by the server).
         code: the error code for the client, for ERROR; "" for the usual one of the status.
@@ -62,6 +66,7 @@ class TextOptions(Record, frozen=True):
         delivered_ids: [n] int32, the beginning of the answer that the client already has: its text is not sent again.
         keep_special_ids: special tokens that appear in the text although `skip_special_tokens` is set: markers that
             the parser of tool calls and reasoning needs.
+        stop_regex, repetition_detection: see `SamplingParams`.
     """
 
     stop: tuple[str, ...] = ()
@@ -69,6 +74,8 @@ class TextOptions(Record, frozen=True):
     skip_special_tokens: bool = True
     delivered_ids: bytes = b""
     keep_special_ids: tuple[int, ...] = ()
+    stop_regex: tuple[str, ...] = ()
+    repetition_detection: RepetitionDetection | None = None
 
 
 class Overruled(Record, frozen=True):

@@ -38,6 +38,12 @@ MAX_LOGIT_BIAS_ENTRIES: Final = 65_536
 MAX_DRY_TOKENS: Final = 4096
 MAX_DRY_BREAKERS: Final = 32
 MAX_DRY_BREAKER_CHARS: Final = 40
+MAX_BAD_WORDS: Final = 1024
+MAX_BAD_WORD_CHARS: Final = 256
+MAX_ALLOWED_TOKENS: Final = 1_048_576
+MAX_STOP_REGEXES: Final = 8
+MAX_STOP_REGEX_CHARS: Final = 1024
+MAX_PATTERN: Final = 1024
 """The bounds above are what the engine supports; `RequestLimits` bounds what a server accepts from its clients."""
 MAX_XTC_THRESHOLD: Final = 0.5
 """Above it at most one token is likely, and none is dropped."""
@@ -64,6 +70,20 @@ class Bounds(NamedTuple):
     low_open: bool = False
     rule: str = ""
     from_model: bool = False
+
+
+class RepetitionDetection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """When an answer that repeats itself ends, as in vLLM.
+
+    Attributes:
+        max_pattern_size: longest repeated pattern in tokens; 0: off.
+        min_pattern_size: shortest one; 0: 1.
+        min_count: how often it must be there, one after another.
+    """
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
 
 
 class _CheckedMeta(msgspec.StructMeta):
@@ -118,6 +138,13 @@ class SamplingParams(
         dry_sequence_breakers: texts that no repetition goes across, at most 40 characters each.
         dry_breaker_ids: the same as token sequences; a front end adds those of the texts (`TextsInTokens`).
         temperature_last: filters see the logits before the temperature, as in llama.cpp.
+        bad_words: texts that the answer does not have, with and without a space before them: the last token that would
+            complete one is forbidden.
+        bad_words_ids: the same as token sequences; a front end adds those of the texts.
+        allowed_token_ids: the only tokens of the answer; None: all.
+        stop_regex: regular expressions that end the answer where the first match ends, which stays in the text; see
+            `LinearRegex` for what they may have.
+        repetition_detection: see there.
         logit_bias: token id -> value added to its logit, [-100, 100].
         stop: strings that end the output; not part of the text unless `include_stop_str_in_output`.
         stop_token_ids: tokens that end the output, besides the model's end-of-sequence tokens.
@@ -226,6 +253,11 @@ class SamplingParams(
     dry_sequence_breakers: tuple[str, ...] = DRY_BREAKERS
     dry_breaker_ids: tuple[tuple[int, ...], ...] = ()
     temperature_last: bool = False
+    bad_words: tuple[str, ...] = ()
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    stop_regex: tuple[str, ...] = ()
+    repetition_detection: RepetitionDetection | None = None
     logit_bias: dict[int, float] | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -281,7 +313,12 @@ class SamplingParams(
         has_penalties = (
             self.repetition_penalty != 1.0 or self.frequency_penalty != 0 or self.presence_penalty != 0
         )
-        return has_penalties or self.has_dry
+        return has_penalties or self.has_history
+
+    @property
+    def has_history(self) -> bool:
+        """Whether `TokenHistory` changes its logits."""
+        return self.has_dry or any(len(word) > 1 for word in self.bad_words_ids)
 
     def verify(self, vocab_size: int) -> None:
         """Check type, range and finiteness of every value.
@@ -304,9 +341,20 @@ class SamplingParams(
                 check_number(name, value, bounds.low, bounds.high, low_open=bounds.low_open)
             elif value is not None or name not in _OPTIONAL:
                 check_integer(name, value, int(bounds.low), int(bounds.high), bounds.rule)
-        _check_breakers(self.dry_sequence_breakers)
+        _check_texts(
+            "dry_sequence_breakers", self.dry_sequence_breakers, MAX_DRY_BREAKERS, MAX_DRY_BREAKER_CHARS
+        )
         _check_sequences("dry_breaker_ids", self.dry_breaker_ids, vocab_size)
         check_flag("temperature_last", self.temperature_last)
+        _check_texts("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
+        _check_sequences("bad_words_ids", self.bad_words_ids, vocab_size)
+        if self.allowed_token_ids is not None:
+            _check_token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKENS, vocab_size)
+            if not self.allowed_token_ids:
+                raise refused("allowed_token_ids", [], "must have a token; leave it out to allow all")
+        _check_texts("stop_regex", self.stop_regex, MAX_STOP_REGEXES, MAX_STOP_REGEX_CHARS)
+        _check_regexes(self.stop_regex)
+        _check_repetition(self.repetition_detection)
         if self.logit_bias is not None:
             _check_logit_bias(self.logit_bias, vocab_size)
         _check_stop(self.stop)
@@ -361,16 +409,37 @@ def _check_stop(strings: object) -> None:
             raise _too_long("stop", len(string), f"{MAX_STOP_STRING_CHARS} characters in a string")
 
 
-def _check_breakers(strings: object) -> None:
-    field = "dry_sequence_breakers"
+def _check_texts(field: str, strings: object, most: int, most_chars: int) -> None:
     if type(strings) is not tuple:
         raise wrong_type(field, strings, "a list of strings")
-    if len(strings) > MAX_DRY_BREAKERS:
-        raise _too_long(field, len(strings), f"{MAX_DRY_BREAKERS} strings")
+    if len(strings) > most:
+        raise _too_long(field, len(strings), f"{most} strings")
     for string in strings:
         check_text(field, string)
-        if not 1 <= len(string) <= MAX_DRY_BREAKER_CHARS:
-            raise refused(field, string, f"must have strings of 1 to {MAX_DRY_BREAKER_CHARS} characters")
+        if not 1 <= len(string) <= most_chars:
+            raise refused(field, string, f"must have strings of 1 to {most_chars} characters")
+
+
+def _check_regexes(patterns: tuple[str, ...]) -> None:
+    if not patterns:
+        return
+    from .linear_regex import UnsupportedRegexError, checked_patterns  # not with every message
+
+    try:
+        checked_patterns(patterns)
+    except UnsupportedRegexError as error:
+        raise RequestError(f"stop_regex {error}", param="stop_regex", code="invalid_value") from None
+
+
+def _check_repetition(value: object) -> None:
+    if value is None:
+        return
+    field = "repetition_detection"
+    if type(value) is not RepetitionDetection:
+        raise wrong_type(field, value, "an object with max_pattern_size, min_pattern_size and min_count")
+    check_integer(f"{field}.max_pattern_size", value.max_pattern_size, 0, MAX_PATTERN)
+    check_integer(f"{field}.min_pattern_size", value.min_pattern_size, 0, value.max_pattern_size)
+    check_integer(f"{field}.min_count", value.min_count, 2 if value.max_pattern_size else 0, MAX_PATTERN)
 
 
 def _check_sequences(field: str, sequences: object, vocab_size: int) -> None:
@@ -421,6 +490,16 @@ def _plain_sequences(value: object) -> object:
     return tuple(map(plain_items, value)) if type(value) is tuple else value
 
 
+def _plain_repetition(value: object) -> object:
+    if not isinstance(value, Mapping):
+        return value
+    try:
+        numbers: dict[str, Any] = {key: plain(number) for key, number in value.items()}
+        return RepetitionDetection(**numbers)
+    except TypeError:
+        return value
+
+
 def _plain_entries(value: object) -> object:
     if type(value) is dict and are_plain(value) and are_plain(value.values()):
         return value
@@ -438,6 +517,11 @@ def _plain_seed(value: object) -> object:
 _CONVERSIONS: Final[dict[str, Callable[[object], object]]] = {
     "dry_sequence_breakers": _plain_texts,
     "dry_breaker_ids": _plain_sequences,
+    "bad_words": _plain_texts,
+    "bad_words_ids": _plain_sequences,
+    "allowed_token_ids": lambda value: None if value is None else plain_items(value),
+    "stop_regex": _plain_texts,
+    "repetition_detection": _plain_repetition,
     "stop": _plain_texts,
     "stop_token_ids": _plain_token_ids,
     "logprob_token_ids": _plain_token_ids,

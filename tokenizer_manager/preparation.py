@@ -158,11 +158,16 @@ def check_may_fit(
 
 def with_token_ids(sampling: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
     """`sampling` with the tokens of its texts, which the runner needs."""
-    if not sampling.has_dry:
-        return sampling
-    found = (tokenizer.texts.sequences(text) for text in sampling.dry_sequence_breakers)
-    ids = tuple(dict.fromkeys(itertools.chain(sampling.dry_breaker_ids, *found)))
-    return msgspec.structs.replace(sampling, dry_breaker_ids=ids)
+    if sampling.has_dry:
+        found = (tokenizer.texts.sequences(text) for text in sampling.dry_sequence_breakers)
+        ids = tuple(dict.fromkeys(itertools.chain(sampling.dry_breaker_ids, *found)))
+        sampling = msgspec.structs.replace(sampling, dry_breaker_ids=ids)
+    if sampling.bad_words:
+        forms = [form for word in sampling.bad_words for form in (word, f" {word.lstrip()}")]
+        encoded = map(tuple, tokenizer.encode_batch(forms, add_special_tokens=False))
+        words = tuple(filter(None, dict.fromkeys([*sampling.bad_words_ids, *encoded])))
+        sampling = msgspec.structs.replace(sampling, bad_words_ids=words)
+    return sampling
 
 
 def resolve_length(

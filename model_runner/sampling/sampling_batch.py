@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...runtime.sampling_params import GREEDY_TEMPERATURE
+from ...runtime.step_plan import TokenMasks
 from ..request_states import RequestStates, SamplingFlag
 from .noise import coins, noise_keys
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ...runtime.sampling_params import SamplingParams
-    from ...runtime.step_plan import TokenMasks
     from .token_counts import TokenCounts
 
 Int32s = npt.NDArray[np.int32]
@@ -33,7 +33,7 @@ Float32s = npt.NDArray[np.float32]
 _FOR_SAMPLER: Final = np.int32(~SamplingFlag.PROMPT_LOGPROBS)
 """Flags with which the sampler has to do more than take the argmax."""
 _EDITS: Final = SamplingFlag.LOGIT_BIAS | SamplingFlag.MIN_NEW_TOKENS | SamplingFlag.HISTORY
-_CHANGES: Final = np.int32(_EDITS | SamplingFlag.PENALTIES)
+_CHANGES: Final = np.int32(_EDITS | SamplingFlag.PENALTIES | SamplingFlag.ALLOWED)
 """Flags of changes to the logits, which a row with a rare sampler has besides it."""
 
 
@@ -180,10 +180,10 @@ class SamplingBatch:
         return self.penalties is not None or self.edits is not None or self.grammar is not None
 
     def rows(self, indices: Int64s) -> SamplingBatch:
-        """The batch of some of its rows ([n], ascending), with no penalties, logprobs, masks and rare samplers."""
-        assert self.grammar is None or not np.isin(self.grammar.indices, indices).any()
+        """The batch of some of its rows ([n], ascending), with no penalties, logprobs and rare samplers."""
         return SamplingBatch(
             len(indices),
+            grammar=None if self.grammar is None else _masks_of_rows(self.grammar, indices),
             edits=None if self.edits is None else self.edits.of_rows(indices),
             draw=None if self.draw is None else self.draw.of_rows(indices),
         )
@@ -191,12 +191,12 @@ class SamplingBatch:
     def with_masks(self, masks: TokenMasks | None) -> SamplingBatch:
         """The same batch, with the masks of its grammars."""
         if masks is None or self.rare is None:
-            return self if masks is None else replace(self, grammar=masks)
-        is_rare = np.isin(masks.indices, self.rare.indices)
-        own = masks._replace(indices=masks.indices[~is_rare], bits=masks.bits[~is_rare])
-        places = np.searchsorted(self.rare.indices, masks.indices[is_rare])
-        batch = self.rare.batch.with_masks(_or_none(masks._replace(indices=places, bits=masks.bits[is_rare])))
-        return replace(self, grammar=_or_none(own), rare=replace(self.rare, batch=batch))
+            return self if masks is None else replace(self, grammar=_joined(self.grammar, masks))
+        places = np.flatnonzero(np.isin(masks.indices, self.rare.indices))
+        own = np.flatnonzero(~np.isin(masks.indices, self.rare.indices))
+        batch = self.rare.batch.with_masks(_masks_of_rows(masks, self.rare.indices) if len(places) else None)
+        rest = TokenMasks(masks.indices[own], masks.bits[own])
+        return replace(self, grammar=_joined(self.grammar, rest), rare=replace(self.rare, batch=batch))
 
 
 def plan_sampling(
@@ -242,6 +242,7 @@ class _Planner:
             num_rows=len(self.rows),
             penalties=self.penalties(counts) if union & SamplingFlag.PENALTIES else None,
             edits=self.edits(eos_token_ids) if union & _EDITS else None,
+            grammar=self.allowed() if union & SamplingFlag.ALLOWED else None,
             draw=self.draw(union) if union & SamplingFlag.DRAW else None,
             logprobs=self.logprobs() if union & SamplingFlag.LOGPROBS else None,
         )
@@ -283,12 +284,13 @@ class _Planner:
             if position - state.prompt_len < sampling.min_new_tokens:
                 ends = {*eos_token_ids, *sampling.stop_token_ids}
             changes = dict(sampling.logit_bias or {})
+            changes |= {word[0]: -np.inf for word in sampling.bad_words_ids if len(word) == 1}
             if state.history is not None:
                 if state.history.length < position:
                     state.history.append(self.last_token(row))
                 assert state.history.length == position, "a request with a history has no drafts"
-                for token_id, penalty in state.history.penalties().items():
-                    changes[token_id] = changes.get(token_id, 0.0) - penalty
+                for token_id, change in state.history.changes().items():
+                    changes[token_id] = changes.get(token_id, 0.0) + change
             changes |= dict.fromkeys(ends, -np.inf)
             rows += [idx] * len(changes)
             token_ids += changes.keys()
@@ -300,6 +302,12 @@ class _Planner:
             token_ids=np.array(token_ids, dtype=np.int64),
             values=_float32s(values),
         )
+
+    def allowed(self) -> TokenMasks:
+        """The masks of `allowed_token_ids`, before those of grammars."""
+        indices = self.having(SamplingFlag.ALLOWED)
+        masks = (self.states[row].allowed for row in self.rows[indices].tolist())
+        return TokenMasks(indices, np.stack([mask for mask in masks if mask is not None]))
 
     def draw(self, union: int) -> Draw:
         indices = self.having(SamplingFlag.DRAW)
@@ -331,8 +339,22 @@ class _Planner:
         )
 
 
-def _or_none(masks: TokenMasks) -> TokenMasks | None:
-    return masks if len(masks.indices) else None
+def _masks_of_rows(masks: TokenMasks, rows: Int64s) -> TokenMasks | None:
+    """The masks of some rows, which are then numbered from 0."""
+    kept = np.isin(masks.indices, rows)
+    return TokenMasks(np.searchsorted(rows, masks.indices[kept]), masks.bits[kept]) if kept.any() else None
+
+
+def _joined(first: TokenMasks | None, second: TokenMasks) -> TokenMasks | None:
+    """Masks of both; a row that is in both may have the tokens that both allow."""
+    if first is None or not len(second.indices):
+        return second if first is None and len(second.indices) else first
+    width = min(first.bits.shape[1], second.bits.shape[1])
+    indices = np.union1d(first.indices, second.indices)
+    bits = np.full((len(indices), width), -1, dtype=np.int32)
+    for masks in (first, second):
+        bits[np.searchsorted(indices, masks.indices)] &= masks.bits[:, :width]
+    return TokenMasks(indices, bits)
 
 
 def _float32s(values: list[float]) -> Float32s:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 from msgspec.structs import replace
 
@@ -20,6 +22,10 @@ from ..arrays import TOKEN_ID_BYTES, BoolArray, IntArray
 from .req import Req
 from .row_states import RowStates
 
+_NOTHING_ALLOWED: Final = (
+    "allowed_token_ids leaves no token that the grammar, bad_words and min_tokens allow as the next one; "
+    "allow more"
+)
 _NO_LOGPROBS = Logprobs(b"")
 
 
@@ -54,6 +60,8 @@ class StopRules:
     def finish(self, req: Req, token_id: int) -> Finish | None:
         """The `Finish` if a request ends with its newest token, which `output_len` counts; STOP wins over LENGTH."""
         sampling = req.sampling
+        if req.allowed_ids is not None and token_id not in req.allowed_ids:
+            return Finish(FinishKind.ERROR, message=_NOTHING_ALLOWED, status=400, code="invalid_value")
         if req.output_len > sampling.min_new_tokens:
             is_eos = not sampling.ignore_eos and token_id in self._eos_token_ids
             if is_eos or token_id in sampling.stop_token_ids:
@@ -115,6 +123,8 @@ def text_options(
         skip_special_tokens=sampling.skip_special_tokens,
         delivered_ids=delivered_ids,
         keep_special_ids=keep_special_ids,
+        stop_regex=sampling.stop_regex,
+        repetition_detection=sampling.repetition_detection,
     )
 
 

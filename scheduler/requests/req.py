@@ -153,6 +153,7 @@ class Req:
 
     __slots__ = (
         "adapter_slot",
+        "allowed_ids",
         "answered",
         "arrival_s",
         "background",
@@ -220,6 +221,8 @@ class Req:
         assert message.sampling.max_new_tokens is not None
         self.rid = message.rid
         self.sampling = message.sampling
+        allowed = message.sampling.allowed_token_ids
+        self.allowed_ids = None if allowed is None else frozenset(allowed)
         self.priority = message.priority
         self.extra_key = namespace_of(message.extra_key, message.lora_id)
         self.tenant = message.tenant

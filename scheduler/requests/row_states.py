@@ -24,7 +24,7 @@ class RowStates:
         prompt_len: [R].
         max_kv_len: [R] the most KV slots that the request can need; at `num_computed == max_kv_len` no step is left.
         ignore_eos: [R].
-        single_step: [R] no multi-step decode: it has its own stop tokens or wants log-probabilities.
+        single_step: [R] no multi-step decode: it has its own stop tokens or allowed ones, or wants log-probabilities.
         has_grammar: [R].
         adapter_slot: [R].
         background: [R]
@@ -60,7 +60,9 @@ class RowStates:
         self.ignore_eos[row] = sampling.ignore_eos
         self.adapter_slot[row] = req.adapter_slot
         self.background[row] = req.background
-        single_step = bool(sampling.stop_token_ids) or sampling.logprobs is not None
+        single_step = (
+            bool(sampling.stop_token_ids) or sampling.logprobs is not None or req.allowed_ids is not None
+        )
         self.single_step[row], self.has_grammar[row] = single_step, req.has_grammar
         self.needs_host_check[row] = single_step or req.has_grammar
 

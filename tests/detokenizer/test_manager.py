@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import codecs
+import re
 import struct
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -24,6 +25,7 @@ from engine.runtime.messages import (
     TokenOutput,
     Usage,
 )
+from engine.runtime.sampling_params import RepetitionDetection
 from engine.runtime.scheduler_report import SchedulerReport
 from engine.runtime.transport.message_base import Logprobs
 
@@ -348,6 +350,72 @@ def test_the_answer_does_not_depend_on_how_tokens_are_cut_into_rows(make_tokens,
         b"".join(PIECES[i] for i in request.token_ids[:-1])
     )
     assert not any(s in before for s in stop)
+
+
+# ---------------------------------------------------------------- regular expressions and repetitions
+
+
+@given(
+    word=st.text("abcd", min_size=1, max_size=24),
+    pattern=st.sampled_from(["ab+c", "(ab|cd){2}", "[^a]{3}", "^ba", "d.*d", "(?i)AA"]),
+    cuts=st.lists(st.integers(0, 100), max_size=5),
+    delivered=st.integers(0, 5),
+)
+def test_a_regular_expression_ends_the_text_after_its_first_match(
+    make_tokens, word, pattern, cuts, delivered
+):
+    end = next((n for n in range(1, len(word) + 1) if re.search(pattern, word[:n])), None)
+    num = min(delivered, len(word) - 1 if end is None else end - 1)
+    ids, rest = struct.pack(f"<{num}i", *spell(word[:num])), spell(word[num:])
+    request = Request(Detokenizer(make_tokens(LETTERS)), stop_regex=(pattern,), delivered_ids=ids)
+    bounds = [0, *sorted(cut % len(rest) for cut in cuts), len(rest)]
+    for start, stop in pairwise(bounds):
+        request.send(rest[start:stop], LENGTH if stop == len(rest) else None)
+
+    last = request.rows[-1]
+    if end is None:
+        assert (request.text, last.finish) == (word[num:], LENGTH)
+    else:
+        assert (request.text, last.finish) == (word[num:end], Finish(FinishKind.STOP, matched=pattern))
+        assert request.token_ids == spell(word[num:end])
+
+
+def test_a_match_within_a_token_cuts_its_text(make_tokens):
+    request = Request(Detokenizer(make_tokens([b"xaby"])), stop_regex=("b",), stop=("zz",))
+    request.send([0])
+    assert (request.text, request.rows[-1].finish) == ("xab", Finish(FinishKind.STOP, matched="b"))
+
+
+def repeats(ids: list[int], wanted: RepetitionDetection) -> bool:
+    """vLLM's `check_sequence_repetition`."""
+    for size in range(max(1, wanted.min_pattern_size), wanted.max_pattern_size + 1):
+        if size * wanted.min_count <= len(ids):
+            end = ids[-size:]
+            if ids[-size * wanted.min_count :] == end * wanted.min_count:
+                return True
+    return False
+
+
+@given(
+    ids=st.lists(st.integers(0, 2), min_size=1, max_size=40),
+    sizes=st.tuples(st.integers(0, 4), st.integers(1, 5)).filter(lambda sizes: sizes[0] <= sizes[1]),
+    count=st.integers(2, 4),
+    delivered=st.integers(0, 3),
+)
+def test_an_answer_that_repeats_itself_ends_where_vllm_ends_it(make_tokens, ids, sizes, count, delivered):
+    wanted = RepetitionDetection(max_pattern_size=sizes[1], min_pattern_size=sizes[0], min_count=count)
+    end = next((n for n in range(1, len(ids) + 1) if repeats(ids[:n], wanted)), None)
+    num = min(delivered, len(ids) - 1 if end is None else end - 1)
+    data = struct.pack(f"<{num}i", *ids[:num])
+    request = Request(
+        Detokenizer(make_tokens(LETTERS)), repetition_detection=wanted, delivered_ids=data, stop=("zz",)
+    )
+    request.send(ids[num:], LENGTH)
+
+    expected = LENGTH if end is None else Finish(FinishKind.STOP, matched="repetition_detected")
+    assert request.rows[-1].finish == expected
+    assert request.token_ids == ids[num:end]
+    assert request.text == "".join("abc"[i] for i in ids[num:end])
 
 
 # ---------------------------------------------------------------- requests that were begun before

@@ -15,7 +15,7 @@ from engine.runtime.sampling_params import SamplingParams
 
 def history(tokens: list[int], breakers: tuple[tuple[int, ...], ...] = (), **options: Any) -> TokenHistory:
     params = SamplingParams(dry_breaker_ids=breakers, **options)
-    return TokenHistory(params, np.array(tokens, dtype=np.int32))
+    return TokenHistory(params, np.array(tokens, dtype=np.int32), len(tokens))
 
 
 # tests/test-sampling.cpp of llama.cpp: the last tokens, base, allowed length and breakers of `test_dry`; the penalties
@@ -96,3 +96,15 @@ def test_a_long_repetition_has_the_largest_finite_penalty():
     (penalty,) = made.penalties().values()
     assert penalty == 4.0**63
     assert np.isfinite(np.float32(penalty))
+
+
+def test_the_end_of_a_bad_word_is_forbidden_after_its_beginning_in_the_output():
+    params = SamplingParams(bad_words_ids=((5,), (1, 2), (1, 2, 3)))
+    made = TokenHistory(params, np.array([1, 2, 1], dtype=np.int32), prompt_len=2)
+    assert made.changes() == {2: -np.inf}  # (5,) depends on nothing before it; the prompt does not count
+    made.append(2)
+    assert made.changes() == {3: -np.inf}
+    made.append(7)
+    assert made.changes() == {}
+    assert SamplingParams(bad_words_ids=((5,),)).depends_on_output is False
+    assert params.depends_on_output

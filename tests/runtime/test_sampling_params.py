@@ -120,6 +120,23 @@ BAD_VALUES: Final[dict[str, list[Any]]] = {
     "dry_sequence_breakers": [5, ("",), ("x" * 41,), ("x",) * 33, ("x", 5), {"x"}, "\ud800"],
     "dry_breaker_ids": [5, (5,), ((),), ((5, -1),), (("5",),), ((2**40,),)],
     "temperature_last": _NO_FLAG,
+    "bad_words": [5, ("",), ("x" * 257,), ("x",) * 1025, ("x", 5), {"x"}, "\ud800"],
+    "bad_words_ids": [5, (5,), ((),), ((5, -1),), (("5",),), ((2**40,),)],
+    "allowed_token_ids": [5, "5", (), (5.5,), ("5",), (True,), (-1,), (2**40,)],
+    "stop_regex": [
+        5,
+        ("",),
+        ("a",) * 9,
+        ("a" * 1025,),
+        (5,),
+        "(",
+        "a*",
+        r"(a)\1",
+        "a(?=b)",
+        "a{300}",
+        ["a{200}"] * 2,
+    ],
+    "repetition_detection": [5, "x", [3, 1, 2], {"max_size": 3}],
     "logit_bias": [
         *([(5, 1.0)], "5", 5, object(), {"5": 1.0}, {5.0: 1.0}, {True: 1.0}, {None: 1.0}, {-1: 1.0}),
         *({5: "1"}, {5: None}, {5: True}, {5: math.nan}, {5: math.inf}, {5: 101}, {2**40: 1.0}),
@@ -195,6 +212,23 @@ def test_a_wrong_value_that_was_put_in_later_is_refused_by_verify(field, value):
     with pytest.raises(RequestError) as error:
         params.verify(100)
     assert error.value.param == field
+
+
+@pytest.mark.parametrize(
+    ("value", "param"),
+    [
+        ({"max_pattern_size": "3"}, "max_pattern_size"),
+        ({"max_pattern_size": 1025, "min_count": 2}, "max_pattern_size"),
+        ({"max_pattern_size": 3, "min_pattern_size": 4, "min_count": 2}, "min_pattern_size"),
+        ({"max_pattern_size": 3}, "min_count"),
+    ],
+)
+def test_the_ranges_of_repetition_detection_are_vllm_s(value: Any, param: str):
+    with pytest.raises(RequestError, match=r"must (be|lie)") as error:
+        SamplingParams(repetition_detection=value)
+    assert error.value.param == f"repetition_detection.{param}"
+    off: Any = {"max_pattern_size": 0}
+    assert SamplingParams(repetition_detection=off).repetition_detection is not None
 
 
 class Level(enum.IntEnum):

@@ -12,9 +12,11 @@ from array import array
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
+from msgspec import UNSET, UnsetType
+
 from ...runtime.config.answer_config import RequestLimits
 from ...runtime.errors import RequestError
-from ...runtime.messages import Finish, TextOutput
+from ...runtime.messages import REPETITION, Finish, TextOutput
 from ..conversation.deltas import CallArguments, CallBegin, CallEnd, Content, Delta, Reasoning, merged
 from ..generation import Choice, Generation, Row
 from .exchange import EVENT_STREAM, Exchange
@@ -25,6 +27,11 @@ from .token_logprobs import TokenLogprob, int32s, unpack
 def finish_reason(finish: Finish | None) -> str | None:
     """OpenAI's `finish_reason`; `abort` is an extension, for requests ended by `/abort_request`."""
     return None if finish is None else finish.kind.value
+
+
+def stop_reason(finish: Finish | None) -> str | UnsetType:
+    """vLLM's `stop_reason` of an answer that repeats itself; other ends have none here."""
+    return REPETITION if finish is not None and finish.matched == REPETITION else UNSET
 
 
 class AnswerWriter(Protocol):

@@ -10,7 +10,7 @@ from msgspec import UNSET
 from ....models.tokenizer.tokenizer import Tokenizer
 from ...conversation.deltas import CallArguments, CallBegin, CallEnd, Content, Delta, Reasoning
 from ...generation import Choice, GenerationRequest, Row, warm_up_of
-from ..delivery import Collected, CollectedCall, collect, stream
+from ..delivery import Collected, CollectedCall, collect, stop_reason, stream
 from ..exchange import Exchange
 from ..guards.auth import Caller
 from ..schema.accounting import truncated_of
@@ -188,6 +188,7 @@ def _choice(
         finish_reason=_finish_reason(choice.finish_reason, old_form=old_form),
         truncated=truncated_of(choice, tokenizer),
         token_ids=answer.token_ids.tolist() if request.return_token_ids else UNSET,
+        stop_reason=stop_reason(answer.finish),
     )
 
 
@@ -249,7 +250,8 @@ class _ChatStream:
         if output.finish is not None:
             reason = _finish_reason(row.choice.finish_reason, old_form=self._old_form)
             truncated = truncated_of(row.choice, self._tokenizer)
-            events += self._chunks.finish_event(ChatChunkChoice(index, {}, None, reason, truncated))
+            last = ChatChunkChoice(index, {}, None, reason, truncated, stop_reason=stop_reason(output.finish))
+            events += self._chunks.finish_event(last)
         return events
 
     def _delta(self, choice: int, delta: Delta) -> dict[str, Any] | None:

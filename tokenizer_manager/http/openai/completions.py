@@ -13,7 +13,7 @@ from ....runtime.messages import Finish, TextOutput
 from ...conversation.deltas import Delta
 from ...generation import Choice, Generation, GenerationRequest, Row
 from ...prompt_encoder import NO_BOS
-from ..delivery import Collected, best_answers, collect, finish_reason, num_generated, stream
+from ..delivery import Collected, best_answers, collect, finish_reason, num_generated, stop_reason, stream
 from ..exchange import Exchange
 from ..guards.auth import Caller
 from ..schema.accounting import truncated_of
@@ -157,6 +157,7 @@ class _ChoiceWriter:
                 self.truncated(choice),
                 *self._ids(choice, answer, first=True),
                 self._prompt_logprobs(choice, answer),
+                stop_reason(answer.finish),
             )
             for index, (choice, answer) in enumerate(answers)
         ]
@@ -236,8 +237,9 @@ class _CompletionStream:
             events += self._chunks.event(part)
         self._begun.add(index)
         if output.finish is not None:
+            reason, truncated = finish_reason(output.finish), self._writer.truncated(choice)
             last = CompletionChoice(
-                index, "", None, finish_reason(output.finish), self._writer.truncated(choice)
+                index, "", None, reason, truncated, stop_reason=stop_reason(output.finish)
             )
             events += self._chunks.finish_event(last)
         return events

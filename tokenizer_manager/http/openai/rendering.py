@@ -27,7 +27,7 @@ from .wire import RenderedBody
 
 _NATIVE_NAMES: Final = {"include_stop_str_in_output": "no_stop_trim"}
 """Fields of `SamplingParams` whose name in `sampling_params` of `/generate` is another one."""
-_ELSEWHERE: Final = ("logprobs", "prompt_logprobs", "dry_breaker_ids")
+_ELSEWHERE: Final = ("logprobs", "prompt_logprobs", "dry_breaker_ids", "bad_words_ids")
 """Fields of `SamplingParams` that `/generate` has outside of `sampling_params`, or finds itself."""
 _GRAMMAR_IS_LEFT_OUT: Final = (
     "the answer of this chat has a grammar for tool calls, or one that begins after its reasoning; sampling_params has "

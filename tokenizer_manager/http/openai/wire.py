@@ -188,6 +188,7 @@ class ChatChoice(msgspec.Struct):
     finish_reason: str | None
     truncated: Truncated | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    stop_reason: str | UnsetType = UNSET
 
 
 class ChatCompletion(OpenAIBody[ChatChoice], kw_only=True):
@@ -207,6 +208,7 @@ class ChatChunkChoice(msgspec.Struct):
     finish_reason: str | None = None
     truncated: Truncated | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    stop_reason: str | UnsetType = UNSET
 
 
 class ChatChunk(OpenAIBody[ChatChunkChoice], kw_only=True):
@@ -259,6 +261,7 @@ class CompletionChoice(msgspec.Struct):
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    stop_reason: str | UnsetType = UNSET
 
 
 class Completion(OpenAIBody[CompletionChoice], kw_only=True):

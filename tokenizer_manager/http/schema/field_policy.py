@@ -37,8 +37,6 @@ NO_EFFECT: Final = frozenset(
 )
 
 SAMPLING_NOT_YET: Final[NotYet] = {
-    "allowed_token_ids": (),
-    "bad_words": (),
     "beam_width": (1,),
     "custom_logit_processor": (),
     "custom_params": ({},),
@@ -52,7 +50,6 @@ SAMPLING_NOT_YET: Final[NotYet] = {
     "return_entropy": (False,),
     "return_hidden_states": (False,),
     "spaces_between_special_tokens": (True,),
-    "stop_regex": (),
     "tfs_z": (1,),
     "top_a": (0,),
     "truncate_prompt_tokens": (),

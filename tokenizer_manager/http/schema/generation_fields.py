@@ -14,7 +14,7 @@ from ....runtime.config.answer_config import RequestLimits
 from ....runtime.errors import RequestError
 from ....runtime.request_checks import check_number
 from ....runtime.sampling_defaults import SamplingDefaults
-from ....runtime.sampling_params import SamplingParams
+from ....runtime.sampling_params import RepetitionDetection, SamplingParams
 from .constraint_fields import ConstraintFields
 from .field_policy import FieldPolicy
 from .field_types import (
@@ -81,6 +81,10 @@ class SamplingFields(_Numbers, kw_only=True):
     n: Count | None = None
     dry_sequence_breakers: list[StopString] | None = None
     temperature_last: bool | None = None
+    bad_words: list[StopString] | None = None
+    allowed_token_ids: list[TokenId] | None = None
+    stop_regex: str | list[StopString] | None = None
+    repetition_detection: RepetitionDetection | None = None
     stop: str | list[StopString] | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
@@ -136,11 +140,15 @@ class SamplingFields(_Numbers, kw_only=True):
         for name, count in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
             if count is not None:
                 check_count(name, count, 0, limits.max_logprobs, "max_logprobs")
-        breakers = self.dry_sequence_breakers
+        breakers, allowed = self.dry_sequence_breakers, self.allowed_token_ids
+        regexes = (self.stop_regex,) if isinstance(self.stop_regex, str) else tuple(self.stop_regex or ())
         given |= {
             "max_new_tokens": max_new_tokens,
             "min_new_tokens": min_new_tokens,
             "dry_sequence_breakers": None if breakers is None else tuple(breakers),
+            "bad_words": tuple(self.bad_words or ()),
+            "allowed_token_ids": None if allowed is None else tuple(allowed),
+            "stop_regex": tuple(filter(None, regexes)),
             "logit_bias": _logit_bias(self.logit_bias),
             "stop": stop,
             "stop_token_ids": tuple(self.stop_token_ids or ()),
