@@ -22,6 +22,12 @@ def runs_of(item: MediaItem) -> Iterator[tuple[int, int]]:
     return zip(values[::2], values[1::2], strict=True)
 
 
+def rows_at_runs(item: MediaItem, tile_rows: int) -> list[tuple[int, int]]:
+    """The rows (first, length) at an image's positions, numbered through all tiles of `tile_rows` rows."""
+    values = memoryview(item.rows).cast("i").tolist()
+    return [*zip(values[::2], values[1::2], strict=True)] or [(0, item.shape[0] * tile_rows)]
+
+
 def with_image_ids(input_ids: bytes, media: Sequence[MediaItem], image_ids: Sequence[int]) -> bytes:
     """The prompt with an id of each image where the model's placeholder is, [prompt_len] int32.
 

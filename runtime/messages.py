@@ -458,12 +458,15 @@ class MediaItem(Record, frozen=True):
             embeddings of tokens, in the order of the rows. The ids there are the model's placeholder.
         pixels: a file with the tiles, uint8, which all processes of this machine can read while the request lives.
         shape: of the tiles: (tiles, height, width, 3).
+        rows: [n, 2] int32 (first, length): the rows at these positions, numbered through all tiles, which begin and
+            end in their order; empty: all rows in their order.
     """
 
     digest: bytes
     runs: bytes
     pixels: str
     shape: tuple[int, int, int, int]
+    rows: bytes = b""
 
 
 class GenerateRequest(Message, frozen=True):

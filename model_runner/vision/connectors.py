@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Protocol
 
+import torch
+
 from ...models.weight_files.vision_tensors import (
     MLP_FIRST,
     MLP_NORM,
     MLP_SECOND,
+    NEWLINE,
+    NEWLINE_PART,
     POOLED,
     POOLED_NORM,
     POOLED_PROJECTION,
@@ -37,7 +41,7 @@ class Connector(Protocol):
         ...
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[P, K] -> [P / f^2, H]."""
+        """[P, K] -> [P / f^2, H]; of LLaVA-NeXT, one row more."""
         ...
 
 
@@ -92,6 +96,18 @@ class MLPConnector:
         return self._second(self._activate(self._first(x), "gelu"))
 
 
+class NewlineConnector(MLPConnector):
+    """Two linear layers, and one row more for each tile, which ends rows of patches in a prompt (LLaVA-NeXT)."""
+
+    def __init__(self, context: ModelContext, spec: VisionSpec) -> None:
+        super().__init__(context, spec)
+        shape = (context.spec.hidden_size,)
+        self._newline = context.weights.tensor(f"{NEWLINE}.{NEWLINE_PART}", shape)[None]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat((super().__call__(x), self._newline))
+
+
 def joined(x: Tensor, grid: int, factor: int) -> Tensor:
     """The pixel shuffle of Idefics3: each f x f patches become one row; [P, K] -> [P / f^2, f^2 * K]."""
     rows = grid // factor
@@ -102,5 +118,6 @@ CONNECTORS: Final[dict[VisionFamily, type[Connector]]] = {
     "idefics3": JoinedConnector,
     "gemma3": PooledConnector,
     "llava": MLPConnector,
+    "llava_next": NewlineConnector,
     "internvl": MLPConnector,
 }

@@ -27,6 +27,8 @@ _INTERNVIT: Final = {
 }
 """Names of InternViT, and of one module of Pixtral, in transformers, and those of SigLIP."""
 _VISION: Final = (_TOWER, "multi_modal_projector.")
+_NEWLINE: Final = "image_newline"
+"""A row that LLaVA-NeXT inserts; it counts as a part of the connector."""
 _AUDIO: Final = ("audio_tower.", "multi_modal_projector.")
 _CONNECTED: Final = ("vision_model.", "connector.")
 _TEXT_MODEL: Final = ("model.text_model.", "text_model.")
@@ -102,7 +104,7 @@ def _usual_tower_name(name: str) -> str | None:
 
     Files have `vision_tower.vision_model.` before it, without the second part since transformers 5.
     """
-    usual = name
+    usual = f"{_VISION[1]}{name}" if name == _NEWLINE else name
     if name.startswith(_TOWER):
         usual = _TOWER_BODY + name.removeprefix(_TOWER).removeprefix(_TOWER_BODY)
         for own, other in _INTERNVIT.items():
@@ -164,7 +166,7 @@ MULTIMODAL: Final[dict[str, Multimodal]] = {
         place="language_config",
         head="language.lm_head.",
     ),
-    "llava_next": Multimodal("LlavaNextForConditionalGeneration", "llama", (*_VISION, "image_newline")),
+    "llava_next": Multimodal("LlavaNextForConditionalGeneration", "llama", (*_VISION, _NEWLINE)),
     "llava_onevision": Multimodal(
         "LlavaOnevisionForConditionalGeneration", "qwen2", (*_VISION, "image_newline")
     ),

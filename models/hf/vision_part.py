@@ -37,6 +37,7 @@ from .vision_fields import (
 logger = logging.getLogger(__name__)
 
 _SQUARE: Final = {"height": 224, "width": 224}
+_PINPOINTS: Final = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 
 
 def read_vision(folder: Path, config: Mapping[str, object], spec: ModelSpec) -> VisionSpec | None:
@@ -127,6 +128,16 @@ def _llava(files: VisionFiles) -> VisionSpec | None:
     """A tower of CLIP, or of SigLIP, of which the output of a layer before the last is used; or that of Pixtral 12B."""
     inner, outer = files.inner, files.outer
     kind = inner.text("model_type", default="clip_vision_model")
+    is_next = outer.get("model_type") == "llava_next"
+    known = ("clip_vision_model",) if is_next else ("clip_vision_model", "siglip_vision_model", "pixtral")
+    if kind not in known:
+        logger.warning(
+            "%s: vision_config.model_type is %r, and of this model only %s can be computed: only text is served",
+            outer.path,
+            kind,
+            ", ".join(known),
+        )
+        return None
     if kind == "pixtral":
         if not _keeps_first_row(outer):
             raise outer.error(
@@ -135,14 +146,6 @@ def _llava(files: VisionFiles) -> VisionSpec | None:
                 f"but Pixtral has no row for the class to leave out, {TEXT_ONLY}",
             )
         return _pixtral(files, 1, has_mlp_bias=True)
-    if kind not in _LLAVA_TOWERS:
-        logger.warning(
-            "%s: vision_config.model_type is %r, and of a llava model only %s are computed: only text is served",
-            outer.path,
-            kind,
-            ", ".join((*_LLAVA_TOWERS, "pixtral")),
-        )
-        return None
     is_clip = kind == "clip_vision_model"
     facts = tower_facts(
         inner,
@@ -154,6 +157,8 @@ def _llava(files: VisionFiles) -> VisionSpec | None:
     )
     facts["num_layers"] = _layers_used(outer, facts["num_layers"], -2)
     keeps = _keeps_first_row(outer)
+    if is_next:
+        expect(outer, "vision_feature_select_strategy", "default")
     if not is_clip and not keeps:
         raise outer.error(
             "vision_feature_select_strategy",
@@ -161,11 +166,17 @@ def _llava(files: VisionFiles) -> VisionSpec | None:
             f"but SigLIP has no row for the class to leave out, {TEXT_ONLY}",
         )
     expect(outer, "projector_hidden_act", "gelu")
+    if is_clip and not is_next:  # there it means the number of tiles
+        expect(files.processor, "do_pad", False)
     image = files.tokens.get("image_token", "<image>")
     id_name = outer.given("image_token_index", "image_token_id")
     image_size = facts["image_size"]
+    processing = _crop(files.processor, image_size) if is_clip else _square(files.processor, image_size)
+    if is_next:
+        pinpoints = _pinpoints(outer, files.processor, image_size)
+        processing = structs.replace(processing, crops=False, splits=True, pinpoints=pinpoints)
     return VisionSpec(
-        family="llava",
+        family="llava_next" if is_next else "llava",
         body="clip" if is_clip else "siglip",
         ends_normed=False,
         keeps_class=is_clip and keeps,
@@ -176,7 +187,7 @@ def _llava(files: VisionFiles) -> VisionSpec | None:
         begin_token="",
         end_token="",
         marker=image,
-        processing=_crop(files.processor, image_size) if is_clip else _square(files.processor, image_size),
+        processing=processing,
         **facts,
     )
 
@@ -292,12 +303,12 @@ def _pixtral(files: VisionFiles, factor: int, *, has_mlp_bias: bool) -> VisionSp
     )
 
 
-_LLAVA_TOWERS: Final = ("clip_vision_model", "siglip_vision_model")
 _READERS: Final[dict[str, Callable[[VisionFiles], VisionSpec | None]]] = {
     **dict.fromkeys(QWENS, read_qwen),
     "idefics3": _idefics3,
     "smolvlm": _idefics3,
     "llava": _llava,
+    "llava_next": _llava,
     "internvl": _internvl,
     "mistral3": _mistral3,
     "gemma3": _gemma3,
@@ -354,10 +365,33 @@ def _tiles(fields: Fields, image_size: int) -> ImageProcessing:
     )
 
 
+def _pinpoints(outer: Fields, processor: Fields, image_size: int) -> tuple[tuple[int, int], ...]:
+    """Heights and widths to which images of LLaVA-NeXT are padded, which the model and its processor both have."""
+    name = "image_grid_pinpoints"
+    found = [
+        fields.get(name) if fields.get(name) is not None else _PINPOINTS for fields in (outer, processor)
+    ]
+    if found[0] != found[1]:
+        raise processor.error(
+            name, found[1], f"but config.json has {found[0]}; download both again, {TEXT_ONLY}"
+        )
+    pinpoints = (
+        [tuple(each) if isinstance(each, list) else () for each in found[0]]
+        if isinstance(found[0], list)
+        else []
+    )
+    sides = {side for each in pinpoints for side in each}
+    is_whole = all(
+        isinstance(side, int) and image_size <= side <= MAX_SIDE and not side % image_size for side in sides
+    )
+    if not pinpoints or not is_whole or any(len(each) != 2 for each in pinpoints):
+        rule = f"expected a list of heights and widths that are multiples of {image_size}, the side of a tile"
+        raise outer.error(name, found[0], f"{rule}, {TEXT_ONLY}")
+    return tuple((height, width) for height, width in pinpoints)
+
+
 def _crop(fields: Fields, image_size: int) -> ImageProcessing:
     """How the middle of an image becomes one square tile, as in CLIP's processor in transformers."""
-    if fields.boolean("do_pad", default=False):
-        raise fields.error("do_pad", True, f"only false is supported, {TEXT_ONLY}")
     for name in ("do_resize", "do_center_crop"):
         if not fields.boolean(name, default=True):
             raise fields.error(name, False, f"only true is supported, {TEXT_ONLY}")

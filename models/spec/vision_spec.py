@@ -17,7 +17,7 @@ VisionActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]
 VisionBody = Literal["siglip", "clip", "internvit"]
 """The layers of a tower for tiles of one size."""
 VisionFamily = Literal[
-    "idefics3", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "internvl", "pixtral"
+    "idefics3", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "internvl", "pixtral"
 ]
 """Names the text around images (`tokenizer_manager/media/processors`) and the connector (`model_runner/vision`)."""
 
@@ -42,6 +42,7 @@ class ImageProcessing(msgspec.Struct, frozen=True, kw_only=True):
         crops: the shorter side is resized to that of a tile, and the middle is kept; else the ratio changes.
         min_tiles, max_tiles: of an image whose tiles have the ratio nearest to its own (InternVL); 0: they are chosen
             by `longest_edge`.
+        pinpoints: heights and widths to the fittest of which an image is padded before it becomes tiles (LLaVA-NeXT).
         rescale_factor, mean, std: a value of a pixel, 0..255, becomes (value * rescale_factor - mean) / std, by color.
     """
 
@@ -57,6 +58,7 @@ class ImageProcessing(msgspec.Struct, frozen=True, kw_only=True):
     crops: bool = False
     min_tiles: int = 0
     max_tiles: int = 0
+    pinpoints: tuple[tuple[int, int], ...] = ()
 
 
 class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,10 +143,13 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rows_per_tile(self) -> int:
-        """Rows that a tile becomes; of images of any size, the rows of a block, see `Capacity.encoder_tile_rows`."""
+        """Rows that a tile becomes; of images of any size, the rows of a block, see `Capacity.encoder_tile_rows`.
+
+        The last row of a tile of LLaVA-NeXT is the one that ends rows of patches.
+        """
         if not self.image_size:
             return BLOCK_ROWS
-        return (self.grid // self.scale_factor) ** 2 + self.keeps_class
+        return (self.grid // self.scale_factor) ** 2 + self.keeps_class + (self.family == "llava_next")
 
     def rows_of(self, height: int, width: int) -> int:
         """Rows that a tile of so many pixels becomes."""
@@ -179,9 +184,15 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
             return 1
         if self.processing.max_tiles:
             return self.processing.max_tiles + (self.processing.max_tiles > 1)
+        if self.processing.pinpoints:
+            return 1 + max(map(self._num_tiles, self.processing.pinpoints))
         if self.processing.longest_edge is None:
             return 17
         return (-(-self.processing.longest_edge // self.processing.tile_size)) ** 2 + 1
+
+    def _num_tiles(self, pinpoint: tuple[int, int]) -> int:
+        height, width = (size // self.processing.tile_size for size in pinpoint)
+        return height * width
 
     @property
     def shown_pixels(self) -> int:
@@ -211,6 +222,13 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
         if max_pixels >= self.most_pixels or not self.processing.splits:
             return self
         num_tiles = max(max_pixels // self.processing.tile_size**2 - 1, 1)
+        if self.processing.pinpoints:
+            fitting = tuple(each for each in self.processing.pinpoints if self._num_tiles(each) <= num_tiles)
+            fitting = fitting if max_pixels >= 2 * self.processing.tile_size**2 else ()
+            how = replace(
+                self.processing, splits=bool(fitting), pinpoints=fitting or self.processing.pinpoints
+            )
+            return replace(self, processing=how)
         side = math.isqrt(num_tiles)
         if side == 1 and (num_tiles == 1 or not self.processing.max_tiles):
             return replace(self, processing=replace(self.processing, splits=False))

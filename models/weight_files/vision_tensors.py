@@ -31,6 +31,8 @@ MLP_NORM, MLP_FIRST, MLP_SECOND = (
     f"multi_modal_projector.{name}" for name in ("layer_norm", "linear_1", "linear_2")
 )
 """Connector of LLaVA, and with the norm of InternVL."""
+NEWLINE, NEWLINE_PART = "multi_modal_projector", "image_newline"
+"""The row that ends rows of patches in LLaVA-NeXT."""
 PROJECTION: Final = "connector.modality_projection.proj"
 """Connector of Idefics3."""
 POOLED, POOLED_NORM, POOLED_PROJECTION = (
@@ -102,7 +104,9 @@ def vision_modules(spec: ModelSpec) -> Iterator[Module]:
         yield Module(f"{name}mlp.fc2", (size, inner), has_bias=True)
     if vision.ends_normed:
         yield Module(FINAL_NORM, (size,), has_bias=True)
-    if vision.family in ("llava", "internvl"):
+    if vision.family in ("llava", "llava_next", "internvl"):
+        if vision.family == "llava_next":
+            yield Module(NEWLINE, (spec.hidden_size,), part=NEWLINE_PART)
         if vision.family == "internvl":
             yield Module(MLP_NORM, (vision.joined_size,), has_bias=True)
         yield Module(MLP_FIRST, (spec.hidden_size, vision.joined_size), has_bias=vision.has_mlp_bias)

@@ -252,6 +252,7 @@ class EncoderCache:
                     count = min(end - position, size - offset)
                     spans.append((position, count, tile.slots[number] * size + offset))
                     position, first_row = position + count, first_row + count
+        spans.sort()  # tiles of an image may alternate
         return np.array(spans, dtype=np.int32).tobytes()
 
     def _add_encode(self, encodes: list[Encode], wants: PromptTile, tile: _Tile, num_parts: int) -> None:

@@ -18,7 +18,7 @@ from ...runtime.feasibility import (
     reason_against_pooling,
 )
 from ...runtime.grammar_use import GrammarUse
-from ...runtime.media import reason_against_images, runs_of, tile_rows
+from ...runtime.media import reason_against_images, rows_at_runs, runs_of, tile_rows
 from ...runtime.messages import (
     Delivered,
     GenerateRequest,
@@ -90,7 +90,10 @@ def _against_runs(message: GenerateRequest, capacity: Capacity) -> str | None:
                     f"within the {prompt_len} tokens of the prompt"
                 )
             end, num_rows = start + length, num_rows + length
-        expected = item.shape[0] * tile_rows(item, capacity)
+        rows, num = rows_at_runs(item, tile_rows(item, capacity)), item.shape[0] * tile_rows(item, capacity)
+        if any(first < 0 or length < 1 or length > num - first for first, length in rows):
+            return f"media[{number}].rows must be within the {num} rows of its tiles"
+        expected = sum(length for _, length in rows)
         if num_rows != expected:
             return f"media[{number}].runs has {num_rows} tokens, but its tiles have {expected} rows"
     return None
@@ -193,6 +196,9 @@ def _check_image(name: str, item: MediaItem) -> None:
         raise RequestError(
             f"{name}.runs has {len(item.runs)} bytes, but it must be pairs of int32, at least one"
         )
+    _check_bytes(f"{name}.rows", item.rows)
+    if len(item.rows) % (2 * TOKEN_ID_BYTES):
+        raise RequestError(f"{name}.rows has {len(item.rows)} bytes, but it must be pairs of int32")
     shape: object = item.shape
     if not isinstance(shape, tuple) or len(shape) != 4:
         raise wrong_type(f"{name}.shape", shape, "(tiles, height, width, 3)")

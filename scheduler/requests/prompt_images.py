@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...runtime.media import runs_of
+from ...runtime.media import rows_at_runs, runs_of
 from ...runtime.messages import MediaItem
 
 
@@ -17,7 +17,8 @@ class PromptTile(NamedTuple):
     Attributes:
         item: the image.
         number: of the tile in the image, from 0.
-        spans: (position, length, first row within the tile), in order; the rows of a tile may be interrupted by text.
+        spans: (position, length, first row within the tile), in order of positions; text or rows of other tiles may be
+            between them, and a row may come again.
         num_blocks: blocks of the encoder's buffer that hold its rows, see `EncoderCache`.
     """
 
@@ -64,19 +65,24 @@ class PromptImages(NamedTuple):
 
 
 def tiles_of(item: MediaItem, tile_rows: int, num_blocks: int = 1) -> list[PromptTile]:
-    """The tiles of an image: its runs, cut where the rows of a tile end. The runs have `tile_rows` rows for each.
+    """The tiles of an image: its runs, cut where the rows of a tile end; without tiles of which no row is used.
 
-    `num_blocks`: of each tile.
+    Args:
+        tile_rows: rows of each tile.
+        num_blocks: of each tile.
     """
     spans: list[list[tuple[int, int, int]]] = [[] for _ in range(item.shape[0])]
-    row = 0
+    rows = iter(rows_at_runs(item, tile_rows))
+    row = left = 0
     for start, length in runs_of(item):
         while length:
+            if not left:
+                row, left = next(rows)
             number, first_row = divmod(row, tile_rows)
-            count = min(length, tile_rows - first_row)
+            count = min(length, left, tile_rows - first_row)
             spans[number].append((start, count, first_row))
-            start, length, row = start + count, length - count, row + count
-    return [PromptTile(item, number, tuple(each), num_blocks) for number, each in enumerate(spans)]
+            start, length, row, left = start + count, length - count, row + count, left - count
+    return [PromptTile(item, number, tuple(each), num_blocks) for number, each in enumerate(spans) if each]
 
 
 def rope_axes(media: Sequence[MediaItem], prompt_len: int, row_pixels: int) -> bytes:

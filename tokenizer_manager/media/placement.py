@@ -18,6 +18,7 @@ from ...models.tokenizer.tokenizer import Tokenizer
 from ...runtime.errors import ConfigError, RequestError
 from ...runtime.media import runs_of
 from ...runtime.messages import MediaItem
+from .processors import llava_next
 from .processors.families import PROCESSORS
 from .sources import ImageSource
 from .worker import PreparedImage
@@ -115,17 +116,25 @@ class ImagePlacement:
             )
         items = []
         for image in images:
-            left, own = self._num_rows(image), array("i")
+            left, own, order = self._num_rows(image), array("i"), array("i")
             while left:
                 start, length = runs.pop(0)
                 own.extend((start, length))
                 left -= length
-            items.append(MediaItem(image.digest, own.tobytes(), image.path, image.shape))
+            if self._vision.processing.pinpoints:
+                order.extend(each for piece in self._rows_of(image) for each in piece)
+            items.append(MediaItem(image.digest, own.tobytes(), image.path, image.shape, order.tobytes()))
         return tuple(items)
 
     def _num_rows(self, image: PreparedImage) -> int:
+        return sum(length for _, length in self._rows_of(image))
+
+    def _rows_of(self, image: PreparedImage) -> list[tuple[int, int]]:
+        """(first, length) of the rows in the place of an image."""
+        if self._vision.processing.pinpoints:
+            return llava_next.rows_of(self._vision, image.rows, image.columns)
         tiles, height, width, _ = image.shape
-        return tiles * self._vision.rows_of(height, width)
+        return [(0, tiles * self._vision.rows_of(height, width))]
 
 
 def num_image_tokens(media: Sequence[MediaItem]) -> int:

@@ -110,7 +110,7 @@ def prepare(job: PrepareImage) -> ImageReply:
     except BadImage as error:
         return ImageRefused(error.code, str(error))
     num, height, width, colors = tiles.shape
-    digest = hashlib.sha256(processor.VERSION + repr(tiles.shape).encode())
+    digest = hashlib.sha256(processor.VERSION + repr((tiles.shape, rows, columns)).encode())
     digest.update(tiles.data)
     path = Path(job.folder, image_name(digest.digest()))
     new = path.with_name(_BEING_WRITTEN)

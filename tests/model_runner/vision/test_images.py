@@ -87,6 +87,10 @@ class Seeing:
         """Blocks of rows that it takes: one for each tile."""
         return len(image)
 
+    def order_of(self, image: Tiles) -> tuple[int, bytes]:
+        """The number of its runs, and `MediaItem.rows`."""
+        return len(image), b""
+
     def tiles(self, seed: int, num: int = 1) -> Tiles:
         assert self.spec.vision is not None
         side = self.spec.vision.image_size

@@ -70,9 +70,10 @@ class Served:
         path = self._folder / digest.hexdigest()
         path.write_bytes(image.tobytes())
         firsts = [p for p in range(start, len(tokens)) if tokens[p] == IMAGE_ID and tokens[p - 1] != IMAGE_ID]
-        runs = int32([n for first in firsts[: len(image)] for n in (first, self._seeing.rows_of(image))])
+        num_runs, rows = self._seeing.order_of(image)
+        runs = int32([n for first in firsts[:num_runs] for n in (first, self._seeing.rows_of(image))])
         tiles, height, width, colors = image.shape
-        return MediaItem(digest.digest(), runs, str(path), (tiles, height, width, colors))
+        return MediaItem(digest.digest(), runs, str(path), (tiles, height, width, colors), rows)
 
     def submit(self, rid: str, tokens: Sequence[int], images: Sequence[Tiles]) -> None:
         media: list[MediaItem] = []

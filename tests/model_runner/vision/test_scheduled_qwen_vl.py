@@ -38,6 +38,9 @@ class _AnySize:
     def blocks_of(self, image: Tiles) -> int:
         return -(-self.rows_of(image) // self.per_tile)
 
+    def order_of(self, image: Tiles) -> tuple[int, bytes]:
+        return 1, b""
+
     def tiles(self, seed: int, num: int = 1) -> Tiles:
         return self._qwen.image(seed, *GRIDS[seed])[None]
 

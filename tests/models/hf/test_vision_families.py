@@ -96,9 +96,6 @@ MISTRAL: dict[str, Any] = {
 LONGEST: dict[str, Any] = {"do_resize": True, "patch_size": 14, "resample": 3, "size": {"longest_edge": 1540}}
 
 
-PROCESSORS = {"llava": CLIP, "internvl": TILES, "mistral3": LONGEST}
-
-
 def test_llava_1_5(tmp_path: Path) -> None:
     vision = vision_of(tmp_path, LLAVA, CLIP)
 
@@ -159,7 +156,39 @@ def test_mistral_small_3_1(tmp_path: Path) -> None:
 
 def test_other_towers_of_llava_are_served_as_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert vision_of(tmp_path, LLAVA | {"vision_config": {"model_type": "dinov2"}}, CLIP) is None
-    assert "vision_config.model_type is 'dinov2', and of a llava model only clip_vision_model" in caplog.text
+    assert (
+        "vision_config.model_type is 'dinov2', and of this model only clip_vision_model, siglip"
+        in caplog.text
+    )
+    siglip = {"vision_config": {"model_type": "siglip_vision_model"}, "vision_feature_layer": [-24, -1]}
+    assert vision_of(tmp_path, NEXT | siglip, CLIP) is None
+    assert "and of this model only clip_vision_model can be computed" in caplog.text
+
+
+PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
+OF_NEXT = {"model_type": "llava_next", "architectures": ["LlavaNextForConditionalGeneration"]}
+NEXT = LLAVA | OF_NEXT | {"image_grid_pinpoints": PINPOINTS}
+NEXT_CLIP = CLIP | {"do_pad": True, "image_grid_pinpoints": PINPOINTS}
+PROCESSORS = {"llava": CLIP, "llava_next": NEXT_CLIP, "internvl": TILES, "mistral3": LONGEST}
+
+
+def test_llava_1_6(tmp_path: Path) -> None:
+    vision = vision_of(tmp_path, NEXT, NEXT_CLIP)
+
+    assert vision is not None and (vision.family, vision.rows_per_tile, vision.most_tiles) == (
+        "llava_next",
+        577,
+        5,
+    )
+    assert (
+        vision.processing.splits
+        and not vision.processing.crops
+        and vision.processing.pinpoints[3] == (1008, 336)
+    )
+    limited = {num: vision.limited(num * 336**2).processing for num in (1, 2, 3, 4, 5)}
+    assert [how.splits for how in limited.values()] == [False, False, True, True, True]
+    assert [len(limited[num].pinpoints) for num in (3, 4, 5)] == [2, 4, 5]
+    assert vision_of(tmp_path, LLAVA | OF_NEXT, CLIP) == vision, "the defaults"
 
 
 def test_pixtral_12b(tmp_path: Path) -> None:
@@ -227,7 +256,7 @@ def test_pixtral_12b(tmp_path: Path) -> None:
             "size is .*, but the tower sees tiles of 336 pixels",
         ),
         (LLAVA, {}, {}, {"do_center_crop": False}, "do_center_crop is False, only true is supported"),
-        (LLAVA, {}, {}, {"do_pad": True}, "do_pad is True, only false is supported"),
+        (LLAVA, {}, {}, {"do_pad": True}, "do_pad is True, expected False"),
         (INTERNVL, {}, {"norm_type": "rms_norm"}, {}, "norm_type is 'rms_norm', expected 'layer_norm'.*300M"),
         (INTERNVL, {}, {"use_qk_norm": True}, {}, "use_qk_norm is True, expected False"),
         (
@@ -263,6 +292,21 @@ def test_pixtral_12b(tmp_path: Path) -> None:
         ),
         (MISTRAL, {"vision_feature_layer": -2}, {}, {}, "vision_feature_layer is -2, expected -1"),
         (MISTRAL, {}, {}, {"size": {"height": 5}}, 'expected {"longest_edge": pixels}'),
+        (
+            NEXT,
+            {"vision_feature_select_strategy": "full"},
+            {},
+            {},
+            "select_strategy is 'full', expected 'default'",
+        ),
+        (NEXT, {}, {}, {"image_grid_pinpoints": [[336, 672]]}, "but config.json has .*; download both again"),
+        (
+            NEXT,
+            {"image_grid_pinpoints": [[336, 600]]},
+            {},
+            {"image_grid_pinpoints": [[336, 600]]},
+            "expected a list of heights and widths that are multiples of 336",
+        ),
         (INTERNVL, {}, {}, {"min_patches": 13}, "min_patches is 13, expected a whole number from 1 to 12"),
     ],
 )

@@ -543,6 +543,23 @@ GOOD = MediaItem(b"d" * 32, array("i", [1, ROWS]).tobytes(), "/pixels", (1, 4, 4
             "must follow each other",
         ),
         (MediaItem(GOOD.digest, GOOD.runs, "", (0, 4, 4, 3)), "shape"),
+        (MediaItem(GOOD.digest, GOOD.runs, "", GOOD.shape, b"1234"), "rows has 4 bytes"),
+        (
+            MediaItem(GOOD.digest, GOOD.runs, "", GOOD.shape, array("i", [0, 7]).tobytes()),
+            "its tiles have 7 rows",
+        ),
+        (
+            MediaItem(GOOD.digest, GOOD.runs, "", GOOD.shape, array("i", [1, 8]).tobytes()),
+            "within the 8 rows",
+        ),
+        (
+            MediaItem(GOOD.digest, GOOD.runs, "", GOOD.shape, array("i", [-1, 8]).tobytes()),
+            "within the 8 rows",
+        ),
+        (
+            MediaItem(GOOD.digest, GOOD.runs, "", GOOD.shape, array("i", [8, 0, 0, 8]).tobytes()),
+            "within the 8",
+        ),
         (MediaItem(GOOD.digest, GOOD.runs, "", (1, 4)), "shape"),  # type: ignore[arg-type]
         (MediaItem(GOOD.digest, GOOD.runs, 7, GOOD.shape), "pixels"),  # type: ignore[arg-type]
         ("cat", "MediaItem"),

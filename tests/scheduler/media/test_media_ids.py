@@ -6,6 +6,7 @@ from array import array
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from engine.runtime.feasibility import Capacity
 from engine.runtime.messages import MediaItem
@@ -79,6 +80,13 @@ def test_tiles_of_a_run_that_text_interrupts():
         ((21, 4, 0),),
     ]
     assert [(tile.start, tile.end) for tile in tiles] == [(2, 6), (6, 21), (21, 25)]
+    rows = array("i", [0, 3, 4, 2, 8, 2, 11, 1, 6, 1, 11, 1]).tobytes()
+    mixed = tiles_of(replace(item(b"cat", 2, 6, 10, 4, tiles=4), rows=rows), 4)
+    assert [(tile.number, tile.spans) for tile in mixed] == [
+        (0, ((2, 3, 0),)),
+        (1, ((5, 2, 0), (12, 1, 2))),
+        (2, ((7, 1, 0), (10, 1, 1), (11, 1, 3), (13, 1, 3))),
+    ], "tiles may alternate, a row may come again, and a tile without rows is none"
     whole = tiles_of(item(b"cat", 0, 8, tiles=2), 4)
     assert [tile.spans for tile in whole] == [((0, 4, 0),), ((4, 4, 0),)]
 

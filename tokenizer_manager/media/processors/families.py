@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Protocol
 
-from . import gemma3, idefics3, internvl, llava, pixtral, qwen2_vl
+from . import gemma3, idefics3, internvl, llava, llava_next, pixtral, qwen2_vl
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,7 +29,8 @@ class Processor(Protocol):
     ) -> tuple[npt.NDArray[np.uint8], int, int]:
         """The tiles of an RGB image, contiguous [tiles, height, width, 3], and in how many rows and columns they stand.
 
-        Rows and columns are 0 if there is only the whole image of a fixed size. `splits`: an image larger than a tile
+        Rows and columns are 0 if there is only the whole image of a fixed size; those of LLaVA-NeXT are
+        pixels. `splits`: an image larger than a tile
         becomes several; one of any size keeps more pixels than a small copy has.
 
         Raises:
@@ -53,6 +54,7 @@ PROCESSORS: Final[dict[VisionFamily, Processor]] = {
     "qwen2_5_vl": qwen2_vl,
     "qwen3_vl": qwen2_vl,
     "llava": llava,
+    "llava_next": llava_next,
     "internvl": internvl,
     "pixtral": pixtral,
 }
