@@ -53,6 +53,7 @@ from .manager import TokenizerManager
 from .media.image_store import ImageStore
 from .media.placement import ImagePlacement
 from .overload.overload_control import OverloadLimits
+from .overload.queue_limiter import BACKGROUND_PER_ROW
 from .prompt_encoder import PromptEncoder
 from .prompt_images import PromptImages
 from .state.files import StoredFiles
@@ -65,8 +66,6 @@ from .telemetry.request_record import Traces
 logger = logging.getLogger(__name__)
 
 _CHECK_TIME_S: Final = 0.1
-_LINES_PER_ROW: Final = 4
-"""Enough that the scheduler has a line for each free row, and few enough to be forgotten at a restart."""
 _STORE_ID_BITS: Final = 16
 """For the ids of one manager: the scheduler may still have adapters of the one before that this one does not know."""
 
@@ -279,7 +278,7 @@ def batch_runner(files: StoredFiles, config: EngineConfig, capacity: Capacity) -
     """The runner of batches, which keeps a few lines in flight for each row."""
     return BatchRunner(
         files,
-        num_slots=_LINES_PER_ROW * config.parallel.dp * capacity.max_running_requests,
+        num_slots=BACKGROUND_PER_ROW * config.parallel.dp * capacity.max_running_requests,
         limits=config.limits,
         max_body_bytes=int(config.server.max_body_mb * 2**20),
     )

@@ -36,7 +36,7 @@ from ..preparation import PreparedPrompt
 from ..prompt_encoder import PromptEncoder, second_bos
 from ..prompt_images import PlacedPrompt, PromptImages
 from ..rendering.worker import PageWorker
-from ..scheduling_options import PRIORITY_CLASSES, Hint, Scheduling
+from ..scheduling_options import FLEX, Hint, Scheduling
 from ..state.files import StoredFiles
 from ..state.response_store import ResponseStore
 from ..state.store import StateStore
@@ -512,12 +512,12 @@ class Services(Engine):
 
 
 def _of_batch(request: GenerationRequest, seed: int) -> GenerationRequest:
-    """The request of a line of a batch: after all others, and with a seed, so that it can be computed again."""
+    """The request of a line of a batch: in the background, and with a seed, so that it can be computed again."""
     sampling, scheduling = request.sampling, request.scheduling
     return replace(
         request,
         sampling=sampling if sampling.seed is not None else replace(sampling, seed=seed),
-        scheduling=replace(scheduling, priority=min(scheduling.priority, PRIORITY_CLASSES["low"])),
+        scheduling=replace(scheduling, service_tier=FLEX),
     )
 
 
