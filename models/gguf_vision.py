@@ -120,16 +120,13 @@ def _gemma3(files: TowerFiles) -> VisionSpec:
 
 
 def _llava(files: TowerFiles) -> VisionSpec:
-    """A tower of CLIP; the file has no layer after the one whose output is used."""
+    """A tower of CLIP, of LLaVA 1.5 or LLaVA-NeXT; the file has no layer after the one whose output is used."""
     fields = files.tower
     if "v.class_embd" not in files.tensors:
         raise ConfigError(
             f"{fields.path}: has no tensor 'v.class_embd': it is not a tower of CLIP, the only one that is computed "
             f"for the projector mlp; {_FOLDER}"
         )
-    for name in (f"{PREFIX}image_grid_pinpoints", f"{PREFIX}mm_patch_merge_type"):
-        if name in fields:
-            raise fields.error(name, fields.get(name), f"the tiles of LLaVA-NeXT are not computed; {_FOLDER}")
     facts = _tile_facts(files, {QUICK_GELU: "quick_gelu", "use_gelu": "gelu"}, BICUBIC)
     layers = fields.get(f"{PREFIX}feature_layer")
     if layers is not None and (
@@ -137,8 +134,12 @@ def _llava(files: TowerFiles) -> VisionSpec:
     ):
         rule = f"expected only the last of the {facts['num_layers']} layers; {_FOLDER}"
         raise fields.error(f"{PREFIX}feature_layer", layers, rule)
+    pinpoints = _pinpoints(fields, facts["image_size"])
+    processing = structs.replace(
+        facts["processing"], crops=not pinpoints, splits=bool(pinpoints), pinpoints=pinpoints
+    )
     return VisionSpec(
-        family="llava",
+        family="llava_next" if pinpoints else "llava",
         body="clip",
         ends_normed=False,
         has_mlp_bias="mm.0.bias" in files.tensors,
@@ -148,8 +149,25 @@ def _llava(files: TowerFiles) -> VisionSpec:
         begin_token="",
         end_token="",
         marker="<image>",
-        **facts | {"processing": structs.replace(facts["processing"], crops=True)},
+        **facts | {"processing": processing},
     )
+
+
+def _pinpoints(fields: Fields, image_size: int) -> tuple[tuple[int, int], ...]:
+    """Heights and widths to which images of LLaVA-NeXT are padded; empty: it is LLaVA 1.5."""
+    name, merge = f"{PREFIX}image_grid_pinpoints", f"{PREFIX}mm_patch_merge_type"
+    value = fields.get(name)
+    if value is None:
+        return ()
+    if fields.text(merge, default="spatial_unpad") != "spatial_unpad":
+        raise fields.error(
+            merge, fields.get(merge), f"expected 'spatial_unpad' for a tower of tiles; {_FOLDER}"
+        )
+    sides = value.tolist() if isinstance(value, np.ndarray) and value.dtype.kind in "iu" else []
+    if not sides or len(sides) % 2 or any(not 0 < side <= MAX_SIDE or side % image_size for side in sides):
+        rule = f"expected pairs of multiples of {image_size}, the side of a tile; convert the model again"
+        raise fields.error(name, value, rule)
+    return tuple(zip(sides[::2], sides[1::2], strict=True))
 
 
 def _internvl(files: TowerFiles) -> VisionSpec:

@@ -1,4 +1,5 @@
-"""Pairs of GGUF files, see `mmproj_files`, of LLaVA, InternVL, Mistral 3, Pixtral, Qwen2-VL and Qwen2.5-VL.
+"""Pairs of GGUF files, see `mmproj_files`, of LLaVA, LLaVA-NeXT, InternVL, Mistral 3, Pixtral, Qwen2-VL and
+Qwen2.5-VL.
 
 The names of tensors are those of the gguf package, the changes of their values those of llama.cpp's converters.
 """
@@ -30,6 +31,7 @@ PIXTRAL_TOKENS = {91: "[IMG_BREAK]", 92: "[IMG_END]", 93: "[IMG]"}
 QWEN_TOKENS = {91: "<|vision_start|>", 92: "<|vision_end|>", 93: "<|image_pad|>"}
 FORMS = {
     "llava": Form("LLAMA", "mlp", {93: "<image>"}),
+    "llava_next": Form("LLAMA", "mlp", {93: "<image>"}),
     "internvl": Form("QWEN2", "internvl", {91: "<img>", 92: "</img>", 93: "<IMG_CONTEXT>"}),
     "mistral3": Form("MISTRAL3", "pixtral", PIXTRAL_TOKENS),
     "pixtral": Form("LLAMA", "pixtral", PIXTRAL_TOKENS),
@@ -51,7 +53,7 @@ def write_tower_pair(folder: Path, to: Path, kind: str = "F32", **keys: Any) -> 
     if config["vision_config"].get("model_type") == "pixtral" and config["model_type"] == "llava":
         config["model_type"] = "pixtral"
     tensors = {n: t.float().numpy() for n, t in load_file(folder / "model.safetensors").items()}
-    towers = ("vision_tower.", "multi_modal_projector.", "visual.")
+    towers = ("vision_tower.", "multi_modal_projector.", "visual.", "image_newline", "model.image_newline")
     of_tower = {n: a for n, a in tensors.items() if n.startswith(towers)}
     to.mkdir(exist_ok=True)
     _write_text(to / "model.gguf", config, {n: a for n, a in tensors.items() if n not in of_tower})
@@ -101,7 +103,7 @@ def _write_tower(
     tower, outer = config["vision_config"], config["model_type"]
     images = json.loads((folder / "preprocessor_config.json").read_text())
     inner, layers = tower.get("intermediate_size", 0), tower.get("num_hidden_layers", tower.get("depth"))
-    if outer == "llava":
+    if outer.startswith("llava"):
         layers -= 1  # the converter leaves out the last one
     writer = gguf.GGUFWriter(path, "clip")
     writer.add_type("mmproj")
@@ -111,7 +113,7 @@ def _write_tower(
         "projector_type": FORMS[outer].projector,
         "use_gelu": activation == "gelu" or None,
         "use_silu": activation == "silu" or None,
-        "vision__projection_dim": 768 if outer == "llava" else config["text_config"]["hidden_size"],
+        "vision__projection_dim": 768 if outer.startswith("llava") else config["text_config"]["hidden_size"],
         "vision__embedding_length": tower.get("embed_dim", tower["hidden_size"]),
         "vision__feed_forward_length": inner,
         "vision__block_count": layers,
@@ -122,8 +124,13 @@ def _write_tower(
         "vision__image_mean": images["image_mean"],
         "vision__image_std": images["image_std"],
     }
-    if outer == "llava":
+    if outer.startswith("llava"):
         values["has_llava_projector"] = True
+    if outer == "llava_next":
+        values["vision__image_grid_pinpoints"] = [
+            side for each in config["image_grid_pinpoints"] for side in each
+        ]
+        values["vision__mm_patch_merge_type"] = "spatial_unpad"
     elif outer == "internvl":
         values["vision__projector__scale_factor"] = int(1 / config["downsample_ratio"])
         values["vision__preproc_max_tiles"] = images.get("max_patches", 12)
@@ -161,8 +168,10 @@ def _parts(names: Any, outer: str, layers: int, name: str, array: Array) -> Iter
                 yield _stored(names, name.replace("qkv", which)), part
         else:
             yield _stored(names, name), array
-    elif outer == "llava":
-        if name.startswith("multi_modal_projector."):
+    elif outer.startswith("llava"):
+        if name.endswith("image_newline"):
+            yield "model.image_newline", array
+        elif name.startswith("multi_modal_projector."):
             yield (
                 name.replace("multi_modal_projector.linear_1", "mm.0").replace(
                     "multi_modal_projector.linear_2", "mm.2"

@@ -115,8 +115,8 @@ def check_gguf_weights(file: GGUFFile, spec: ModelSpec) -> WeightsSummary:
     split = find_split_kv(file, spec) | find_parts(file, spec)
     left -= {part.name for parts in split.values() for part in parts}
     for module in chain(needed_modules(spec), vision_modules(spec)):
-        path = file.paths[-1] if module.name.startswith(TOWER) else file.path
         for name, shape in _tensors_of(module):
+            path = file.paths[-1] if name.startswith(TOWER) else file.path
             if name in split:
                 if split[name].shape != shape:
                     raise ConfigError(f"{path}: {_other_shape(name, split[name].shape, shape)}")

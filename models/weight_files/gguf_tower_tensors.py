@@ -27,6 +27,8 @@ from .vision_tensors import (
     MLP_FIRST,
     MLP_NORM,
     MLP_SECOND,
+    NEWLINE,
+    NEWLINE_PART,
     PATCHES,
     POOLED,
     POOLED_NORM,
@@ -127,6 +129,7 @@ def gguf_tower_names(spec: ModelSpec) -> Iterator[tuple[str, str]]:
         names = _tile_modules(vision)
         yield f"{POOLED}.{POOLED_PROJECTION}", "mm.input_projection.weight"
         yield f"{CLASS}.{CLASS_PART}", "v.class_embd"
+        yield f"{NEWLINE}.{NEWLINE_PART}", "model.image_newline"
         for layer in range(vision.num_layers):
             for part, stored in zip(SCALES, ("ls1", "ls2"), strict=True):
                 yield tower_layer(layer) + part, f"v.blk.{layer}.{stored}.weight"
@@ -143,7 +146,7 @@ def _tile_modules(vision: VisionSpec) -> dict[str, str]:
         FIRST_NORM: "v.pre_ln",
     }
     names |= {PROJECTION: "mm.model.fc", POOLED_NORM: "mm.soft_emb_norm"}  # of Idefics3, and of Gemma 3
-    connector = ("mm.0", "mm.2") if vision.family == "llava" else ("mm.model.mlp.1", "mm.model.mlp.3")
+    connector = ("mm.0", "mm.2") if vision.body == "clip" else ("mm.model.mlp.1", "mm.model.mlp.3")
     names |= {MLP_NORM: "mm.model.mlp.0", MLP_FIRST: connector[0], MLP_SECOND: connector[1]}
     for layer in range(vision.num_layers):
         names |= {tower_layer(layer) + hf: f"v.blk.{layer}.{gguf}" for hf, gguf in _LAYER.items()}

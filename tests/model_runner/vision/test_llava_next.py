@@ -19,9 +19,11 @@ from engine.runtime.messages import MediaItem
 from engine.runtime.step_plan import Encode
 from engine.scheduler.requests.prompt_images import tiles_of
 from engine.tokenizer_manager.media.processors import llava_next
+from tests.mmproj_towers import write_tower_pair
 from tests.model_runner.conftest import Driver, int32
 
 from .test_images import IMAGE_ID, SCORED, TEXT, Seeing, Tiles, scores
+from .test_mmproj import found as found_model
 from .test_scheduled_images import CASES, check_case
 
 SIDE = 24
@@ -136,11 +138,13 @@ def make_next(tmp_path: Path) -> Callable[[], Next]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_images", range(4))
+@pytest.mark.parametrize(
+    ("kind", "num_images"), [*(("folder", num) for num in range(4)), ("gguf", 0), ("gguf", 3)]
+)
 def test_log_probabilities_are_those_of_transformers(
-    make_next: Callable[[], Next], make_driver: Any, unpack: Any, tmp_path: Path, num_images: int
+    make_next: Callable[[], Next], make_driver: Any, unpack: Any, tmp_path: Path, kind: str, num_images: int
 ) -> None:
-    """Chunks may end anywhere, also within a row of patches that goes through two tiles."""
+    """Chunks may end anywhere, also within a row of patches that goes through two tiles; also a pair of GGUF files."""
     seeing = make_next()
     spec, _ = check_folder_weights(seeing.folder, seeing.spec)
     unused = sum(
@@ -157,7 +161,14 @@ def test_log_probabilities_are_those_of_transformers(
         tiles, height, width, colors = image.shape
         encodes.append(Encode(str(path), (tiles, height, width, colors), 0, tiles, row))
         row += tiles * seeing.per_tile
-    driver = make_driver(spec, seeing.folder, num_encoder_rows=12 * seeing.per_tile, max_model_len=512)
+    source: dict[str, Any] = {"num_encoder_rows": 12 * seeing.per_tile, "max_model_len": 512}
+    if kind == "gguf":
+        read = found_model(write_tower_pair(seeing.folder, tmp_path / "pair"))
+        assert read.spec.vision == seeing.spec.vision and not read.no_tower
+        path, source = Path(read.source.path), source | {"kind": "gguf", "tower": read.source.tower}
+        driver = make_driver(read.spec, path, **source)
+    else:
+        driver = make_driver(spec, seeing.folder, **source)
     tokens = seeing.prompt(images)
     expected = seeing.logprobs(tokens, images)[torch.arange(len(tokens) - 1), tokens[1:]]
 

@@ -120,7 +120,17 @@ def test_images_of_any_size_are_those_of_the_folder(
 @pytest.mark.parametrize(
     ("outer", "keys", "cause"),
     [
-        ("llava", {"vision__image_grid_pinpoints": [24, 48]}, "the tiles of LLaVA-NeXT are not computed"),
+        (
+            "llava",
+            {"vision__image_grid_pinpoints": [24, 40]},
+            "expected pairs of multiples of 24, the side of a",
+        ),
+        (
+            "llava",
+            {"vision__image_grid_pinpoints": [24, 48], "vision__mm_patch_merge_type": "flat"},
+            "mm_patch_merge_type is 'flat', expected 'spatial_unpad'",
+        ),
+        ("llava", {"vision__image_grid_pinpoints": [24, 48]}, "image_newline' is missing"),
         (
             "llava",
             {"vision__feature_layer": [1]},
