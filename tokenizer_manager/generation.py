@@ -105,7 +105,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
             messages.
         media: the images of the prompt, taken from the `ImageStore`; there is one prompt then.
         generation_id: the request's id; "": a new one that begins with `id_prefix`. With one, the ids of its calls
-            follow from it.
+            follow from it, without what stands behind a dot: that tells the lives of a request apart.
         delivered: the part of the only answer that was generated before this server; None: it begins.
     """
 
@@ -339,6 +339,7 @@ def fan_out(
 
 def _ids_from(generation_id: str) -> MakeId:
     """Ids of calls that are the same when the answer is parsed again."""
+    generation_id = generation_id.partition(".")[0]
     return lambda name, call: f"call_{digest_of(f'{generation_id}/{call}'.encode())}"
 
 

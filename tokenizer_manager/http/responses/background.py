@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import uuid
 from collections.abc import MutableMapping
 from typing import Any, Final, Literal
@@ -229,11 +230,13 @@ class _Run:
         exchange = Exchange({"method": "POST", "path": "/v1/responses", "headers": []}, _nothing, _nowhere)
         token_ids = b"".join(output.token_ids for output in self._stored)
         usages = [output.usage for output in self._stored if output.token_ids]
+        # A scheduler that has outlived the manager may still send rows of the life before.
+        life = "" if self._read is not None else f".{secrets.token_hex(4)}"
         request = replace(
             read.generation,
             scheduling=self._resume.scheduling,
             sampling=replace(read.generation.sampling, seed=self._resume.seed),
-            generation_id=self._response.id.replace("_", "-", 1),
+            generation_id=self._response.id.replace("_", "-", 1) + life,
             delivered=Delivered(token_ids, usages[-1]) if token_ids else None,
         )
         while True:

@@ -58,13 +58,14 @@ class ResponseWriter:
         self._earlier_id = None if options is None else options.comparison_response_id
         self._comparison: Comparison | None = None
         response_id = generation.id.replace("-", "_")
-        if self._recent_items is not None or options is not None:
-            self._comparison = compare(generation, response_id, self._earlier_id, engine.recent_items)
         self.stream = stream or ResponseStream(
             body_at_beginning(engine, generation.request, read, response_id),
             lambda prefix: f"{prefix}_{uuid.uuid4().hex}",
             namespaces_of(generation.request.conversation),
         )
+        if self._recent_items is not None or options is not None:
+            recent = engine.recent_items
+            self._comparison = compare(generation, self.stream.body.id, self._earlier_id, recent)
 
     def running(self) -> AbstractContextManager[None]:
         """While it is entered, clients find the response as one that runs, if it is to be stored."""

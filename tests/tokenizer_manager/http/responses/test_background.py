@@ -167,6 +167,7 @@ def test_after_a_crash_it_goes_on_from_what_was_streamed(start: Start, num_rows:
     again = second.engine.next_request()
     told = "".join(text for text, _ in rows[:num_rows])
     assert (again.sampling.seed, again.input_ids) == (request.sampling.seed, request.input_ids)
+    assert again.rid != request.rid  # the scheduler may have outlived the manager
     delivered = b"" if again.delivered is None else again.delivered.output_ids
     assert TOKENIZER.decode(memoryview(delivered).cast("i").tolist() if delivered else []) == told
     for text, total in rows[num_rows:]:
@@ -212,6 +213,23 @@ def test_a_response_that_ends_its_server_twice_fails(start: Start):
     assert events[-1][0] == "response.failed"
     assert "not tried again" in events[-1][1]["response"]["error"]["message"]
     assert last.engine.generate.empty()
+
+
+def test_a_server_that_stops_leaves_it_to_the_next_one(start: Start):
+    response_id = ""
+    for _ in range(3):
+        served = start()
+        response_id = response_id or begin(served)
+        served.engine.next_request()
+        first_events(served, response_id, 3)
+        assert served.engine.loop is not None and served.services.responses is not None
+        served.engine.loop.call_soon_threadsafe(served.services.manager.abort_all, "it stops")
+        assert (
+            events_of(served, response_id)[-1][0] == "response.in_progress"
+        )  # the stream ends, the response does not
+        crash(served)
+    last = start(say_all("yes"))
+    assert events_of(last, response_id)[-1][0] == "response.completed"
 
 
 def test_progress_between_crashes_is_no_reason_to_give_up(start: Start):
