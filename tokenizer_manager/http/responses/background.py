@@ -104,7 +104,13 @@ async def keep_responses(engine: Engine, store: ResponseStore) -> None:
     """Go on with the responses that ran when the server ended, then delete those whose time is over, for ever."""
     try:
         for response in await store.unfinished():
-            _Run(engine, store, response).begin()
+            try:
+                run = _Run(engine, store, response)
+            except msgspec.MsgspecError as error:  # of another version
+                logger.error("a response cannot be read response=%s: %s", response.id, error)
+                await store.finish(_unreadable(response))
+            else:
+                run.begin()
     except StateError as error:
         logger.warning("responses in the background do not go on: %s", error)
     while True:
@@ -114,6 +120,13 @@ async def keep_responses(engine: Engine, store: ResponseStore) -> None:
         except StateError as error:
             logger.warning("responses were not deleted in time: %s", error)
         await asyncio.sleep(_EXPIRY_S)
+
+
+def _unreadable(response: Response) -> Response:
+    """A response that has failed, since this version of the server cannot go on with it."""
+    error = ResponseError("server_error", _CHANGED.message)
+    body = msgspec.json.decode(response.body) | {"status": "failed", "error": error}
+    return response._replace(status="failed", body=msgspec.json.encode(body), resume=b"")
 
 
 async def follow(exchange: Exchange, store: ResponseStore, owner: str, response_id: str, first: int) -> None:

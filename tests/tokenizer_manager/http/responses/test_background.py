@@ -11,6 +11,7 @@ import pytest
 from engine.runtime.messages import Finish, FinishKind
 from engine.tokenizer_manager.state import responses as table
 from engine.tokenizer_manager.state.store import StateError
+from engine.tokenizer_manager.state.tables import RESPONSES
 
 from ...conftest import Serve, Served
 from ...fake_engine import MODEL, STOP, TOKENIZER, ids_of, row, say_all
@@ -230,6 +231,22 @@ def test_a_server_that_stops_leaves_it_to_the_next_one(start: Start):
         crash(served)
     last = start(say_all("yes"))
     assert events_of(last, response_id)[-1][0] == "response.completed"
+
+
+def test_what_another_version_has_begun_fails_and_ends_no_server(start: Start):
+    first = start()
+    response_id = begin(first)
+    first.engine.next_request()
+    first_events(first, response_id, 3)
+    assert first.services.state is not None
+    resume = b'{"later": 1}'
+    change = first.services.state.submit(lambda db: RESPONSES.update(db, "", response_id, resume=resume))
+    assert change.result()
+    crash(first)
+    second = start(say_all("yes"))
+    assert second.client.post(PATH, json={"input": "hi", "background": True}).status_code == 200
+    body = second.client.get(f"{PATH}/{response_id}").json()
+    assert (body["status"], body["error"]["code"]) == ("failed", "server_error")
 
 
 def test_progress_between_crashes_is_no_reason_to_give_up(start: Start):
