@@ -26,6 +26,7 @@ from ..hf.task import transformer_fields
 from ..model_files import is_panic, library_errors, read_json, stand_in
 from ..source import ModelSource
 from .chat_templates import DEFAULT, read_chat_templates
+from .fim import GGUF_KEYS, find_fim_tokens
 from .pairs import EncodedPair, encode_pairs
 from .texts_in_tokens import TextsInTokens
 from .token_bytes import BYTE_OF_CHAR, TokenBound, TokenBytes, find_token_bound
@@ -55,6 +56,7 @@ class Tokenizer:
         eos_token_ids: tokens that end a text or a turn, according to the tokenizer's files; the model's configuration
             may name more (`ModelSpec.eos_token_ids`).
         chat_templates: Jinja sources by name; the usual one is "default".
+        fim: the tokens for filling in the middle; None: the model has none.
     """
 
     def __init__(
@@ -67,12 +69,14 @@ class Tokenizer:
         chat_templates: Mapping[str, str],
         encode_only: bool = False,
         pair_types: bool = True,
+        fim_ids: Mapping[str, int] | None = None,
     ) -> None:
         """Wrap a tokenizer of the `tokenizers` library.
 
         Args:
             encode_only: of a model that generates no text.
             pair_types: the model gets the types of a pair's tokens.
+            fim_ids: tokens for filling in the middle that a file names, by the fields of `FimTokens`.
 
         Raises:
             ConfigError: its decoder is of a kind that cannot map tokens to bytes (WordPiece and others), which a model
@@ -87,6 +91,7 @@ class Tokenizer:
         self.bos_token_id = bos_token_id
         self.chat_templates = dict(chat_templates)
         self._pair_types = pair_types
+        self.fim = find_fim_tokens(core.token_to_id, fim_ids or {})
         added = core.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._token_bytes = TokenBytes(core)
@@ -165,6 +170,12 @@ class Tokenizer:
             eos_token_ids=tuple(dict.fromkeys(eos)),
             bos_token_id=named["bos_token"],
             chat_templates=_gguf_chat_templates(file.metadata),
+            fim_ids={
+                field: token_id
+                for field, keys in GGUF_KEYS.items()
+                for key in reversed(keys)
+                if (token_id := fields.known_token_id(f"tokenizer.ggml.{key}", size)) is not None
+            },
         )
 
     @property

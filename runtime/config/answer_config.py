@@ -48,6 +48,10 @@ class AnswerConfig:
     reasoning_field: Annotated[
         ReasoningField, "Name of the field of chat messages that has the reasoning."
     ] = "reasoning_content"
+    spm_infill: Annotated[
+        bool,
+        "Prompts that fill in the middle have the suffix first, as models trained in the order SPM want.",
+    ] = False
     decision_calibration: Annotated[
         str | None,
         "JSON file with temperatures of decisions by type of question and number of options, as engine decisions fit "

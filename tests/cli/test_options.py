@@ -184,6 +184,7 @@ SERVE_FLAGS = """
 --no-priority-preemption
 --no-radix-cache
 --no-record-steps
+--no-spm-infill
 --no-standby-scheduler
 --no-strict
 --node-rank
@@ -241,6 +242,7 @@ SERVE_FLAGS = """
 --speculative-draft-model-path
 --speculative-model
 --speculative-num-draft-tokens
+--spm-infill
 --ssl-cert-file
 --ssl-certfile
 --ssl-key-file

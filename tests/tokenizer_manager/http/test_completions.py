@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from engine.models.tokenizer.fim import FimTokens
 from engine.runtime.messages import Finish, FinishKind, GenerateRequest
 from engine.runtime.transport.message_base import Logprobs
 from engine.tokenizer_manager.scheduling_options import tenant_of
@@ -58,6 +59,28 @@ def test_all_forms_of_a_prompt(serve: Serve, prompt, ids):
     assert [ids_of(served.engine.next_request()) for _ in body["choices"]] == [
         p for p in ids for _ in range(2)
     ]
+
+
+def test_a_suffix_makes_a_prompt_that_fills_in_the_middle(serve: Serve, monkeypatch):
+    served = serve(say_all("x"))
+    body = {"prompt": ["hi", "ha"], "suffix": "ho", "stop_token_ids": [4]}
+    refused = served.client.post(PATH, json=body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported_task")
+    assert refused.json()["error"]["param"] == "suffix"
+
+    monkeypatch.setattr(TOKENIZER, "fim", FimTokens(7, 8, 9, pad=10, sep=11))
+    assert served.client.post(PATH, json=body).status_code == 200
+    requests = [served.engine.next_request() for _ in range(2)]
+    assert [ids_of(each) for each in requests] == [[7, 71, 72, 8, 71, 78, 9], [7, 71, 64, 8, 71, 78, 9]]
+    assert served.client.post(PATH, json={"prompt": [5, 6], "suffix": "ho"}).status_code == 200
+    assert ids_of(served.engine.next_request()) == [7, 5, 6, 8, 71, 78, 9]
+    assert requests[0].sampling.stop_token_ids == (4, 10, 11)
+    long = {"prompt": "h" * 5000, "suffix": "o" * 5000, "max_tokens": 20}
+    assert served.client.post(PATH, json=long).status_code == 200
+    capacity = served.services.manager.capacity
+    assert capacity.max_model_len - 20 - 512 < len(ids_of(served.engine.next_request()))
+    echo = served.client.post(PATH, json=body | {"echo": True})
+    assert (echo.status_code, echo.json()["error"]["param"]) == (400, "echo")
 
 
 def test_echo_puts_the_prompt_before_each_answer(serve: Serve):

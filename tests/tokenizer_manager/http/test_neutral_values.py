@@ -34,7 +34,7 @@ NOT_EMPTY = {
     ("/v1/grammar/check", "guided_json"): "the check needs one constraint",
     ("/abort_request", "rid"): "it says what to abort",
 }
-"""Fields that say what the request is about."""
+"""Fields that say what the request is about. Without an allowed token (`allowed_token_ids`) there is no answer."""
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 RESPONSES, MESSAGES, OLLAMA = "/v1/responses", "/v1/messages", "/api/chat"
@@ -217,7 +217,7 @@ def fields_with_empty_values() -> Iterator[Any]:
         if "lora_adapter" in path:  # the application has no adapters to load
             continue
         for field in msgspec.structs.fields(struct):
-            if field.required or (path, field.name) in NOT_EMPTY:
+            if field.required or (path, field.name) in NOT_EMPTY or field.name == "allowed_token_ids":
                 continue
             empty: list[Any] = [None]
             kinds = _kinds(msgspec.inspect.type_info(field.type))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 
 from ....grammar.answer_report import Truncated
 from ....models.tokenizer.tokenizer import Tokenizer
@@ -20,8 +21,9 @@ from ..schema.accounting import truncated_of
 from ..schema.constraints import check_room, constraint_of
 from ..schema.errors import OPENAI_NAMES, renamed_fields
 from ..schema.field_policy import COMPLETION_NO_EFFECT, COMPLETION_NOT_YET, FieldPolicy
+from ..schema.fim import fim_prompt, fim_tokens
 from ..schema.generation_fields import BACKGROUND_POLICY, StreamOptions, answer_limit, prompts_of
-from ..schema.values import Body, convert
+from ..schema.values import Body, convert, refused
 from ..services import Engine
 from ..token_logprobs import AnswerPlacement, TokenLogprob, prompt_offsets, token_as_id
 from .chunks import ChunkWriter, prompt_logprobs_of, whole_body
@@ -88,6 +90,24 @@ def read_completion(
             prompt_logprobs=_num_prompt_logprobs(request),
             logprob_token_ids=request.logprob_token_ids,
         )
+    if request.suffix:
+        if request.echo:
+            raise refused("echo", "cannot be combined with suffix; leave out one", "unsupported_value")
+        room = engine.manager.capacity.max_model_len - (sampling.max_new_tokens or DEFAULT_MAX_TOKENS)
+        prompts = [
+            fim_prompt(
+                engine.tokenizer,
+                prompt,
+                request.suffix,
+                room=room,
+                param="suffix",
+                add_special_tokens=request.add_special_tokens is not False,
+                suffix_first=engine.config.answers.spm_infill,
+            )
+            for prompt in prompts
+        ]
+        ends = fim_tokens(engine.tokenizer, "suffix").ends
+        sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *ends))
     constraint = constraint_of(
         request, engine.config.answers, limits, strict_server=engine.config.server.strict
     )

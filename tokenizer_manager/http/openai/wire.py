@@ -97,6 +97,7 @@ class CompletionRequest(GenerationFields, kw_only=True):
     """Body of `POST /v1/completions`; `prompt` may take four forms, see `prompts_of`."""
 
     prompt: Prompts
+    suffix: str | None = None
     best_of: Count | None = None
     echo: bool | None = None
     logprobs: CountOrNone | None = None

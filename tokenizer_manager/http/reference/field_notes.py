@@ -33,6 +33,7 @@ NOTES: Final[Mapping[str, str]] = {
     "input": "A text, token ids, or a list of either.",
     "ResponsesRequest.input": "A text, or a list of items: messages, calls, results of calls, reasoning.",
     "OllamaOldEmbedRequest.prompt": "The text.",
+    "suffix": "The text after the answer, which fills in the middle; for models with tokens for it.",
     "query": "The text that documents are compared with.",
     "ScoreRequest.query": "A text or token ids, joined with each item.",
     "queries": "A text, or as many as documents.",

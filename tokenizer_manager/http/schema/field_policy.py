@@ -73,7 +73,6 @@ CHAT_NOT_YET: Final[NotYet] = SAMPLING_NOT_YET | {
 COMPLETION_NOT_YET: Final[NotYet] = SAMPLING_NOT_YET | {
     "no_stop_trim": (False,),
     "prompt_embeds": (),
-    "suffix": (),
 }
 
 
