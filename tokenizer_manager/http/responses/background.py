@@ -41,13 +41,10 @@ logger = logging.getLogger(__name__)
 MAX_LIVE: Final = 1024
 """Responses in the background that wait or run."""
 MAX_LOSSES: Final = 2
-PROGRESS_TOKENS: Final = 16
-"""As of `PoisonDetector`."""
 _MAX_RETRY_S: Final = 5.0
 _GROUPS_AT_ONCE: Final = 64
 _EXPIRY_S: Final = 60.0
 _NUM_QUEUED_EVENTS: Final = 2
-_TOKEN_ID_BYTES: Final = 4
 _LOST: Final = RequestError(
     "the server ended twice while it worked on this response, which is not tried again; change the request before "
     "you send it again, and report it to the operator",
@@ -224,15 +221,14 @@ class _Run:
                 stream.events(choice.read(output))
             if stream.num_events < self._num_stored:
                 raise _CHANGED
-            first, events, num_tokens = stream.num_events, b"", 0
+            first, events = stream.num_events, b""
             async for rows in generation:
                 first = stream.num_events
                 events = b"".join([stream.events(row.choice.read(row.output)) for row in rows])
                 self._waiting += [row.output for row in rows]
-                num_tokens += sum(len(row.output.token_ids) for row in rows) // _TOKEN_ID_BYTES
                 if choice.finish_reason is None and events:
                     columns: dict[str, Any] = {}
-                    if self._num_losses and num_tokens >= PROGRESS_TOKENS:
+                    if self._num_losses:  # it ends no server at this place: the rows before are stored
                         self._num_losses = columns["num_losses"] = 0
                     outputs, self._waiting = self._waiting, []
                     await self._save(Group(first, events, msgspec.msgpack.encode(outputs)), **columns)
