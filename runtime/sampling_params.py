@@ -30,7 +30,7 @@ MAX_SEED: Final = 2**63 - 1
 MAX_COUNT: Final = 2**31 - 1
 """Most tokens: above any context length and vocabulary size; fits into int32 and into every message."""
 MAX_TEMPERATURE: Final = 100.0
-MAX_TOP_LOGPROBS: Final = 20
+MAX_TOP_LOGPROBS: Final = 1024
 MAX_LOGPROB_TOKEN_IDS: Final = 128
 MAX_STOP_STRINGS: Final = 1024
 MAX_STOP_STRING_CHARS: Final = 65_536
@@ -149,7 +149,8 @@ class SamplingParams(
         stop: strings that end the output; not part of the text unless `include_stop_str_in_output`.
         stop_token_ids: tokens that end the output, besides the model's end-of-sequence tokens.
         ignore_eos: the model's end-of-sequence tokens do not end the output (benchmarks).
-        logprobs: None: no log-probabilities; k: those of each output token and of the k likeliest, 0 <= k <= 20.
+        logprobs: None: no log-probabilities; k: those of each output token and of the k likeliest, at most 1,024 and no
+            more than the vocabulary has.
         prompt_logprobs: the same for the prompt's tokens after `prompt_logprobs_start` (the first one has none).
         prompt_logprobs_start: a position in the prompt; the tokens up to it need not be computed if a cache has them.
         logprob_token_ids: tokens whose log-probabilities are wanted too, at each place of `logprobs` and
@@ -361,9 +362,9 @@ class SamplingParams(
         _check_token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_STRINGS, vocab_size)
         check_flag("ignore_eos", self.ignore_eos)
         if self.logprobs is not None:
-            check_integer("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
+            check_integer("logprobs", self.logprobs, 0, min(MAX_TOP_LOGPROBS, vocab_size))
         if self.prompt_logprobs is not None:
-            check_integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
+            check_integer("prompt_logprobs", self.prompt_logprobs, 0, min(MAX_TOP_LOGPROBS, vocab_size))
         check_integer("prompt_logprobs_start", self.prompt_logprobs_start, 0, MAX_COUNT)
         _check_token_ids("logprob_token_ids", self.logprob_token_ids, MAX_LOGPROB_TOKEN_IDS, vocab_size)
         if self.logprob_token_ids and self.logprobs is None and self.prompt_logprobs is None:

@@ -21,7 +21,6 @@ import torch
 import triton
 from torch import Tensor
 
-from ...runtime.sampling_params import MAX_TOP_LOGPROBS
 from ..kernels.triton import sampler as kernels
 from ..kernels.triton import sampler_choose as choose_kernels
 from ..kernels.triton import sampler_logprobs as logprob_kernels
@@ -30,9 +29,12 @@ from .logits import TokenLogprobs
 from .sampler_backend import CapturableSampler, SampledTokens
 from .sampling_batch import Draw, Int32s, Int64s, LogitEdits, Penalties, SamplingBatch
 from .token_counts import TokenCounts
+from .torch_backend import TorchSamplerBackend
 
 _WORD_BITS: Final = 32
 _LOGPROB_WARPS: Final = 4
+_MOST_RANKED: Final = 20
+"""The kernels rank so many likeliest tokens, which nearly all requests stay below; for more, torch does."""
 # The torch backend rounds products before it adds them. Without fusion penalized logits are the same bit for bit.
 _LAUNCH: Final[dict[str, Any]] = {"enable_fp_fusion": False}
 
@@ -64,6 +66,7 @@ class TritonSamplerBackend:
         self._counts = counts
         self._buffers = counts.buffers
         self._geometry = geometry
+        self._torch = TorchSamplerBackend(counts)
 
     def warm_up(self, vocab_size: int, logits_dtype: torch.dtype = torch.float32) -> None:
         """Compile every variant of the kernels at start: seconds on a new machine, which no request has to wait for."""
@@ -75,7 +78,7 @@ class TritonSamplerBackend:
         plain, filtered = (Draw(row, word, ones, None, top_p, None) for top_p in (None, 0.5 * ones))
         for edits_or_none, draw in itertools.product((None, edits), (None, plain, filtered)):
             self.sample(logits, SamplingBatch(1, edits=edits_or_none, draw=draw))
-        for top_k in (1, MAX_TOP_LOGPROBS):
+        for top_k in (1, _MOST_RANKED):
             self.logprobs(logits, row, token_ids, top_k)
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> SampledTokens:
@@ -186,7 +189,9 @@ class TritonSamplerBackend:
         )
 
     def logprobs(self, logits: Tensor, indices: Int64s, token_ids: Tensor, top_k: int) -> TokenLogprobs:
-        """Equally likely tokens are ordered by id."""
+        """Equally likely tokens are ordered by id, where at most `_MOST_RANKED` are asked for."""
+        if top_k > _MOST_RANKED:
+            return self._torch.logprobs(logits, indices, token_ids, top_k)
         assert logits.stride(1) == 1
         num_rows, vocab_size = len(indices), logits.shape[1]
         device, chunk = logits.device, self._geometry.chunk
@@ -223,7 +228,7 @@ class TritonSamplerBackend:
             top_k,
             num_chunks,
             CHUNKS=triton.next_power_of_2(num_chunks),
-            CANDIDATES=triton.next_power_of_2(num_chunks * (MAX_TOP_LOGPROBS if top_k > 1 else 1)),
+            CANDIDATES=triton.next_power_of_2(num_chunks * (_MOST_RANKED if top_k > 1 else 1)),
             num_warps=_LOGPROB_WARPS,
         )
         return TokenLogprobs(token, top_ids, top)

@@ -110,7 +110,9 @@ class RequestLimits:
     max_stop_strings: Annotated[int, "Stop strings, and stop token ids, in one request."] = 64
     max_stop_chars: Annotated[int, "Characters in one stop string."] = 1024
     max_logit_bias: Annotated[int, "Entries in logit_bias."] = 1024
-    max_logprobs: Annotated[int, "Most top logprobs per token that a request may ask for."] = 20
+    max_logprobs: Annotated[
+        int, "Most likeliest tokens, with their log-probabilities, that a request may ask for at each token."
+    ] = 20
     max_images: Annotated[
         int, "Images in one request.", Alias("limit_mm_per_prompt", translate=_limit_mm_per_prompt)
     ] = 8

@@ -87,7 +87,7 @@ def test_names_of_other_benchmarks_belong_to_options(import_reference):
         ("page_size", "integer, in [1, 4096]"),
         ("mem_fraction", "number or `auto`, in (0, 1]"),
         ("send_timeout", "number, above 0"),
-        ("max_logprobs", "integer, at least 1, at most 20"),
+        ("max_logprobs", "integer, at least 1, at most 1024"),
         ("model", "text"),
         ("api_key", "text, any number of times"),
         ("overload", "one of `refuse`, `queue`"),

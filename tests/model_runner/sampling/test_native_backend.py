@@ -338,7 +338,8 @@ def test_a_mask_that_is_too_short_is_refused(best_library):
 
 class TestLogprobs:
     @pytest.mark.parametrize(
-        ("vocab_size", "top_k"), [(1, 1), (1, 0), (16, 16), (130, 20), (3000, 3), (3000, 0), (3001, 20)]
+        ("vocab_size", "top_k"),
+        [(1, 1), (1, 0), (16, 16), (130, 20), (3000, 3), (3000, 0), (3001, 20), (3001, 1024)],
     )
     def test_are_those_of_float64(self, library, vocab_size, top_k):
         batch = Batch([Row(GREEDY, peaked(vocab_size, n)) for n in range(4)], vocab_size)

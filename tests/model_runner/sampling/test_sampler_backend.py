@@ -240,7 +240,9 @@ def test_keys_order_floats():
 
 
 class TestLogprobs:
-    @pytest.mark.parametrize(("vocab_size", "top_k"), [(1, 1), (1, 0), (130, 20), (300, 3), (300, 0)])
+    @pytest.mark.parametrize(
+        ("vocab_size", "top_k"), [(1, 1), (1, 0), (130, 20), (300, 3), (300, 0), (300, 21)]
+    )
     def test_are_those_of_torch(self, vocab_size, top_k):
         batch = Batch([Row(GREEDY, peaked(vocab_size, n)) for n in range(4)], vocab_size)
         indices, chosen = np.array([3, 0, 2]), torch.randint(vocab_size, (4,), device=DEVICE)

@@ -150,6 +150,17 @@ def test_prompt_logprobs_of_a_chat_and_beside_an_echo(serve: Serve):
     assert choice["logprobs"]["top_logprobs"] == [None, {"c": -1.0, "b": -4.0}, {"c": -0.5}]
 
 
+def test_a_server_may_allow_more_likeliest_tokens(serve: Serve):
+    served = serve(ranked, limits={"max_logprobs": 100})
+
+    for path, body in ((PATH, {"prompt": "abc", "logprobs": 100}), (CHAT, HI | {"top_logprobs": 100})):
+        asked = body | ({"logprobs": True} if path == CHAT else {})
+        served.client.post(path, json=asked | {"max_tokens": 1}).raise_for_status()
+        assert served.engine.next_request().sampling.logprobs == 100
+    reply = served.client.post(PATH, json={"prompt": "abc", "logprobs": 101})
+    assert "[0, 100]" in reply.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("fields", "error"),
     [
