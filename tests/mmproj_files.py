@@ -28,7 +28,7 @@ def write_pair(folder: Path, to: Path, kind: str = "F32", *, swapped: bool = Fal
     of_tower = {n: a for n, a in tensors.items() if n.startswith(_TOWERS)}
     to.mkdir(exist_ok=True)
     _write_text(folder, to / "model.gguf", config, {n: a for n, a in tensors.items() if n not in of_tower})
-    _write_tower(folder, to / "mmproj-model.gguf", config, of_tower, kind, swapped, keys)
+    write_tower(folder, to / "mmproj-model.gguf", config, of_tower, kind, swapped, keys)
     return to / "model.gguf"
 
 
@@ -96,7 +96,7 @@ def _write_tokens(writer: Any, folder: Path, vocab_size: int) -> None:
     )
 
 
-def _write_tower(
+def write_tower(
     folder: Path,
     path: Path,
     config: dict[str, Any],
@@ -105,6 +105,7 @@ def _write_tower(
     swapped: bool,
     keys: dict[str, Any],
 ) -> None:
+    """Write the `mmproj` file of a folder's tower, from its tensors in float32; see `write_pair`."""
     import gguf
 
     tower = config["vision_config"]
