@@ -43,7 +43,7 @@ from .lines import (
     unanswered,
     usage_in,
 )
-from .wire import FINAL, BatchBody, BatchUsage, LineErrors, Status, batch_of, live_user
+from .wire import FINAL, BatchBody, BatchUsage, LineErrors, RequestCounts, Status, batch_of, live_user
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +73,7 @@ class _Live:
         owner: of it.
         body: as clients see it.
         ending: once it is to end before its lines are answered; None: it goes on.
+        committing: the final state is being written, and it is too late to cancel.
         work: the task that answers its lines.
         task: the task that takes it through its states.
     """
@@ -81,6 +82,7 @@ class _Live:
         self.owner = owner
         self.body = body
         self.ending: Literal["cancelled", "expired"] | None = None
+        self.committing = False
         self.work: asyncio.Task[None] | None = None
         self.task: asyncio.Task[None] | None = None
 
@@ -202,9 +204,9 @@ class BatchRunner:
         return body
 
     async def cancel(self, live_id: str) -> BatchBody | None:
-        """End an unfinished batch; None if it is finished."""
+        """End an unfinished batch; None if it is finished, or as good as that."""
         live = self._live.get(live_id)
-        if live is None or live.body.status in FINAL:
+        if live is None or live.committing:
             return None
         if live.ending != "cancelled":
             live.body.enter("cancelling", self.files.now_s())
@@ -238,14 +240,10 @@ class BatchRunner:
 
     async def _advance(self, live: _Live) -> None:
         """Take a batch through its states until the last; again after an error of the disk."""
-        if live.body.status == "failed":
-            await self._finish(live, "failed")
-            return
         if live.body.status == "validating" and not live.ending:
             errors = await self._validate(live)
             if errors is not None and not live.ending:
-                live.body.errors = errors
-                await self._finish(live, "failed")
+                await self._finish(live, msgspec.structs.replace(live.body, errors=errors), "failed")
                 return
         if live.body.status == "in_progress":
             await self._recount(live)
@@ -290,9 +288,11 @@ class BatchRunner:
 
     async def _finalize(self, live: _Live) -> None:
         """Write the files of a batch, and end it."""
-        batch = live.body
         ending: Literal["cancelled", "expired", "completed"] = live.ending or "completed"
-        _reset_counts(batch)
+        total = live.body.request_counts.total
+        batch = msgspec.structs.replace(
+            live.body, request_counts=RequestCounts(total=total), usage=BatchUsage()
+        )
         with self.files.new() as outputs, self.files.new() as errors:
             first, num_missing = 0, 0
             while rows := await self._page(live, first):
@@ -308,7 +308,7 @@ class BatchRunner:
             for file in (outputs, errors):
                 await asyncio.to_thread(file.sync)
             batch.request_counts.failed += num_missing
-            await self._finish(live, ending, outputs, errors)
+            await self._finish(live, batch, ending, outputs, errors)
 
     def _write_results(
         self, live: _Live, rows: list[Row], outputs: NewFile, errors: NewFile, ending: str
@@ -321,9 +321,17 @@ class BatchRunner:
                 line = row["result"]
             (outputs if 0 < row["status"] < 400 else errors).write(line)
 
-    async def _finish(self, live: _Live, status: Status, *results: NewFile) -> None:
-        """Enter a final state, with the files of the results."""
-        batch, owner, now_s = live.body, live.owner, self.files.now_s()
+    async def _finish(self, live: _Live, batch: BatchBody, status: Status, *results: NewFile) -> None:
+        """Enter a final state, with the files of the results; clients see it once it is committed.
+
+        Args:
+            live: of it.
+            batch: a copy that is to replace the body.
+            status: final.
+            results: outputs and errors.
+        """
+        live.committing = True
+        owner, now_s = live.owner, self.files.now_s()
         batch.enter(status, now_s)
         after = batch.output_expires_after
         expires_s = now_s + (KEPT_S if after is UNSET else after.seconds)
@@ -343,15 +351,17 @@ class BatchRunner:
                         purpose="batch_output",
                         expires_s=expires_s,
                     )
-            self._update(db, live, expires_s=now_s + KEPT_S)
+            self._update(db, owner, batch, expires_s=now_s + KEPT_S)
 
         try:
             await self._store.write(commit, durable=True)
         except StateError:
+            live.committing = False
             for file in written:
                 if file is not None:
                     self.files.path(file.id).unlink(missing_ok=True)
             raise
+        live.body = batch
         logger.info(
             "batch=%s status=%s lines=%d failed=%d",
             batch.id,
@@ -437,7 +447,8 @@ class BatchRunner:
 
     async def _recount(self, live: _Live) -> None:
         """Take counts and usage from the rows: a server before this one may have answered lines."""
-        _reset_counts(live.body)
+        live.body.request_counts = RequestCounts(total=live.body.request_counts.total)
+        live.body.usage = BatchUsage()
         first = 0
         while rows := await self._page(live, first):
             first = rows[-1]["part"] + 1
@@ -445,15 +456,16 @@ class BatchRunner:
                 _count(live.body, row)
 
     async def _save(self, live: _Live) -> None:
-        await self._store.write(lambda db: self._update(db, live), durable=True)
+        await self._store.write(lambda db: self._update(db, live.owner, live.body), durable=True)
 
-    def _update(self, db: sqlite3.Connection, live: _Live, **values: Any) -> None:
-        content = msgspec.json.encode(live.body)
+    @staticmethod
+    def _update(db: sqlite3.Connection, owner: str, batch: BatchBody, **values: Any) -> None:
+        content = msgspec.json.encode(batch)
         BATCHES.update(
             db,
-            live.owner,
-            live.body.id,
-            status=live.body.status,
+            owner,
+            batch.id,
+            status=batch.status,
             num_bytes=len(content),
             body=content,
             **values,
@@ -471,11 +483,6 @@ class BatchRunner:
 
 
 _NO_TOKENS: Final = dict.fromkeys(("input_tokens", "cached_tokens", "output_tokens", "reasoning_tokens"), 0)
-
-
-def _reset_counts(batch: BatchBody) -> None:
-    batch.request_counts.completed = batch.request_counts.failed = 0
-    batch.usage = BatchUsage()
 
 
 def _count(batch: BatchBody, line: Row | Mapping[str, Any]) -> None:

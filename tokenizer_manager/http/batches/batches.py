@@ -108,7 +108,7 @@ async def cancel_batch(exchange: Exchange, services: Services) -> None:
     cancelled = await services.required_batches.cancel(batch.id)
     if cancelled is None and batch.status != "cancelled":
         raise RequestError(
-            f"the batch is {batch.status}; only an unfinished one can be cancelled",
+            f"the batch is {batch.status}, too late to cancel it; its results are kept",
             code="invalid_state",
             status=409,
         )

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +20,7 @@ from engine.runtime.config.answer_config import RequestLimits
 from engine.runtime.messages import GenerateRequest, TextOutput
 from engine.tokenizer_manager.http.batch_runner.lines import InputReader, body_at
 from engine.tokenizer_manager.http.batch_runner.runner import BatchRunner
+from engine.tokenizer_manager.http.batch_runner.wire import BatchBody
 from engine.tokenizer_manager.http.openai.wire import CompletionRequest
 from engine.tokenizer_manager.state.store import StateStore
 from engine.tokenizer_manager.state.tables import BATCH_LINES
@@ -252,6 +255,31 @@ def test_a_cancelled_batch_keeps_what_is_answered(serve_kept):
     assert (missing["response"], missing["error"]["code"]) == (None, "batch_cancelled")
     again = served.client.post(f"/v1/batches/{batch['id']}/cancel")
     assert again.json() == done
+
+
+def test_a_batch_is_finished_when_its_files_are_there(serve_kept, monkeypatch):
+    """Until the final state is committed the batch has the one before, and it is too late to cancel it."""
+    served = serve_kept()
+    runner = served.services.batches
+    batch = msgspec.convert(create(served, as_file([line("a")])), BatchBody)
+    loop = served.engine.loop
+    assert runner is not None and loop is not None
+    entered, go = threading.Event(), threading.Event()
+    insert = runner.files.insert
+
+    def slow_insert(*args: Any, **values: Any) -> Any:
+        entered.set()
+        go.wait(WAIT_S)
+        return insert(*args, **values)
+
+    monkeypatch.setattr(runner.files, "insert", slow_insert)
+    served.engine.say(*say_all("x")(served.engine.next_request()))
+    assert entered.wait(WAIT_S)
+
+    assert runner.current(batch).status == "finalizing"
+    assert asyncio.run_coroutine_threadsafe(runner.cancel(batch.id), loop).result() is None
+    go.set()
+    assert wait(served, batch.id)["status"] == "completed"
 
 
 def test_only_an_unfinished_batch_can_be_cancelled(serve_kept):
