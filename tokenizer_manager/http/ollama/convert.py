@@ -129,10 +129,11 @@ def read_generate(
     history = History()
     if request.images and not sees_images:
         raise refused("images", f"has images, {ONLY_TEXT}", "unsupported_value")
-    if request.raw:
-        for name in ("system", "format", "think", "images"):
+    if request.raw or request.suffix:
+        other = "raw" if request.raw else "suffix"
+        for name in ("system", "format", "think", "images", "suffix" if request.raw else "raw"):
             if getattr(request, name):
-                raise refused(name, "cannot be combined with raw; send one of them", "unsupported_value")
+                raise refused(name, f"cannot be combined with {other}; send one of them", "unsupported_value")
     elif request.prompt:
         if request.system:
             history.system(request.system)

@@ -13,6 +13,7 @@ from ..delivery import collect_deltas, stream
 from ..exchange import Exchange
 from ..guards.auth import Caller
 from ..schema.accounting import timings_of, usage_of
+from ..schema.fim import fim_prompt, fim_tokens
 from ..services import Engine
 from .convert import CONTENT_TYPE, Durations, OllamaStream, read_chat, read_generate
 from .wire import OllamaChatRequest, OllamaFields, OllamaGenerateRequest
@@ -29,6 +30,22 @@ async def ollama_chat(exchange: Exchange, engine: Engine) -> None:
 async def ollama_generate(exchange: Exchange, engine: Engine) -> None:
     """Answer a prompt in the form of Ollama's API."""
     await _answer(exchange, engine, read_generate, chat=False)
+
+
+def _filling_in(generation: GenerationRequest, prefix: str, suffix: str, engine: Engine) -> GenerationRequest:
+    """The request for the text between two others, without the template; the prompt leaves a quarter of the context."""
+    sampling, context = generation.sampling, engine.manager.capacity.max_model_len
+    ids = fim_prompt(
+        engine.tokenizer,
+        prefix,
+        suffix,
+        room=context - (sampling.max_new_tokens or context // 4),
+        param="suffix",
+        suffix_first=engine.config.answers.spm_infill,
+    )
+    ends = fim_tokens(engine.tokenizer, "suffix").ends
+    sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *ends))
+    return replace(generation, prompts=[ids], conversation=None, sampling=sampling)
 
 
 async def _answer(
@@ -72,7 +89,9 @@ def _read(
     )
     if isinstance(request, OllamaChatRequest):
         request.messages = []  # the conversation has them; an answer may take long, and images are megabytes
-    elif isinstance(request, OllamaGenerateRequest):
+    elif isinstance(request, OllamaGenerateRequest) and request.suffix:
+        generation = _filling_in(generation, request.prompt or "", request.suffix, engine)
+    if isinstance(request, OllamaGenerateRequest):
         request.images = []
     scheduling = engine.with_adapter(caller.scheduling(request), request.model)
     return request, replace(generation, scheduling=scheduling)

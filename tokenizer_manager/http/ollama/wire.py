@@ -55,6 +55,7 @@ class OllamaGenerateRequest(OllamaFields, kw_only=True):
     """Body of `POST /api/generate`."""
 
     prompt: str | None = None
+    suffix: str | None = None
     images: list[str] | None = None
     system: str | None = None
     raw: bool | None = None
@@ -117,7 +118,7 @@ CHAT_POLICY: Final = FieldPolicy(
 )
 GENERATE_POLICY: Final = FieldPolicy(
     OllamaGenerateRequest,
-    _NOT_YET | {"context": (), "suffix": (), "width": (0,), "height": (0,), "steps": (0,)},
+    _NOT_YET | {"context": (), "width": (0,), "height": (0,), "steps": (0,)},
     no_effect=_NO_EFFECT,
     nested={"options": OPTIONS_POLICY},
 )
