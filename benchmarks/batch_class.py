@@ -2,6 +2,7 @@
 
     engine serve &                                        # http://127.0.0.1:30000
     python benchmarks/batch_class.py [--rounds 2] [--num-prompts 60] [--alone 64]
+    python benchmarks/batch_class.py --simulate llama-3.2-1b:cpu-2:0.1 llama-3.1-8b:h200:5   # no server
 
 1. The workload of Poisson arrivals (W5 of `cpu_vs_peers.py`) without flex requests, then with `--num-flex` of them in
    flight all the time, in turn. Goals: P99 and mean ITL at most 1.05 of those without, P99 TTFT at most 1.15.
@@ -9,12 +10,16 @@
 3. Of the time that the scheduler of part 1 had no step, the share that flex requests used: their tokens a second beside
    the workload, divided by their rate alone times that share of time. Goal: 0.8.
 
-Ratios within one run are what counts.
+Ratios within one run are what counts. `--simulate MODEL:DEVICE:RATE` does 1 and 3 with the serving scheduler on a model
+of the device (`engine simulate`), where nothing else runs: 60 requests, and 2,000 lines that all wait from the start.
+The share of 3 is what the lines' end comes earlier by than with none of the idle time; a device with room beside
+decodes does more than 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import array
 import contextlib
 import http.client
 import json
@@ -29,9 +34,17 @@ from typing import Any
 
 from benchmarks.peers.workloads import run_client
 from engine import LLM, SamplingParams
+from engine.runtime.config.engine_config import EngineConfig
+from engine.simulator.cluster import simulate
+from engine.simulator.cost_model import Roofline
+from engine.simulator.facts import DEVICES, MODELS
+from engine.simulator.report import Report
+from engine.simulator.setup import replica_settings
+from engine.simulator.sim_request import SimRequest
 
 _MOST_ID = 20_000
 _LIMIT_S = 900.0
+_SIMULATED_LINES = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +100,10 @@ class Server:
                 self.tokens += answer["usage"]["completion_tokens"]
                 self.lines += 1
 
-    def step_s(self) -> float:
-        """Seconds of all steps so far."""
-        return float(self.ask("GET", "/server_info")["scheduler"]["step_s_total"])
+    def totals(self) -> tuple[float, int]:
+        """Seconds of all steps so far, and tokens generated."""
+        figures = self.ask("GET", "/server_info")["scheduler"]
+        return float(figures["step_s_total"]), int(figures["generation_tokens_total"])
 
     @contextlib.contextmanager
     def with_flex(self, count: int, seed: int) -> Iterator[None]:
@@ -135,10 +149,11 @@ def run_beside(server: Server, options: Sequence[str], num_flex: int, seed: int)
     with server.with_flex(num_flex, seed) if num_flex else contextlib.nullcontext():
         if num_flex:
             time.sleep(3.0)
-        tokens, step_s, start_s = server.tokens, server.step_s(), time.monotonic()
-        summary, _ = run_client(server.url, options, _LIMIT_S)
-        wall_s = time.monotonic() - start_s
-        busy, rate = (server.step_s() - step_s) / wall_s, (server.tokens - tokens) / wall_s
+        before, start_s = server.totals(), time.monotonic()
+        summary, rows = run_client(server.url, options, _LIMIT_S)
+        wall_s, after = time.monotonic() - start_s, server.totals()
+    busy = (after[0] - before[0]) / wall_s
+    rate = max(0, after[1] - before[1] - sum(row.output_tokens for row in rows)) / wall_s
     return Beside(summary["itl_ms"]["mean"], summary["itl_ms"]["p99"], summary["ttft_ms"]["p99"], busy, rate)
 
 
@@ -162,6 +177,43 @@ def run_offline(llm: LLM, lines: Sequence[Line]) -> float:
     return num_tokens / (time.monotonic() - start_s)
 
 
+def simulate_all(model_name: str, device_name: str, rate: float) -> None:
+    """Parts 1 and 3 in simulation."""
+    model, device = MODELS[model_name], DEVICES[device_name]
+    settings = replica_settings(EngineConfig(), model, device)
+
+    def request(rng: random.Random, rid: str, arrival_s: float, *, background: bool) -> SimRequest:
+        line = Line.at_random(rng)
+        ids = array.array("i", line.prompt).tobytes()
+        return SimRequest(rid, arrival_s, ids, line.output_len, line.output_len, background=background)
+
+    def run(num_requests: int, num_lines: int) -> Report:
+        rng, now_s = random.Random(0), 5.0
+        requests = [request(rng, f"line{idx}", 0.0, background=True) for idx in range(num_lines)]
+        rng = random.Random(1)
+        for idx in range(num_requests):
+            now_s += rng.expovariate(rate)
+            requests.append(request(rng, f"r{idx}", now_s, background=False))
+        return simulate(iter(requests), settings, Roofline(model, device))
+
+    without, with_lines, lines = run(60, 0), run(60, _SIMULATED_LINES), run(0, _SIMULATED_LINES)
+    ratios = [
+        f"{name} {new:.1f} to {old:.1f} ms, {new / old:.3f}"
+        for name, new, old in (
+            ("ITL mean", with_lines.itl_ms.mean, without.itl_ms.mean),
+            ("P99", with_lines.itl_ms.p99, without.itl_ms.p99),
+            ("TTFT P99", with_lines.ttft_ms.p99, without.ttft_ms.p99),
+        )
+    ]
+    idle_s = (1 - without.busy_share) * without.duration_s
+    used = (lines.duration_s + without.duration_s - with_lines.duration_s) / max(idle_s, 1e-9)
+    print(
+        f"{model_name} on {device_name}, {rate:g}/s, steps {without.busy_share:.2f} of the time: "
+        f"{'; '.join(ratios)}; of the idle time {used:.2f} used; {with_lines.retractions} retractions",
+        flush=True,
+    )
+
+
 def main() -> None:
     """Measure, and print the ratios."""
     parser = argparse.ArgumentParser(
@@ -178,7 +230,13 @@ def main() -> None:
     parser.add_argument(
         "--model", default=None, help="of part 2 (default: the default model, as the server's)"
     )
+    parser.add_argument("--simulate", nargs="*", metavar="MODEL:DEVICE:RATE", help="instead of a server")
     arguments = parser.parse_args()
+    if arguments.simulate:
+        for each in arguments.simulate:
+            model, device, rate = each.split(":")
+            simulate_all(model, device, float(rate))
+        return
     server = Server(arguments.url)
 
     alone = 0.0

@@ -2,7 +2,8 @@
 
 TTFT is arrival to first token, queue time is arrival to the start of the prompt, E2E is arrival to last token; TPOT is
 (E2E - TTFT) / (tokens - 1) of one request; ITL are the gaps between consecutive tokens of all requests. Goodput counts
-the requests per second that meet every objective.
+the requests per second that meet every objective. Requests of the background class count in no latency, and in no rate
+of requests.
 """
 
 from __future__ import annotations
@@ -83,6 +84,8 @@ class Measurements:
         ttft_s, tpot_s, e2e_s, queue_s: of answered requests, in the order in which they finish. TPOT is NaN for one
             token.
         prompt_tokens, cached_tokens, output_tokens: sums over answered requests.
+        num_background, background_tokens: answered requests of the background, and their tokens, which are also in
+            `output_tokens`.
         retractions: how often requests lost their KV memory.
         num_failed: requests that were refused or ended with an error, by message without its numbers.
         first_failures: the first message of each, with its numbers.
@@ -101,6 +104,7 @@ class Measurements:
         self.e2e_s = array("d")
         self.queue_s = array("d")
         self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
+        self.num_background = self.background_tokens = 0
         self.retractions = 0
         self.num_failed: Counter[str] = Counter()
         self.first_failures: dict[str, str] = {}
@@ -121,7 +125,7 @@ class Measurements:
     @property
     def num_finished(self) -> int:
         """Requests that ended in any way."""
-        return self.num_answered + self.num_failed.total()
+        return self.num_answered + self.num_background + self.num_failed.total()
 
     def step(self, step_s: float, tokens: int, padded_tokens: int, kv_use: float) -> None:
         """Record a planned step."""
@@ -148,6 +152,13 @@ class Measurements:
         self.tpot_s.append((end_s - first_s) / (output_len - 1) if output_len > 1 else math.nan)
         self.e2e_s.append(end_s - arrival_s)
         self.queue_s.append(start_s - arrival_s)
+        self.output_tokens += output_len
+        self.last_end_s = max(self.last_end_s, end_s)
+
+    def background_answered(self, output_len: int, end_s: float) -> None:
+        """Record a request of the background that received its last token."""
+        self.num_background += 1
+        self.background_tokens += output_len
         self.output_tokens += output_len
         self.last_end_s = max(self.last_end_s, end_s)
 
@@ -207,6 +218,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         left_waiting_share: share of the passes with waiting requests that left one waiting; in the others the order of
             the queue has no effect.
         padding_share: share of padding in the tokens that steps computed.
+        num_background, background_tokens: see `Measurements`.
     """
 
     name: str
@@ -234,6 +246,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     output_tokens: int
     num_replicas: int
+    num_background: int = 0
+    background_tokens: int = 0
 
 
 def make_report(
@@ -245,7 +259,11 @@ def make_report(
         slo_ms: objectives in milliseconds by metric of `SLO_METRICS`; a request of one token meets any TPOT.
     """
     num_answered, num_failed = measurements.num_answered, measurements.num_failed.total()
-    duration_s = max(measurements.last_end_s - measurements.first_arrival_s, 1e-9) if num_answered else 1e-9
+    duration_s = (
+        max(measurements.last_end_s - measurements.first_arrival_s, 1e-9)
+        if num_answered + measurements.num_background
+        else 1e-9
+    )
     columns = {"ttft": measurements.ttft_s, "tpot": measurements.tpot_s, "e2el": measurements.e2e_s}
     kept = np.ones(num_answered, dtype=np.bool_)
     for metric, limit_ms in (slo_ms or {}).items():
@@ -278,6 +296,8 @@ def make_report(
         padding_share=measurements.padded_tokens / max(measurements.step_tokens, 1),
         prompt_tokens=measurements.prompt_tokens,
         output_tokens=measurements.output_tokens,
+        num_background=measurements.num_background,
+        background_tokens=measurements.background_tokens,
         num_replicas=num_replicas,
     )
 

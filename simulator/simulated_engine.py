@@ -319,12 +319,19 @@ class SimulatedEngine:
                     owner.first_s = now_s
                     last_s[rows[idx]] = now_s
                     continue
-                self._measurements.gaps.add(np.array([now_s - last_s[rows[idx]]]))  # after a retraction
+                if not batch.reqs[sampled[idx]].background:
+                    self._measurements.gaps.add(np.array([now_s - last_s[rows[idx]]]))  # after a retraction
                 last_s[rows[idx]] = now_s
             rows = rows[num_finished_prompts:]
         if len(rows):
-            self._measurements.gaps.add(now_s - last_s[rows])
+            gaps_s = now_s - last_s[rows]
             last_s[rows] = now_s
+            if any(req.background for req in batch.reqs):
+                in_background = [
+                    batch.reqs[idx].background for idx in sampled[len(sampled) - len(rows) :].tolist()
+                ]
+                gaps_s = gaps_s[~np.array(in_background)]
+            self._measurements.gaps.add(gaps_s)
 
     # ------------------------------------------------------------ ends
 
@@ -347,13 +354,16 @@ class SimulatedEngine:
             live.last_s = now_s
             self._hand_over(live, now_s)
             return
-        measurements.answered(
-            arrival_s=request.arrival_s,
-            start_s=live.start_s,
-            first_s=live.first_s,
-            end_s=now_s,
-            output_len=request.output_len,
-        )
+        if req.background:
+            measurements.background_answered(request.output_len, now_s)
+        else:
+            measurements.answered(
+                arrival_s=request.arrival_s,
+                start_s=live.start_s,
+                first_s=live.first_s,
+                end_s=now_s,
+                output_len=request.output_len,
+            )
         self._answered(live, now_s)
 
     def _fail(self, rid: str, message: str, now_s: float) -> None:

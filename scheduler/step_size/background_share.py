@@ -15,8 +15,8 @@ request, and at full size in a quiet night:
 
     limit_s = clamp(time since the last interactive request / 10, target_s, 8 * target_s)
 
-Without a target (`--target-step-ms 0`) these steps have no limit. Something is always computed: one request decodes, or
-a page of one prompt.
+Without a target (`--target-step-ms 0`, the default on CUDA) they are from `NO_TARGET_S` up, without an end. Something
+is always computed: one request decodes, or a page of one prompt.
 
 Decodes come before prompts; those that waited longest are first. *Rows and pages* that interactive requests had in the
 busiest moment of the last minute stay free for them, beside those that they have now.
@@ -38,6 +38,8 @@ from ..requests.req import Chunk
 from ..requests.requests import Requests
 from .step_target import PromptTime, StepTarget
 
+NO_TARGET_S: Final = 0.005
+"""In place of a target that is not set, for steps without interactive requests: those of a GPU."""
 SHARE_OF_QUIET: Final = 0.1
 MOST_TARGETS: Final = 8
 PEAK_S: Final = 60.0
@@ -113,12 +115,11 @@ class BackgroundShare:
         """
         self._begin(chunks, decode_rows, now_s)
         order = np.argsort(self._turn_of_row[rows], kind="stable").astype(np.int32)
-        if self._limit_s < math.inf:
-            row_s, token_s = self._target.decode_costs
-            kv_tokens = self._memory.states.num_computed[rows[order]] + 1
-            ends_s = self._used_s + np.cumsum(row_s + token_s * kv_tokens)
-            most = int(np.searchsorted(ends_s, self._limit_s, side="right"))
-            order = order[: max(most, 0 if self._has_interactive else 1)]
+        row_s, token_s = self._target.decode_costs
+        kv_tokens = self._memory.states.num_computed[rows[order]] + 1
+        ends_s = self._used_s + np.cumsum(row_s + token_s * kv_tokens)
+        most = int(np.searchsorted(ends_s, self._limit_s, side="right"))
+        order = order[: max(most, 0 if self._has_interactive else 1)]
         # Distinct turns, so that the order rotates: with equal ones the last rows would be left out again and again.
         self._turn_of_row[rows[order]] = self._num_turns + np.arange(1, len(order) + 1)
         self._num_turns += len(order)
@@ -130,8 +131,6 @@ class BackgroundShare:
         Args:
             chunks, decode_rows, rows: of `choose`; of the last, those that decode.
         """
-        if self._limit_s == math.inf:
-            return PromptTime.unlimited()
         token_s, pair_s, part_s = self._target.prompt_costs
         # Also before any prompt was measured: beside interactive requests that is no time to try.
         given_s = 0.0 if self._has_interactive else math.inf
@@ -182,7 +181,9 @@ class BackgroundShare:
         else:
             self._used_s = self._target.predict(0, 0, with_decodes=True)
             quiet_s = SHARE_OF_QUIET * (now_s - self._last_interactive_s)
-            self._limit_s = min(max(quiet_s, target_s), MOST_TARGETS * target_s) if target_s else math.inf
+            self._limit_s = max(quiet_s, target_s or NO_TARGET_S)
+            if target_s:
+                self._limit_s = min(self._limit_s, MOST_TARGETS * target_s)
 
     def _predict(
         self, chunks: Sequence[Chunk], decode_rows: IntArray, *, with_prompts: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.runtime.messages import FinishKind
-from engine.scheduler.records.verdict import Reason
+from engine.scheduler.records.verdict import AddReqResult, Reason
 
 BACKGROUND = {"background": True}
 
@@ -34,7 +34,7 @@ def test_under_any_policy_a_later_interactive_request_starts_first(make_schedule
         verdict.rid
         for record in harness.scheduler.decisions.passes
         for verdict in record.verdicts
-        if verdict.reason in (Reason.ADMITTED, Reason.ADMITTED_ALONE)
+        if verdict.result is AddReqResult.CONTINUE
     ]
     assert started == ["runs", "late", line]
 
