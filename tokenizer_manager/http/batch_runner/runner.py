@@ -9,10 +9,6 @@ Every state is a row of the store, and so is each result as soon as it is there,
 row; the files are written from these rows at the end, in the input's order, in the transaction of the final state. So
 after a crash no `custom_id` is missing or there twice: `validating` begins again, lines without a result run again with
 the same seed, and finalizing is repeated.
-
-A line that was running when the process died is begun again with others once, then alone, so that a line that kills the
-process is found: if it dies twice with nothing else of its batch running, the line is an error. A stop that was ordered
-does not count.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ import contextlib
 import functools
 import logging
 import sqlite3
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal
 
 import msgspec
@@ -32,30 +28,15 @@ from ....runtime.config.answer_config import RequestLimits
 from ...state.files import NewFile, StoredFiles
 from ...state.store import StateError
 from ...state.tables import BATCH_LINES, BATCHES, Row
-from .lines import (
-    InputLine,
-    InputReader,
-    LineAnswer,
-    answered,
-    body_at,
-    line_id,
-    seed_of,
-    unanswered,
-    usage_in,
-)
+from .line_runner import AnswerLine, LineRunner, count
+from .lines import InputLine, InputReader, unanswered
 from .wire import FINAL, BatchBody, BatchUsage, LineErrors, RequestCounts, Status, batch_of, live_user
 
 logger = logging.getLogger(__name__)
 
-AnswerLine = Callable[..., Awaitable[LineAnswer]]
 DAY_S: Final = 86_400
 KEPT_S: Final = 30 * DAY_S
 """Time for which a finished batch and its files are kept, unless the client says another one for the files."""
-_TRANSIENT: Final = frozenset({"queue_full", "queue_timeout", "engine_dead", "shutting_down"})
-"""Codes of answers that say nothing about the line: it is sent again."""
-_CROWD_RUNS: Final = 2
-_MAX_RUNS: Final = 4
-_PAGE_LINES: Final = 512
 _INSERTED_LINES: Final = 2048
 _TICK_S: Final = 1.0
 _SWEEP_S: Final = 60.0
@@ -122,12 +103,10 @@ class BatchRunner:
         self._store = files.store
         self._limits = limits
         self._max_body_bytes = max_body_bytes
-        self._retry_s = retry_s
-        self._slots = asyncio.Semaphore(num_slots)
+        self._lines = LineRunner(files, num_slots, retry_s)
         self._live: dict[str, _Live] = {}
         self._clock_task: asyncio.Task[None] | None = None
         self._swept_s = 0.0
-        self._answer: AnswerLine
         self._request_types: Mapping[str, type[msgspec.Struct]] = {}
 
     # ------------------------------------------------------------ for the server
@@ -139,7 +118,7 @@ class BatchRunner:
             answer: `App.answer_line`.
             request_types: the type of the bodies of each endpoint.
         """
-        self._answer = answer
+        self._lines.answer = answer
         self._request_types = request_types
         final = ", ".join(f"'{status}'" for status in sorted(FINAL))
         rows = await self._store.read(lambda db: BATCHES.of_all_owners(db, f"status NOT IN ({final})"))
@@ -232,7 +211,7 @@ class BatchRunner:
             except Exception as error:
                 if _is_of_disk(error):  # what is there stays, and it goes on when there is room
                     logger.warning("batch=%s waits: %s", live.body.id, error)
-                    await asyncio.sleep(self._retry_s)
+                    await asyncio.sleep(self._lines.retry_s)
                     continue
                 logger.exception("bug in batch=%s; it goes on at the next start", live.body.id)
             del self._live[live.body.id]
@@ -248,7 +227,7 @@ class BatchRunner:
         if live.body.status == "in_progress":
             await self._recount(live)
         if live.body.status == "in_progress" and not live.ending:
-            live.work = asyncio.create_task(self._answer_all(live))
+            live.work = asyncio.create_task(self._lines.answer_all(live.owner, live.body))
             try:
                 await asyncio.wait({live.work})
             except asyncio.CancelledError:  # the server stops
@@ -295,11 +274,11 @@ class BatchRunner:
         )
         with self.files.new() as outputs, self.files.new() as errors:
             first, num_missing = 0, 0
-            while rows := await self._page(live, first):
+            while rows := await self._lines.page(live.owner, live.body.id, first):
                 first = rows[-1]["part"] + 1
                 for row in rows:
                     num_missing += row["status"] == 0
-                    _count(batch, row)
+                    count(batch, row)
                 await asyncio.to_thread(self._write_results, live, rows, outputs, errors, ending)
             if live.ending == "cancelled":  # in the meantime
                 ending = "cancelled"
@@ -370,79 +349,6 @@ class BatchRunner:
             batch.request_counts.failed,
         )
 
-    # ------------------------------------------------------------ lines
-
-    async def _answer_all(self, live: _Live) -> None:
-        """Answer the lines that have no result yet."""
-        first, suspects = 0, list[Row]()
-        async with asyncio.TaskGroup() as tasks:
-            while rows := await self._page(live, first):
-                first = rows[-1]["part"] + 1
-                for row in rows:
-                    if row["status"]:
-                        continue
-                    if row["runs"] >= _CROWD_RUNS:
-                        suspects.append(row)
-                        continue
-                    await self._slots.acquire()
-                    task = tasks.create_task(self._answer_one(live, row))
-                    task.add_done_callback(lambda _: self._slots.release())  # even if it never runs
-        for row in suspects:
-            async with self._slots:
-                await self._answer_one(live, row)
-
-    async def _answer_one(self, live: _Live, row: Row) -> None:
-        """Answer a line, for which a slot is taken, and store the result."""
-        batch, number, custom_id = live.body, row["part"], row["custom_id"]
-        values: dict[str, Any]
-        try:
-            if row["runs"] >= _MAX_RUNS:
-                message = "the server died whenever this line was being answered"
-                result = unanswered(batch.id, number, custom_id, "server_error", message)
-                values = {"status": 500, "result": result}
-            else:
-                await self._set_line(live, number, runs=row["runs"] + 1)
-                answer = await self._answered(batch, row)
-                result = answered(batch.id, number, custom_id, answer)
-                values = {"status": answer.status, "result": result}
-                values |= usage_in(answer.body) if answer.status < 400 else {}
-            await self._set_line(live, number, num_bytes=len(result), **values)
-            _count(batch, _NO_TOKENS | values)
-        except asyncio.CancelledError:
-            with contextlib.suppress(StateError):
-                self._store.submit(
-                    lambda db: BATCH_LINES.update(db, live.owner, batch.id, number, runs=row["runs"])
-                )
-            raise
-
-    async def _answered(self, batch: BatchBody, row: Row) -> LineAnswer:
-        path, number = self.files.path(batch.input_file_id), row["part"]
-        body = await asyncio.to_thread(body_at, path, row["place"], row["length"])
-        name, seed = line_id(batch.id, number), seed_of(batch.id, number)
-        owner = row["owner"]
-        while True:
-            answer = await self._answer(batch.endpoint, body, owner, request_id=name, seed=seed)
-            if answer.code not in _TRANSIENT:
-                return answer
-            await asyncio.sleep(self._retry_s)
-
-    async def _set_line(self, live: _Live, number: int, **values: Any) -> None:
-        """Change the row of a line; while the disk is full, wait for room."""
-        while True:
-            try:
-                await self._store.write(
-                    lambda db: BATCH_LINES.update(db, live.owner, live.body.id, number, **values)
-                )
-                return
-            except StateError as error:
-                logger.warning("a result of batch=%s waits: %s", live.body.id, error)
-                await asyncio.sleep(self._retry_s)
-
-    async def _page(self, live: _Live, first: int) -> list[Row]:
-        return await self._store.read(
-            lambda db: BATCH_LINES.parts(db, live.owner, live.body.id, first, _PAGE_LINES)
-        )
-
     # ------------------------------------------------------------ rows
 
     async def _recount(self, live: _Live) -> None:
@@ -450,10 +356,10 @@ class BatchRunner:
         live.body.request_counts = RequestCounts(total=live.body.request_counts.total)
         live.body.usage = BatchUsage()
         first = 0
-        while rows := await self._page(live, first):
+        while rows := await self._lines.page(live.owner, live.body.id, first):
             first = rows[-1]["part"] + 1
             for row in rows:
-                _count(live.body, row)
+                count(live.body, row)
 
     async def _save(self, live: _Live) -> None:
         await self._store.write(lambda db: self._update(db, live.owner, live.body), durable=True)
@@ -480,23 +386,6 @@ class BatchRunner:
             await asyncio.sleep(_TICK_S)
             with contextlib.suppress(StateError):
                 await self.tick()
-
-
-_NO_TOKENS: Final = dict.fromkeys(("input_tokens", "cached_tokens", "output_tokens", "reasoning_tokens"), 0)
-
-
-def _count(batch: BatchBody, line: Row | Mapping[str, Any]) -> None:
-    """Count a line, unless it has no answer yet."""
-    if line["status"] >= 400:
-        batch.request_counts.failed += 1
-    elif line["status"]:
-        batch.request_counts.completed += 1
-    usage = batch.usage
-    usage.input_tokens += line["input_tokens"]
-    usage.input_tokens_details.cached_tokens += line["cached_tokens"]
-    usage.output_tokens += line["output_tokens"]
-    usage.output_tokens_details.reasoning_tokens += line["reasoning_tokens"]
-    usage.total_tokens = usage.input_tokens + usage.output_tokens
 
 
 def _is_of_disk(error: Exception) -> bool:

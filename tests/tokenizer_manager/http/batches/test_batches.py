@@ -427,7 +427,7 @@ def test_a_full_queue_delays_a_line(serve_kept):
     served = serve_kept(max_queued_requests=1)
     runner = served.services.batches
     assert runner is not None
-    runner._retry_s = 0.001
+    runner._lines.retry_s = 0.001
     batch = create(served, as_file([line(str(i)) for i in range(40)]))
     answered: set[str] = set()
     while len(answered) < 40:
@@ -444,7 +444,7 @@ def test_a_full_disk_delays_a_batch(serve_kept):
     served = serve_kept()
     runner, state = served.services.batches, served.services.state
     assert runner is not None and state is not None
-    runner._retry_s = 0.001
+    runner._lines.retry_s = 0.001
     batch = create(served, as_file([line("a")]))
     request = served.engine.next_request()
     state.submit(lambda db: db.execute("PRAGMA query_only = ON").fetchall(), writes=False).result()
