@@ -11,6 +11,8 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from engine.models.gguf.gguf_file import GGUFFile
+from engine.models.gguf_vision import with_tower
 from engine.models.weight_files.weight_memory import num_parameters
 from engine.runtime.errors import ConfigError
 from tests.mmproj_towers import write_tower_pair
@@ -177,5 +179,13 @@ def test_towers_of_another_model(make_qwen: MakeQwen, tmp_path: Path) -> None:
     other = write_tower_pair(make_qwen("qwen2_vl").folder, tmp_path / "qwen")
     tower = other.with_name("mmproj-model.gguf")
 
-    with pytest.raises(ConfigError, match="vocabulary has no token '<|image_pad|>'|but the tower is one for"):
+    with pytest.raises(
+        ConfigError, match="general.architecture is 'llama', but the tower is one for qwen2vl"
+    ):
         found(path, mmproj=str(tower))
+    wider = replace(found(path, language_model_only=True).spec, hidden_size=128)
+    own = path.with_name("mmproj-model.gguf")
+    with pytest.raises(
+        ConfigError, match=r"rows of mm\.2\.weight is 64, but the embedding_length of model.gguf is 128"
+    ):
+        with_tower(GGUFFile(path), wider, own)
