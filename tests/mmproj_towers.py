@@ -40,11 +40,12 @@ FORMS = {
 }
 
 
-def write_tower_pair(folder: Path, to: Path, kind: str = "F32", **keys: Any) -> Path:
+def write_tower_pair(folder: Path, to: Path, kind: str = "F32", without: str = "-", **keys: Any) -> Path:
     """Write `model.gguf` and `mmproj-model.gguf` into `to`; returns the path of the first.
 
     Args:
         kind: of the tower's matrices.
+        without: a part of the names of the tower's tensors that are left out.
         keys: of the tower's metadata, without `clip.`, dots as `__`; they replace the right ones.
     """
     from safetensors.torch import load_file
@@ -57,7 +58,7 @@ def write_tower_pair(folder: Path, to: Path, kind: str = "F32", **keys: Any) -> 
     of_tower = {n: a for n, a in tensors.items() if n.startswith(towers)}
     to.mkdir(exist_ok=True)
     _write_text(to / "model.gguf", config, {n: a for n, a in tensors.items() if n not in of_tower})
-    _write_tower(folder, to / "mmproj-model.gguf", config, of_tower, kind, keys)
+    _write_tower(folder, to / "mmproj-model.gguf", config, of_tower, kind, without, keys)
     return to / "model.gguf"
 
 
@@ -96,7 +97,13 @@ def _write_text(path: Path, config: dict[str, Any], tensors: Arrays) -> None:
 
 
 def _write_tower(
-    folder: Path, path: Path, config: dict[str, Any], tensors: Arrays, kind: str, keys: dict[str, Any]
+    folder: Path,
+    path: Path,
+    config: dict[str, Any],
+    tensors: Arrays,
+    kind: str,
+    without: str,
+    keys: dict[str, Any],
 ) -> None:
     import gguf
 
@@ -150,6 +157,8 @@ def _write_tower(
         if outer in ("mistral3", "pixtral") and name.endswith(("q_proj.weight", "k_proj.weight")):
             array = _pairs(array, tower["num_attention_heads"])
         for stored, part in _parts(names, outer, layers, name, array):
+            if without in stored:
+                continue
             if part.ndim != 2 or "embd" in stored or part.shape[1] % 32:
                 writer.add_tensor(stored, np.ascontiguousarray(part))
             else:

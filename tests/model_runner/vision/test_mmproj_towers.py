@@ -171,6 +171,23 @@ def test_a_tower_of_qwen2_5_vl_that_is_not_computed(make_qwen: MakeQwen, tmp_pat
     path = write_tower_pair(folder, tmp_path / "other", projector_type="qwen3vl_merger", use_gelu=True)
     other = found(path).no_tower
     assert "general.architecture is 'qwen2vl', but the tower is one for qwen3vl and qwen3vlmoe" in other
+    path = write_tower_pair(folder, tmp_path / "patches", vision__patch_size=8)
+    with pytest.raises(ConfigError, match=r"patch_embed.proj.weight' has the shape \[32, 3, 2, 4, 4\]"):
+        found(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("outer", "without", "cause"),
+    [
+        ("internvl", ".ln1.bias", "is a tower of InternViT-6B, of which only that of 300M is computed"),
+        ("llava", "v.class_embd", "has no tensor 'v.class_embd': it is not a tower of CLIP"),
+    ],
+)
+def test_a_tower_without_a_tensor(tmp_path: Path, outer: str, without: str, cause: str) -> None:
+    path = write_tower_pair(folder_of(tmp_path, outer), tmp_path / "pair", without=without)
+
+    assert cause in found(path).no_tower
 
 
 @pytest.mark.slow

@@ -520,6 +520,24 @@ def test_what_can_never_run_is_refused_at_once():
     assert finish is not None and "text only" in finish.message
 
 
+def test_rows_of_tiles_that_alternate_are_placed_in_order_of_positions():
+    harness = make()
+    rows = array("i", [0, 8, 8, 4, 16, 4, 12, 4, 20, 4, 23, 1]).tobytes()
+    item = MediaItem(b"d" * 32, array("i", [1, 25]).tobytes(), "/pixels", (3, 4, 4, 3), rows)
+    params = SamplingParams(max_new_tokens=1, seed=1)
+    harness.scheduler.handle(
+        GenerateRequest("a", array("i", [1] * 30).tobytes(), params, media=(item,)), harness.now_s
+    )
+
+    batch = harness.scheduler.next_batch(harness.now_s)
+
+    assert batch is not None
+    placed = np.frombuffer(batch.plan.new_reqs[0].media, dtype=np.int32).reshape(-1, 3)
+    assert placed[:, :2].tolist() == [[1, 8], [9, 4], [13, 4], [17, 4], [21, 4], [25, 1]]
+    first, second = placed[1, 2], placed[2, 2]
+    assert placed[3:, 2].tolist() == [first + 4, second + 4, second + 7]
+
+
 GOOD = MediaItem(b"d" * 32, array("i", [1, ROWS]).tobytes(), "/pixels", (1, 4, 4, 3))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from array import array
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -77,6 +78,10 @@ def test_a_small_copy_alone() -> None:
     assert small[1:] == limited[1:] == (0, 0)
     assert np.array_equal(small[0], llava_next.tiles_of(image, how, splits=True)[0][:1])
     assert llava_next.rows_of(vision, 0, 0) == [(0, 17)]
+    beside = [[(17 + 4 * row, 4), (34 + 4 * row, 4), (50, 1)] for row in range(4)]
+    assert llava_next.rows_of(vision, 24, 48) == [(0, 16), *chain(*beside)]
+    narrow = [[(17 + 4 * row + 1, 2), (33, 1)] for row in range(4)]
+    assert llava_next.rows_of(vision, 48, 12)[:9] == [(0, 16), *chain(*narrow)]
 
 
 @pytest.mark.parametrize("name", MODES)
