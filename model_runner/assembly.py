@@ -29,6 +29,7 @@ from .drafting.feature_module import FeatureModule
 from .drafting.lag import Lag
 from .kernels.avoided import AVOIDED, NOTHING_AVOIDED, AvoidedKernels
 from .kernels.cpu.library import loaded_isa
+from .layers.decoder import Decoder
 from .memory.host_kv_pool import HostKVPool
 from .memory.io_buffers import InputBuffers, OutputBuffers
 from .memory.kv_pool import KVPool
@@ -237,7 +238,9 @@ def make_draft_model(loaded: LoadedModel, vocab_size: int, max_drafts: int, part
     executor = _make_executor(
         loaded, GraphSizes(), pool, None, attention, parts.slot_table, parts.relay, parts.buffers, None
     )
-    return Drafter(DraftModel(executor, spec.vocab_size, vocab_size), _lag(max_drafts, parts), parts)
+    stores_only = isinstance(loaded.model, Decoder) and loaded.model.stores_only
+    module = DraftModel(executor, spec.vocab_size, vocab_size, stores_only=stores_only)
+    return Drafter(module, _lag(max_drafts, parts), parts)
 
 
 def make_feature_drafter(
@@ -259,8 +262,7 @@ def make_feature_drafter(
 
 
 def _lag(max_drafts: int, parts: DrafterParts) -> Lag:
-    num_rows, page_size = len(parts.slot_table.req_to_token), parts.kv_pool.page_size
-    return Lag(num_rows, page_size, max_drafts + 1, parts.buffers.put)
+    return Lag(len(parts.slot_table.req_to_token), max_drafts + 1, parts.buffers.put)
 
 
 def _memory_indices(spec: ModelSpec) -> list[int]:

@@ -118,3 +118,8 @@ class ForwardBatch:
     incoming: StageStates | None = None
     images: PlacesImages | None = None
     rope_positions: Tensor | None = None
+
+    @property
+    def wants_nothing(self) -> bool:
+        """Whether no token needs logits, see `Decoder.stores_only`."""
+        return self.logits_indices is not None and not self.logits_indices.shape[0]

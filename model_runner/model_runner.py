@@ -187,6 +187,9 @@ class ModelRunner:
             fetched = self._try_batch(plan, masks, draft_timer, encode_timer)
             if plan.num_rounds > 1 and isinstance(fetched, Fetched):
                 further = self._further_rounds(plan, fetched, go_on, masks)
+            if self.drafter is not None and plan.state_saves:
+                rows = np.frombuffer(plan.state_saves, dtype=np.int32)[::3].astype(np.int64)
+                self.buffers.retried(self.drafter.share, np.unique(rows))
         failures = self._failures(fetched)
         pending = PendingStep(plan.step_id, timer, swap_timer, draft_timer, fetched, encode_timer, failures)
         return PendingMultiStep(pending, further) if further else pending

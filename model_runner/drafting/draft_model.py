@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..recording.executor import StepExecutor
-    from .lag import Run
+    from .lag import Run, Tokens
 
 Int64s = npt.NDArray[np.int64]
 
@@ -33,21 +33,28 @@ class DraftModel:
 
     keeps_drafts = True
 
-    def __init__(self, executor: StepExecutor, own_vocab_size: int, vocab_size: int) -> None:
+    def __init__(
+        self, executor: StepExecutor, own_vocab_size: int, vocab_size: int, *, stores_only: bool
+    ) -> None:
         """Take the parts.
 
         Args:
             executor: runs the draft model.
+            stores_only: see `Decoder`; the weights after the keys of the last layer are most of a small draft model.
             own_vocab_size, vocab_size: of the draft model, and of the model that samples: files pad them differently.
         """
         self._executor = executor
         self._last_id = own_vocab_size - 1
         self._vocab_size = vocab_size
+        self._stores_only = stores_only
 
     def start(self, row: int, prefix_loc: Int64s) -> None:
         """Nothing to do: it needs the tokens only."""
 
     def keep(self, batch: InputBatch, states: Tensor, valid: Int64s) -> None:
+        """Nothing to do, as above."""
+
+    def wait(self, tokens: Tokens) -> None:
         """Nothing to do, as above."""
 
     def compute(self, run: Run, states: Tensor | None = None) -> None:
@@ -71,7 +78,7 @@ class DraftModel:
             positions=run.positions,
             out_cache_loc=run.out_cache_loc,
             input_ids=np.minimum(run.input_ids.cpu().numpy(), self._last_id),
-            logits_indices=None if decodes else run.lasts,
+            logits_indices=None if decodes else _NOTHING if self._stores_only and not samples else run.lasts,
             sample_indices=None,
             sampled_idx=np.arange(len(run.rows)) if samples else _NOTHING,
             cut_indices=_NOTHING,

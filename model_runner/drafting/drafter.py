@@ -6,10 +6,12 @@ The runner calls it in this order in each step:
     start     requests got rows; their cached prefixes are in the KV pool and in the slot table
     draft     the drafts that the plan asks for, from the state left by the last step
     absorb    the step's tokens, after the sampler: with their features, and which of them are valid
+    share     the pages of requests are shared from the next step on, though these go on
 
 Its module (a draft model, or a head over the model's features) computes every token of the model once more, also those
 of prompts, because pages with its keys and values are shared like the model's: a page must not depend on what has
-computed it. But it need not do so in the same step, see `lag`: so a step without drafts costs next to nothing.
+computed it. But it need not do so in the same step, see `lag`. The tokens of steps of decodes without drafts are not
+even looked at before some are drafted for, a request leaves, or `MOST` steps: so such a step costs two small copies.
 
 Drafts are sampled with the noise that the model will use at the same position, and with the same filters, so that they
 are right more often than independent samples. With greedy sampling they are the module's likeliest tokens.
@@ -26,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..input_batch import RELAYED
-from .lag import Lag, Run
+from .lag import MOST, Lag, Run, Tokens, ranges
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,6 +77,10 @@ class DraftModule(Protocol):
         """Take what later runs need of a step with features [T, F], of which [n] tokens of each request are right."""
         ...
 
+    def wait(self, tokens: Tokens) -> None:
+        """The same of decodes that wait; later runs compute all of them."""
+        ...
+
     def logits(self, run: Run, *, first: bool) -> Tensor:
         """Compute the tokens of a run: [n, V] logits after the last one of each request, in the run's order.
 
@@ -93,22 +99,29 @@ class Drafter:
         self._parts = parts
         self._lag = lag
         self._drafted: tuple[Int64s, Int64s] = (_NOTHING, _NOTHING)
+        self._unread: list[Tokens] = []  # of the last steps, if they were decodes without drafts
 
     def start(self, new_reqs: Sequence[NewReq]) -> None:
         """Requests got rows."""
         for new in new_reqs:
             prefix_loc = np.frombuffer(new.prefix_loc, dtype=np.int32).astype(np.int64)
-            self._lag.start(new.row, len(prefix_loc))
+            self._lag.start(new.row, len(prefix_loc), len(new.input_ids) // 4)
             self.module.start(new.row, prefix_loc)
 
     def leave(self, rows: Int64s) -> None:
         """Requests leave their rows ([n]): the pages are freed or shared after this call. It may be called again."""
         # Drafts of a step that had no memory, if there are any: the rows get other tokens.
         self._drafted = _NOTHING, _NOTHING
+        self.share(rows)
+
+    def share(self, rows: Int64s) -> None:
+        """Compute the tokens of rows ([n]) that wait."""
+        self._read()
         self._compute(self._lag.waiting(rows))
 
     def draft(self, asked: DraftRows) -> npt.NDArray[np.int32]:
         """The drafts, [sum of counts], request after request; waits for the device."""
+        self._read()
         put = self._parts.buffers.put
         rows, counts = asked.rows, asked.counts
         starts = np.cumsum(counts) - counts
@@ -135,25 +148,45 @@ class Drafter:
                 see `DraftBatch`. None: all are.
         """
         layout = batch.layout
+        waits = self._lag.may_wait(layout)
+        if num_tokens is None and not layout.num_extends and waits.all():
+            if len(self._unread) == MOST:
+                self._read()
+            self._drafted = _NOTHING, _NOTHING  # also if the step with these drafts had no memory
+            # The memory of ids and features is that of the next step, too.
+            copies = features.input_ids.clone(), features.states.clone()
+            self._unread.append(Tokens(batch.token_rows, batch.positions, batch.out_cache_loc, *copies))
+            return
+        self._read()
         lens = layout.extend_lens
         valid = lens if num_tokens is None else num_tokens.cpu().numpy()
-        drafted, self._drafted = self._drafted, (_NOTHING, _NOTHING)  # also if that step had no memory
-        # The first token of a request has nothing before it, so it is no decode.
-        waits = (layout.decodes() == 1) & (lens <= self._lag.max_tokens) & (layout.prefix_lens > 0)
+        drafted, self._drafted = self._drafted, (_NOTHING, _NOTHING)
         if not waits.all():
             idx = np.flatnonzero(~waits)
             self.leave(layout.rows[idx])  # what waits comes first
             run = Run.of_step(batch, features.input_ids, idx, self._parts.buffers.put)
             self.module.compute(run, features.states)
             self._lag.done(run.rows, run.prefix_lens + valid[idx])
-        self.module.keep(batch, features.states, valid)
-        if not waits.any():
-            return
         idx = np.flatnonzero(waits)
-        self._lag.add(batch, features.input_ids, idx, valid[idx])
+        self._compute(self._lag.full(layout.rows[idx]))
+        self.module.keep(batch, features.states, valid)
+        if not len(idx):
+            return
+        tokens = ranges((np.cumsum(lens) - lens)[idx], valid[idx])
+        ids = features.input_ids.index_select(0, self._parts.buffers.put(tokens))
+        rows, positions, loc = batch.token_rows, batch.positions, batch.out_cache_loc
+        self._lag.add(rows[tokens], positions[tokens], loc[tokens], ids)
         if self.module.keeps_drafts:
             self._lag.reached(*drafted)
-        self._compute(self._lag.full(layout.rows[idx]))
+
+    def _read(self) -> None:
+        """Let the tokens of the last steps wait."""
+        if self._unread:
+            tokens = Tokens.of_steps(self._unread)
+            self._compute(self._lag.full(np.unique(tokens.token_rows)))
+            self._lag.add(*tokens[:4])
+            self.module.wait(tokens)
+            self._unread.clear()
 
     def _compute(self, rows: Int64s) -> None:
         """Compute the waiting tokens of rows, each of which has some."""

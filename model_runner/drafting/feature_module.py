@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ..input_batch import InputBatch
     from .drafter import DrafterParts
     from .head_programs import FeatureHead
-    from .lag import Run
+    from .lag import Run, Tokens
 
 Int64s = npt.NDArray[np.int64]
 
@@ -109,34 +109,36 @@ class FeatureModule:
             self._copied[row] = num_tokens
 
     def keep(self, batch: InputBatch, states: Tensor, valid: Int64s) -> None:
-        put, page_size = self._put, self._page_size
-        token_rows, positions, kept = batch.token_rows, batch.positions, states
-        pages, ends, end_states = batch.out_cache_loc // page_size, positions, states
-        if len(valid) < len(positions):  # else one token each, of decodes
-            lens, stops = batch.layout.extend_lens, np.cumsum(valid)
-            tokens = ranges(np.cumsum(lens) - lens, valid)
-            is_end = positions[tokens] % page_size == page_size - 1
-            is_end[stops - 1] = True
-            ending = tokens[is_end]
-            pages, ends, end_states = pages[ending], positions[ending], states.index_select(0, put(ending))
-            if int(valid.max()) > self._num_places:  # of long chunks only the last tokens have a place
-                tokens = tokens[np.arange(len(tokens)) >= np.repeat(stops - self._num_places, valid)]
-            token_rows, positions = token_rows[tokens], positions[tokens]
-            kept = states.index_select(0, put(tokens))
-        page_idx = put(pages)
-        self._page_states.index_copy_(0, page_idx, end_states)
-        self._page_ends.index_copy_(0, page_idx, put(ends)[:, None])
-        places = token_rows * self._num_places + (positions + 1) % self._num_places
-        self._features.index_copy_(0, put(places), kept)
+        lens, stops = batch.layout.extend_lens, np.cumsum(valid)
+        tokens = ranges(np.cumsum(lens) - lens, valid)
+        is_end = batch.positions[tokens] % self._page_size == self._page_size - 1
+        is_end[stops - 1] = True
+        ending = tokens[is_end]
+        end_states = states.index_select(0, self._put(ending))
+        self._keep_of_pages(batch.out_cache_loc[ending], batch.positions[ending], end_states)
+        if int(valid.max()) > self._num_places:  # of long chunks only the last tokens have a place
+            tokens = tokens[np.arange(len(tokens)) >= np.repeat(stops - self._num_places, valid)]
+        places = self._places(batch.token_rows[tokens], batch.positions[tokens] + 1)
+        self._features.index_copy_(0, places, states.index_select(0, self._put(tokens)))
+
+    def wait(self, tokens: Tokens) -> None:
+        """The features of pages follow when the tokens are computed."""
+        self._features.index_copy_(0, self._places(tokens.token_rows, tokens.positions + 1), tokens.states)
 
     def compute(self, run: Run, states: Tensor | None = None) -> None:
-        features = self._waiting(run) if states is None else self._of_step(run, states)
+        if states is None:
+            features = self._waiting(run)
+            self._end_pages(run, run.lasts)
+        else:
+            features = self._of_step(run, states)
         batch = self._batch(run, _NO_ATTENTION, None)
         self._head.store(batch.input_ids, self._head.entered(features), batch)
 
     def logits(self, run: Run, *, first: bool) -> Tensor:
         put, table, idx = self._put, self._slot_table, self._put(run.idx)
         before = self._waiting(run) if first else self._drafted.index_select(0, idx)
+        if first and len(run.positions) > len(run.rows):  # the feature of the last token is not known yet
+            self._end_pages(run, run.lasts[run.extend_lens > 1] - 1)
         # The model's step writes the slots of drafts only after they are made.
         table.store(
             put(run.token_rows * table.width + run.positions), put(run.out_cache_loc.astype(np.int32))
@@ -169,17 +171,36 @@ class FeatureModule:
 
     def _waiting(self, run: Run) -> Tensor:
         """[T, F] the features before the tokens of a run that waited."""
-        places = run.token_rows * self._num_places + run.positions % self._num_places
-        return self._features.index_select(0, self._put(places))
+        return self._features.index_select(0, self._places(run.token_rows, run.positions))
+
+    def _end_pages(self, run: Run, lasts: Int64s) -> None:
+        """Keep the features of pages that waited; `lasts`: index of the last token of each request that waited."""
+        is_end = run.positions % self._page_size == self._page_size - 1
+        is_end[run.lasts] = False
+        is_end[lasts] = True
+        ending = np.flatnonzero(is_end)
+        positions = run.positions[ending]
+        features = self._features.index_select(0, self._places(run.token_rows[ending], positions + 1))
+        self._keep_of_pages(run.out_cache_loc[ending], positions, features)
+
+    def _keep_of_pages(self, loc: Int64s, positions: Int64s, features: Tensor) -> None:
+        """Keep the features [n, F] of the last tokens of pages, which have these slots and positions."""
+        page_idx = self._put(loc // self._page_size)
+        self._page_states.index_copy_(0, page_idx, features)
+        self._page_ends.index_copy_(0, page_idx, self._put(positions)[:, None])
+
+    def _places(self, token_rows: Int64s, positions: Int64s) -> Tensor:
+        """[T] int64, the places of the features before the tokens at `positions`."""
+        return self._put(token_rows * self._num_places + positions % self._num_places)
 
     def _of_step(self, run: Run, states: Tensor) -> Tensor:
         """[T, F] the features before the tokens of a run of a step, from those of the step's tokens."""
         assert run.step_tokens is not None, "they are tokens of a step"
         put = self._put
         before = states.index_select(0, put(np.maximum(run.step_tokens - 1, 0)))
-        places = run.rows * self._num_places + run.prefix_lens % self._num_places
         firsts = run.lasts + 1 - run.extend_lens
-        return before.index_copy_(0, put(firsts), self._features.index_select(0, put(places)))
+        places = self._places(run.rows, run.prefix_lens)
+        return before.index_copy_(0, put(firsts), self._features.index_select(0, places))
 
     def _inputs(self, run: Run) -> tuple[Tensor, Tensor, Tensor]:
         """[T] ids, positions and slots of the pairs of a run."""

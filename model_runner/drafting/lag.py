@@ -2,25 +2,27 @@
 
 A drafter computes every token of the model once more, because pages with its keys and values are shared like the
 model's. It need not do so in the same step: several tokens at once cost less than one after the other, and the first
-draft of a step is what follows the last of them. So the tokens of decodes wait until the request is drafted for, its
-page is full (from the next step on it may be shared), or it leaves its row:
+draft of a step is what follows the last of them. So the tokens of decodes wait until the request is drafted for, leaves
+its row (then its pages may be shared), or has `MOST` of them and others come:
 
     computed by the drafter | wait        | the step's last token, drafts
     0 ................ done | done .. end | position
 
-Prompts do not wait: they are many tokens at once already. Of larger pages parts of 16 tokens are like pages.
+Prompts do not wait, not even one token: their pages are shared at once, or replaced by shared ones. The pages of a
+running request with its decodes are shared only with a checkpoint of state layers; the runner calls `Drafter.share`
+then.
 """
 
 # Shapes: n requests, T tokens of them.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from ..attention.backend import BatchLayout
 
@@ -33,8 +35,31 @@ Int64s = npt.NDArray[np.int64]
 Put = Callable[[npt.NDArray[Any]], "Tensor"]
 
 _ONE: Final = 1
-_MOST: Final = 16
-"""Tokens of a row that wait at most, so that their states take little memory; more at once cost hardly less."""
+MOST: Final = 16
+"""Tokens of a row that wait when others come, at most, so that their states take little memory."""
+
+
+class Tokens(NamedTuple):
+    """T tokens of decodes: host arrays; ids, [T] int64, and features, [T, F], on the device.
+
+    Attributes:
+        token_rows, positions, out_cache_loc: [T]; of a row the positions ascend without a gap.
+    """
+
+    token_rows: Int64s
+    positions: Int64s
+    out_cache_loc: Int64s
+    input_ids: Tensor
+    states: Tensor
+
+    @classmethod
+    def of_steps(cls, steps: Sequence[Self]) -> Self:
+        """The tokens of one or more steps, in their order."""
+        if len(steps) == 1:
+            return steps[0]
+        rows, positions, loc, ids, states = zip(*steps, strict=True)
+        hosts = np.concatenate(rows), np.concatenate(positions), np.concatenate(loc)
+        return cls(*hosts, torch.cat(ids), torch.cat(states))
 
 
 class Run(NamedTuple):
@@ -105,21 +130,28 @@ class Run(NamedTuple):
 class Lag:
     """See the module. Rows of requests without waiting tokens keep stale values."""
 
-    def __init__(self, num_rows: int, page_size: int, max_tokens: int, put: Put) -> None:
+    def __init__(self, num_rows: int, max_tokens: int, put: Put) -> None:
         """`max_tokens`: the most tokens of a decode that wait; more are computed at once."""
-        self._part_size = math.gcd(page_size, _MOST)
         self.max_tokens = max_tokens
-        self.size = self._part_size + max_tokens + 1
-        """Places of a row: position p is in place p % size."""
+        self.size = MOST - 1 + max(MOST, max_tokens) + 1
+        """Places of a row: position p is in place p % size. Fewer than `MOST` wait when others come, and a last one."""
         self._put = put
         self._done = np.zeros(num_rows, dtype=np.int64)
         self._end = np.zeros(num_rows, dtype=np.int64)
+        self._prompt_len = np.zeros(num_rows, dtype=np.int64)
         self._loc = np.zeros((num_rows, self.size), dtype=np.int64)
         self._ids = put(np.zeros(num_rows * self.size, dtype=np.int64))
 
-    def start(self, row: int, prefix_len: int) -> None:
+    def start(self, row: int, prefix_len: int, prompt_len: int) -> None:
         """A request got the row; the pages of its prefix are computed."""
         self._done[row] = self._end[row] = prefix_len
+        self._prompt_len[row] = prompt_len
+
+    def may_wait(self, layout: BatchLayout) -> npt.NDArray[np.bool_]:
+        """[B] whether the tokens of a step's requests may wait: decodes of not too many tokens."""
+        lens, after_prompt = layout.extend_lens, layout.prefix_lens >= self._prompt_len[layout.rows]
+        may: npt.NDArray[np.bool_] = (layout.decodes() == 1) & (lens <= self.max_tokens) & after_prompt
+        return may
 
     def done(self, rows: Int64s, ends: Int64s) -> None:
         """The drafter has computed the tokens of rows up to `ends`."""
@@ -133,26 +165,16 @@ class Lag:
         """The drafter has computed what waits of rows up to `ends`, [n] each, when it drafted these tokens."""
         self._done[rows] = np.maximum(self._done[rows], np.minimum(ends, self._end[rows]))
 
-    def add(self, batch: InputBatch, input_ids: Tensor, idx: Int64s, valid: Int64s) -> None:
-        """The model has computed tokens of the decodes `idx` of a step, of which the first `valid`, [n], are right.
-
-        `input_ids`: as for `Run.of_step`.
-        """
-        layout = batch.layout
-        token_rows, positions, loc = batch.token_rows, batch.positions, batch.out_cache_loc
-        if len(idx) < len(positions):  # else one token each
-            tokens = ranges((np.cumsum(layout.extend_lens) - layout.extend_lens)[idx], valid)
-            token_rows, positions, loc = token_rows[tokens], positions[tokens], loc[tokens]
-            input_ids = input_ids.index_select(0, self._put(tokens))
+    def add(self, token_rows: Int64s, positions: Int64s, out_cache_loc: Int64s, input_ids: Tensor) -> None:
+        """The model has computed [T] tokens: at most `MOST` of a row, or `max_tokens`. No row is `full`."""
         places = token_rows * self.size + positions % self.size
-        self._loc.reshape(-1)[places] = loc
+        self._loc.reshape(-1)[places] = out_cache_loc
         self._ids.index_copy_(0, self._put(places), input_ids)
-        self._end[layout.rows[idx]] = layout.prefix_lens[idx] + valid
+        self._end[token_rows] = positions + 1  # of a row that occurs again, the last one counts
 
     def full(self, rows: Int64s) -> Int64s:
-        """The rows, of `rows`, with waiting tokens of a full page."""
-        done, end = self._done[rows], self._end[rows]
-        return rows[end // self._part_size > done // self._part_size]
+        """The rows, of `rows`, where as many tokens wait as may."""
+        return rows[self._end[rows] - self._done[rows] >= MOST]
 
     def waiting(self, rows: Int64s) -> Int64s:
         """The rows, of `rows`, with waiting tokens."""

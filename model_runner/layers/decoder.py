@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ..forward_batch import FeaturedStates, StageStates
+from .attention import SelfAttention
 from .embedding import Embedding, OutputHead, head_weight, vocabulary_rows
 from .layer import SelectRows, all_rows, rows_with_logits
 from .rotary import RotaryEmbedding
@@ -78,6 +79,7 @@ class Decoder:
     def forward(self, batch: ForwardBatch) -> Tensor | StageStates | FeaturedStates:
         """After the last layer's attention only the tokens that need logits are computed.
 
+        If none does, the last layer only stores keys and values, which `stores_only` allows.
         A pipeline stage starts from `batch.incoming`, and all but the last one return what the next one starts from.
         Features of all tokens after the last layer are its result if all tokens need logits.
         """
@@ -87,6 +89,11 @@ class Decoder:
         row_selections = selects if self.head is not None else repeat(all_rows, len(self.layers))
         features = []
         for layer_id, layer in enumerate(self.layers):
+            if batch.wants_nothing and layer_id == len(self.layers) - 1:
+                assert isinstance(layer.attention, SelfAttention), "see `stores_only`"
+                normed, _ = layer.entered(layer.attention_norm, x, residual)
+                layer.attention.store(normed, *angles[layer_id], batch)
+                return residual[:0]
             x, residual = layer(x, residual, *angles[layer_id], batch, next(row_selections))
             if batch.images is not None:
                 residual = batch.images.add_after(layer_id, residual)
@@ -97,6 +104,11 @@ class Decoder:
             return StageStates(x, residual)
         hidden = self.add(x, residual)
         return FeaturedStates(hidden, self.combine_features(features)) if features else hidden
+
+    @property
+    def stores_only(self) -> bool:
+        """Whether there may be steps in which no token needs logits."""
+        return isinstance(self.layers[-1].attention, SelfAttention)
 
     def _begin(self, batch: ForwardBatch) -> tuple[Tensor | None, Tensor]:
         if self.embedding is None:

@@ -90,7 +90,7 @@ class Layer:
                 other tokens are not read any more.
         """
         if self.attention is not None:
-            x, residual = self._entered(self.attention_norm, x, residual)
+            x, residual = self.entered(self.attention_norm, x, residual)
             x = self.attention(x, cos, sin, batch, select_rows)
             if self.after_attention_norm is not None:
                 x = self.after_attention_norm(x)
@@ -98,14 +98,14 @@ class Layer:
             x = select_rows(x)
         residual = select_rows(residual)
         if self.mlp is not None:
-            x, residual = self._entered(self.mlp_norm, x, residual)
+            x, residual = self.entered(self.mlp_norm, x, residual)
             x = self.mlp(x, kept_adapters(batch, select_rows))
             if self.after_mlp_norm is not None:
                 x = self.after_mlp_norm(x)
         assert x is not None, "a layer has a block"
         return x, residual
 
-    def _entered(self, norm: Norm | None, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def entered(self, norm: Norm | None, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
         """The input of a block, and the residual stream with what the block before returned."""
         if x is not None and norm is not None:
             return norm.add(x, residual)

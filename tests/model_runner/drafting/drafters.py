@@ -57,6 +57,8 @@ class TableDrafter:
         for row in rows.tolist():
             self._tokens.pop(row, None)
 
+    def share(self, rows: Any) -> None: ...
+
     def draft(self, asked: DraftRows) -> Any:
         last_ids = torch.from_numpy(asked.input_ids.copy())
         relayed = torch.from_numpy(np.flatnonzero(asked.input_ids == RELAYED))
@@ -117,6 +119,14 @@ def feature_module(driver: Driver) -> FeatureModule:
     drafter = driver.runner.drafter
     assert isinstance(drafter, Drafter) and isinstance(drafter.module, FeatureModule)
     return drafter.module
+
+
+def share(driver: Driver, *reqs: Request) -> None:
+    """The drafter computes all tokens of requests."""
+    drafter = driver.runner.drafter
+    assert isinstance(drafter, Drafter)
+    with torch.inference_mode():
+        drafter.share(np.array([req.row for req in reqs]))
 
 
 @contextmanager

@@ -72,6 +72,8 @@ def test_a_step_without_memory_leaves_nothing_to_the_next_request_of_its_row(
     again = driver.start([9, *TEXT[1:]])
     for count in (len(TEXT), 1, 1):
         driver.step([(again, count)])
+    driver.finish(again, free=False)
+    driver.step([])
     kept = driver.runner.kv_pool.k
     slots, half = driver.slots(again.pages, 0, 8), len(kept) // 2
     for own, drafters in zip(kept[:half], kept[half:], strict=True):
@@ -90,6 +92,20 @@ def test_tokens_that_wait_are_computed_before_their_page_leaves(driver: Driver) 
     own, drafters = keys[:, :2].chunk(2)
     assert own.abs().min() > 0.0
     torch.testing.assert_close(own, drafters)
+
+
+def test_tokens_that_wait_are_computed_before_a_running_request_shares_its_page(driver: Driver) -> None:
+    """Its pages are offered to the prefix cache with a checkpoint of state layers."""
+    req = driver.start(TEXT[:6])
+    for count in (6, 1):
+        driver.step([(req, count)])
+    plan = structs.replace(driver.plan([(req, 1)]), state_saves=np.array([req.row, 8, 1], "i4").tobytes())
+    driver.runner.launch(plan).wait()
+    kept = driver.runner.kv_pool.k
+    slots, half = driver.slots(req.pages, 0, 8), len(kept) // 2
+    for own, drafters in zip(kept[:half], kept[half:], strict=True):
+        assert own[slots].abs().sum(dim=(1, 2)).min() > 0.0
+        torch.testing.assert_close(own[slots], drafters[slots])
 
 
 def test_the_masks_get_the_drafts_before_they_are_asked(driver: Driver) -> None:

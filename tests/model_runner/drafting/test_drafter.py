@@ -33,6 +33,8 @@ class Module:
 
     def keep(self, batch: Any, states: Any, valid: Any) -> None: ...
 
+    def wait(self, tokens: Any) -> None: ...
+
     def compute(self, run: Run, states: Any = None) -> None:
         if not self.has_memory:
             self.has_memory = True
@@ -55,14 +57,14 @@ def drafter(module: Module) -> Drafter:
     sampler = SimpleNamespace(sample=lambda logits, _: SimpleNamespace(token_ids=logits.argmax(-1)))
     builder = SimpleNamespace(draft_sampling=lambda rows, positions: None)
     parts = SimpleNamespace(buffers=InputBuffers(torch.device("cpu")), sampler=sampler, builder=builder)
-    drafter = Drafter(module, Lag(3, 16, 4, torch.from_numpy), cast(DrafterParts, parts))
+    drafter = Drafter(module, Lag(3, 4, torch.from_numpy), cast(DrafterParts, parts))
     start(drafter, 20)
     return drafter
 
 
 def start(drafter: Drafter, prefix_len: int) -> None:
     prefix_loc = np.arange(prefix_len, dtype=np.int32).tobytes()
-    drafter.start([cast(NewReq, SimpleNamespace(row=1, prefix_loc=prefix_loc))])
+    drafter.start([cast(NewReq, SimpleNamespace(row=1, prefix_loc=prefix_loc, input_ids=prefix_loc))])
 
 
 def decode(drafter: Drafter, position: int, num_drafts: int = 0) -> None:
@@ -72,8 +74,9 @@ def decode(drafter: Drafter, position: int, num_drafts: int = 0) -> None:
     batch = SimpleNamespace(
         layout=layout, token_rows=ROW.repeat(length), positions=places, out_cache_loc=places
     )
-    features = SimpleNamespace(input_ids=torch.full((length,), 7), states=None)
-    drafter.absorb(cast(InputBatch, batch), cast(StepFeatures, features), torch.tensor([length]))
+    features = SimpleNamespace(input_ids=torch.full((length,), 7), states=torch.zeros(length, 1))
+    num_tokens = torch.tensor([length]) if num_drafts else None
+    drafter.absorb(cast(InputBatch, batch), cast(StepFeatures, features), num_tokens)
 
 
 def draft(drafter: Drafter, position: int) -> None:
@@ -125,3 +128,34 @@ def test_more_tokens_than_may_wait_are_computed_at_once(drafter, module):
     assert not module.computed
     decode(drafter, 24, num_drafts=4)
     assert module.computed == list(range(20, 29))
+
+
+def test_tokens_wait_over_pages_and_are_computed_before_they_are_shared(drafter, module):
+    for position in range(20, 50):
+        decode(drafter, position)
+    assert not module.computed
+    drafter.share(ROW)
+    assert module.computed == list(range(20, 50))
+
+
+def test_without_memory_for_what_waits_a_step_is_not_taken(drafter, module):
+    """The same step comes again."""
+    for position in range(20, 52):
+        decode(drafter, position)
+    module.has_memory = False
+    with pytest.raises(torch.OutOfMemoryError):
+        decode(drafter, 52)
+    decode(drafter, 52)
+    assert module.computed == list(range(20, 36))
+    draft(drafter, 53)
+    assert module.computed[:-1] == list(range(20, 54))
+
+
+def test_one_token_of_a_prompt_does_not_wait(drafter, module):
+    """Its page may be replaced by a shared one before the next step."""
+    ids = np.arange(22, dtype=np.int32).tobytes()
+    drafter.leave(ROW)
+    drafter.start([cast(NewReq, SimpleNamespace(row=1, prefix_loc=ids[:80], input_ids=ids))])
+    for position in (20, 21, 22):
+        decode(drafter, position)
+    assert module.computed == [20, 21]

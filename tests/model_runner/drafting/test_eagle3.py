@@ -32,7 +32,7 @@ from engine.runtime.feasibility import Capacity
 from tests.model_runner.conftest import Driver, TinyModel, engine_config
 from tests.model_runner.drafted_steps import drafted
 
-from .drafters import check_two_ranks, draft, recorded_and_not
+from .drafters import check_two_ranks, draft, recorded_and_not, share
 from .eagle3_files import DRAFTED, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, write_head
 
 CPU = torch.device("cpu")
@@ -226,7 +226,8 @@ def test_a_copy_of_a_page_keeps_the_keys_that_came_with_it(drafting: Driver) -> 
     sample.pages = [first.pages[0], driver.pages.pop()]
     sample.computed = sample.prefix_len = 6
     driver.step([(sample, 1)], page_copies=[(first.pages[1], sample.pages[1])])
-    driver.step([(sample, 1)])  # the page is full
+    driver.step([(sample, 1)])
+    share(driver, first, sample)
     pool = driver.runner.kv_pool.beyond(4, (0,))
     for kept in (pool.k[0], pool.v[0]):
         ours, theirs = (kept[driver.slots(req.pages, 0, 8)] for req in (sample, first))

@@ -22,7 +22,7 @@ from engine.runtime.sampling_params import SamplingParams
 from tests.model_runner.conftest import GREEDY, Driver, Request, SeeingExecutor, engine_config
 from tests.model_runner.drafted_steps import drafted
 
-from .drafters import check_two_ranks, draft, feature_module, recorded_and_not
+from .drafters import check_two_ranks, draft, feature_module, recorded_and_not, share
 from .mtp_models import FORMS, MTPModel, make_mtp_model
 
 TEXT = [5, 17, 40, 23, 8, 61, 33, 17, 40, 12, 71, 9, 30, 44, 21]
@@ -120,7 +120,7 @@ def test_numbers_of_tokens_that_cannot_be_recorded_are_computed_call_by_call(mak
     req = driver.start(TEXT)
     driver.step([(req, len(TEXT))])
     with recorded_and_not(driver) as programs:
-        for count in (2, 0, 0, 2, 0, 0, 2):
+        for count in (2, 0, 0, 2, 0, 2):
             draft(driver, [(req, count)])
     assert programs.max_tokens == 1 and programs.num_replayed > 1
     assert [number for number in tried if number > 1] == [3, 2], "each is tried once, and none above"
@@ -136,6 +136,7 @@ def model_greedy(model: MTPModel, tokens: Sequence[int], num: int) -> list[int]:
 
 def held(driver: Driver, req: Request, num_pages: int) -> list[torch.Tensor]:
     """Keys and values of the drafter in the first pages, without the first token's; features, positions."""
+    share(driver, req)
     pool = driver.runner.kv_pool
     assert pool.page_states is not None and pool.page_ends is not None
     slots = driver.slots(req.pages[:num_pages], 1, 4 * num_pages)
