@@ -251,6 +251,7 @@ class ResultSettler:
         assert len(counts) == len(batch.sampled), f"step {result.step_id}: {len(counts)} runs"
         token_ids = np.frombuffer(result.next_token_ids, dtype=np.int32)
         num_drafts = np.frombuffer(batch.plan.num_drafts, dtype=np.int32)
+        firsts = np.cumsum(num_drafts) - num_drafts
         if batch.num_drafts:
             self._stats.drafts.count(num_drafts, batch.draft_methods, counts - 1)
             self._speculation.checked(batch, result, counts - 1)
@@ -273,6 +274,8 @@ class ResultSettler:
             if batch.num_drafts:
                 req.num_drafts += int(num_drafts[batch_idx])
                 req.num_accepted_drafts += min(int(counts[idx]) - 1, len(run))  # a run may be cut within them
+                first = int(firsts[batch_idx])
+                req.draft_methods |= set(batch.draft_methods[first : first + int(num_drafts[batch_idx])])
             if len(run) > 1:
                 self._policy.gained(req, len(run) - 1)
             logprobs = result.logprobs[idx] if result.logprobs else None

@@ -267,7 +267,8 @@ def _draft_words(left: Finished) -> str:
         return ""
     per_step = left.output_len / max(1, left.output_len - left.num_accepted_drafts)
     share = left.num_accepted_drafts / left.num_drafts
-    return f"; {per_step:.1f} tokens a step; {share:.0%} of {left.num_drafts:,} drafts right"
+    methods = f" ({', '.join(left.draft_methods)})" if left.draft_methods else ""
+    return f"; {per_step:.1f} tokens a step; {share:.0%} of {left.num_drafts:,} drafts right{methods}"
 
 
 def _overruled_words(left: Finished) -> str:

@@ -136,7 +136,7 @@ class Finished(NamedTuple):
     """A request has ended.
 
     `num_accepted_drafts` of its `num_drafts` drafts became tokens of the answer; `num_overruled` tokens of the answer
-    replace one that its grammar refused.
+    replace one that its grammar refused. `draft_methods`: the sources of its drafts, in the order of `DRAFT_METHODS`.
     """
 
     rid: str
@@ -146,6 +146,7 @@ class Finished(NamedTuple):
     num_drafts: int = 0
     num_accepted_drafts: int = 0
     num_overruled: int = 0
+    draft_methods: tuple[str, ...] = ()
 
 
 class RefusedToken(NamedTuple):

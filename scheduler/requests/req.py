@@ -144,6 +144,7 @@ class Req:
         answered: whether an output row was sent already.
         prompt_logprobs: log-probabilities of the prompt so far, one part per chunk.
         num_drafts, num_accepted_drafts: draft tokens that were verified for it, and those that were accepted.
+        draft_methods: their sources, indices into `DRAFT_METHODS`.
         matcher: the state of its answer in its grammar; None before the grammar is ready, and without one.
         is_checked_late: its token may be sampled without a mask and checked afterwards; see `GetMasks`.
         grammar_figures: what its grammar has cost and changed; None without a grammar.
@@ -159,6 +160,7 @@ class Req:
         "background",
         "cached_tokens",
         "checkpoint",
+        "draft_methods",
         "entered_s",
         "extra_key",
         "failed_alone",
@@ -269,6 +271,7 @@ class Req:
         self.num_overtaken = 0
         self.num_drafts = 0
         self.num_accepted_drafts = 0
+        self.draft_methods: frozenset[int] = frozenset()
         self.answered = False
         self.prompt_logprobs: list[Logprobs] = []
         self.matcher: Matcher | None = None

@@ -17,6 +17,7 @@ from ...runtime.transport.message_base import Logprobs
 from ..arrays import EMPTY, BoolArray, IntArray
 from ..prefix_cache.base import Session
 from ..records.decision_log import Finished
+from ..records.stats import DRAFT_METHODS
 from .outputs import output_row
 from .prompt_images import PromptImages
 from .req import Req, ReqStatus
@@ -353,7 +354,15 @@ class Requests:
         drafts = req.num_drafts, req.num_accepted_drafts
         num_overruled = 0 if req.grammar_figures is None else req.grammar_figures.num_overruled
         self._finished.append(
-            Finished(req.rid, finish.kind, req.output_len, finish.message, *drafts, num_overruled)
+            Finished(
+                req.rid,
+                finish.kind,
+                req.output_len,
+                finish.message,
+                *drafts,
+                num_overruled,
+                tuple(DRAFT_METHODS[method] for method in sorted(req.draft_methods)),
+            )
         )
         return output_row(req, token_ids, finish, logprobs, vector)
 

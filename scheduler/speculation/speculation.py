@@ -33,6 +33,8 @@ their positions. The runner's drafts are cut when they are known, before the mas
 There are no drafts in these cases:
 - A request has penalties: the logits at a position depend on the tokens before it, which drafts only propose.
 - A request says `speculative: false`.
+- Drafts of the runner: a request has images in a model whose tokens have positions on three axes (M-RoPE); drafters
+  have one.
 - The step contains prompts: it is long already, and the requests of the prompts wait.
 - The next page of a request is not available: drafts never cause a retraction, and leave a page per running request.
 - The device ran out of memory, and the caps of `StepCaps` are still in force.
@@ -247,7 +249,7 @@ class NgramSpeculation(Speculation):
             chances = []
         if req.matcher is not None:
             chances = self._guided_chances(req, chances, most)
-        if self._runner is None:
+        if self._runner is None or (req.images is not None and req.images.rope):
             return chances
         most = min(self._max_drafts, self._memory.room(req), most)
         if self._runner_len is not None:

@@ -51,12 +51,13 @@ def test_a_request_that_waited_for_nothing():
 
 
 def test_drafts_that_were_right_are_told():
-    ended = Settled(
-        12.0, 9, left=[Finished("r1", FinishKind.LENGTH, 50, num_drafts=40, num_accepted_drafts=31)]
-    )
+    left = Finished("r1", FinishKind.LENGTH, 50, "", 40, 31, draft_methods=("ngram", "mtp"))
+    ended = Settled(12.0, 9, left=[left])
     answer = explain([ARRIVED, a_pass(1, admitted("r1")), ended], "r1")
-    assert answer.sentence.endswith("with 50 tokens (length; 2.6 tokens a step; 78% of 40 drafts right).")
-    assert answer.rows[-1][3] == "length, 50 tokens; 2.6 tokens a step; 78% of 40 drafts right"
+    assert answer.sentence.endswith(
+        "with 50 tokens (length; 2.6 tokens a step; 78% of 40 drafts right (ngram, mtp))."
+    )
+    assert answer.rows[-1][3] == "length, 50 tokens; 2.6 tokens a step; 78% of 40 drafts right (ngram, mtp)"
 
 
 def test_equal_verdicts_are_one_line_with_the_last_arithmetic():

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from engine.runtime.step_plan import RUNNER_DRAFT, ForwardMode, StepPlan, StepResult
 from engine.scheduler.batch import ScheduleBatch
 from engine.scheduler.queries.why import explain
+from engine.scheduler.requests.prompt_images import PromptImages
 from engine.scheduler.requests.req import Req
 from engine.scheduler.speculation.runner_drafts import DraftRates, RunnerDrafts
+from engine.scheduler.speculation.speculation import NgramSpeculation
 from tests.scheduler.fake_runner import ints
 from tests.scheduler.harness import Harness
 
@@ -244,7 +246,10 @@ def test_usage_metrics_and_why_tell_about_them(make_harness, method):
         assert by_position == sorted(by_position, reverse=True) and sum(by_position) == total
     told = explain(harness.scheduler.decisions, "a").sentence
     per_step = 100 / (100 - accepted)
-    assert f"; {per_step:.1f} tokens a step; {accepted / checked:.0%} of {checked} drafts right" in told
+    assert (
+        f"; {per_step:.1f} tokens a step; {accepted / checked:.0%} of {checked} drafts right ({method})"
+        in told
+    )
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -277,6 +282,25 @@ def test_who_refuses_has_none(make_harness, wish):
     harness = make_harness()
     harness.submit(max_new_tokens=30, **wish)
     assert not any(drafted(harness.run_until_idle()))
+
+
+@pytest.mark.parametrize("rope", [b"", b"positions on three axes"])
+def test_images_with_positions_on_three_axes_have_none(make_harness, monkeypatch, rope):
+    """The drafter turns its heads by plain positions."""
+    images = PromptImages(b"", b"", (), (), rope=rope)
+    monkeypatch.setattr(RunnerDrafts, "chances", lambda self, req, count: [0.9] * count)
+    planned = NgramSpeculation._chances_or_none
+
+    def with_images(self: NgramSpeculation, req: Req, most: int) -> list[float]:
+        req.images = images
+        found = planned(self, req, most)
+        req.images = None
+        return found
+
+    monkeypatch.setattr(NgramSpeculation, "_chances_or_none", with_images)
+    harness = make_harness()
+    harness.submit(prompt=RANDOM, max_new_tokens=30)
+    assert any(drafted(harness.run_until_idle())) == (not rope)
 
 
 def test_with_overlap_a_step_with_drafts_is_settled_before_the_next(make_harness):
