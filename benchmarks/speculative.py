@@ -2,8 +2,10 @@
 
     python benchmarks/speculative.py [repeat] [agent] [chat] [load] [--methods off ngram suffix] [--rounds 5]
     python benchmarks/speculative.py chat load --methods off draft=FOLDER eagle3=FOLDER
+    python benchmarks/speculative.py repeat chat --model M.gguf --peers FOLDER --methods off suffix llama llama=TYPE
 
-A method may name the model or head that drafts after `=`.
+A method may name the model or head that drafts after `=`. `llama` is llama.cpp without drafts, in a folder set up by
+`python benchmarks/cpu_vs_peers.py setup`; after `=` comes its `--spec-type`. It has one slot, so no `load`.
 
 `repeat`: one agent does the same loop of eight turns with the same tools again. `agent`: each loop is about another
 file. `chat`: one stream of unlike questions. `load`: 64 streams at once, of unlike questions. Answers are greedy and
@@ -11,12 +13,14 @@ end by themselves or after `--output-len` tokens; a line says how many texts wer
 output tokens per second of requests from beginning to end, prompts included. The first round is not counted.
 
 All servers run from the beginning to the end, and each round asks them in another order, so that only ratios of one
-round are compared; the table has the medians and ranges. The machine should be idle otherwise.
+round are compared; the table has the medians and ranges. `to own` compares each with the same server's decoding without
+drafts. The machine should be idle otherwise.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
@@ -31,9 +35,11 @@ import httpx
 # As a script, import the other benchmarks from the repository's root; last in the path, to hide no package.
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.peers.server import engine_side, start
+from benchmarks.peers.server import Side, engine_side, llama_side, start
+from benchmarks.peers.setup import Peers
 
 NUM_STREAMS: Final = 64
+_LLAMA: Final = "llama"
 _START_S: Final = 600.0
 _ANSWER_S: Final = 3600.0
 TOOLS: Final = """You are a coding agent. Answer with one tool call as JSON and nothing else. Your tools:
@@ -161,15 +167,30 @@ def timed(client: Client, part: str, number: int) -> Round:
 
 
 def row(part: str, rounds: dict[str, list[Round]], base: str) -> str:
-    """The table's row: rates of a method, and its ratios to another one."""
+    """The table's row: rates of the methods, and their ratios to one of them, or to the server's own (`own`)."""
     cells = []
-    for own in rounds.values():
-        ratios = [a.rate / b.rate for a, b in zip(own, rounds[base], strict=True)]
+    for method, own in rounds.items():
+        plain = next(iter(rounds)) if not method.startswith(_LLAMA) else _LLAMA
+        compared = rounds[plain if base == "own" else base]
+        ratios = [a.rate / b.rate for a, b in zip(own, compared, strict=True)]
         cells.append(
             f"{statistics.median(each.rate for each in own):.1f} tok/s, {statistics.median(ratios):.3f} "
             f"({min(ratios):.3f} to {max(ratios):.3f})"
         )
     return f"| {part}, to {base} | {' | '.join(cells)} |"
+
+
+def make_side(method: str, port: int, options: argparse.Namespace) -> Side:
+    """The server of a method."""
+    speculative, _, drafter = method.partition("=")
+    if speculative == _LLAMA:
+        more = ["--parallel", "1", "--ctx-size", "4096", "--spec-type", drafter or "none"]
+        llama = Peers.of(options.peers).llama
+        return llama_side(llama, method, port, options.model, options.threads, *more)
+    more = ["--speculative", speculative, "--max-total-tokens", "32768", "--max-running-requests", "64"]
+    more += ["--num-threads", str(options.threads)]
+    more += ["--speculative-model", drafter] if drafter else []
+    return engine_side(method, port, options.model, *more)
 
 
 def main() -> None:
@@ -180,24 +201,26 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", metavar="PART", default=["repeat", "agent", "chat", "load"])
     parser.add_argument("--methods", nargs="+", default=["off", "ngram", "suffix"])
     parser.add_argument("--model", help="(default: that of `engine serve`)")
+    parser.add_argument(
+        "--peers", type=Path, help="the folder of the peers, for the methods llama and llama=TYPE"
+    )
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--threads", type=int, default=cores, help="of each server (default: one per core)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output-len", type=int, default=96)
     parser.add_argument("--port", type=int, default=18_700)
     options = parser.parse_args()
+    has_llama = any(method.startswith(_LLAMA) for method in options.methods)
+    if has_llama and not (options.peers and options.model and _LLAMA in options.methods):
+        parser.error(
+            f"methods={options.methods}: give --peers FOLDER, --model FILE.gguf and the method llama"
+        )
+    if has_llama and "load" in options.parts:
+        parser.error(f"parts={options.parts}: llama has one slot; name other parts")
     with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
         clients: dict[str, Client] = {}
         for idx, method in enumerate(options.methods):
-            speculative, _, drafter = method.partition("=")
-            more = [
-                "--speculative",
-                speculative,
-                "--max-total-tokens",
-                "32768",
-                "--max-running-requests",
-                "64",
-            ]
-            more += ["--speculative-model", drafter] if drafter else []
-            side = engine_side(method, options.port + idx, options.model, *more)
+            side = make_side(method, options.port + idx, options)
             server = start(side, Path(folder) / f"{idx}.log", _START_S)
             stack.callback(server.stop)
             clients[method] = Client(side.url, options.output_len)
@@ -209,7 +232,8 @@ def main() -> None:
                 for method in [*options.methods[shift:], *options.methods[:shift]]:
                     rounds[method].append(timed(clients[method], part, number))
             counted = {method: each[1:] for method, each in rounds.items()}
-            for base in options.methods[:2]:
+            bases = ["own"] if has_llama else options.methods[:2]
+            for base in bases:
                 print(row(part, counted, base), flush=True)
             texts = [[text for each in own for text in each.texts] for own in counted.values()]
             equal = sum(len(set(each)) == 1 for each in zip(*texts, strict=True))
