@@ -7,7 +7,8 @@ that is trained here. A picture has one to four equal shapes of one color in one
 192 wide), with the connector of Idefics3. First the rows learn to be near the embeddings of the words that describe the
 picture, without the language model (`align`); then the answers of the default model are trained through its frozen
 layers, in bfloat16 (`train`). The folder has the form of SmolVLM: transformers and the engine read it. Printed is the
-share of right answers about pictures that were not trained on.
+share of right answers about pictures that were not trained on; `--compare` prints it for the engine and transformers,
+each with its own code, and how many of their answers are equal.
 
 `--aligned 6000 --trained 480` takes three minutes of CPU time (2026-11-29, an AMD EPYC under load: 0.69 of the answers
 about 25 pictures were right; 0.31 are by chance). The defaults, 25 times as much, were not run.
@@ -367,8 +368,52 @@ def make_model(folder: Path, num_aligned: int, num_trained: int, num_pictures: i
     return shares
 
 
+def compare(folder: Path, num_pictures: int) -> None:
+    """Print the shares of right answers of the engine and of transformers in float32, and how many are equal."""
+    import transformers
+    from PIL import Image
+
+    from engine import LLM, SamplingParams
+
+    reference = transformers.SmolVLMForConditionalGeneration.from_pretrained(
+        folder, dtype=torch.float32
+    ).eval()
+    end, length = reference.config.text_config.eos_token_id, 4
+    greedy = SamplingParams(temperature=0.0, max_new_tokens=length)
+    right = {question: [0, 0] for question in QUESTIONS}
+    num_equal = 0
+    with LLM(str(folder), dtype="float32", mm_detail="high") as llm:
+        for number in range(num_pictures):
+            picture = draw(HELD_OUT + number)
+            image = {"type": "image", "image": Image.fromarray(picture.pixels)}
+            chats = [[image, {"type": "text", "text": question}] for question in QUESTIONS]
+            outputs = llm.chat([[{"role": "user", "content": content}] for content in chats], greedy)
+            for output, question, answer in zip(outputs, QUESTIONS, picture.answers, strict=True):
+                prompt = torch.tensor([output.prompt_token_ids])
+                ids = reference.generate(
+                    input_ids=prompt,
+                    attention_mask=torch.ones_like(prompt),
+                    pixel_values=pixels_of([picture])[None],
+                    max_new_tokens=length,
+                    do_sample=False,
+                )[0, prompt.shape[1] :].tolist()
+                own, theirs = ([each for each in found if each != end] for found in (output.token_ids, ids))
+                num_equal += own == theirs
+                right[question][0] += output.text == answer
+                right[question][1] += llm.tokenizer.decode(theirs) == answer
+    for question, counts in right.items():
+        print(
+            f"{question} engine {counts[0] / num_pictures:.2f}, transformers {counts[1] / num_pictures:.2f}"
+        )
+    total = num_pictures * len(QUESTIONS)
+    engine, other = (sum(counts[side] for counts in right.values()) / total for side in (0, 1))
+    print(
+        f"right answers: engine {engine:.3f}, transformers {other:.3f}; equal answers: {num_equal} of {total}"
+    )
+
+
 def main() -> None:
-    """Train, save, and print the shares of right answers."""
+    """Train, save, and print the shares of right answers; or compare those of a folder."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -377,8 +422,14 @@ def main() -> None:
     parser.add_argument("--pictures", type=int, default=100, help="to evaluate on")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--folder", type=Path, default=cache_dir() / "benchmarks" / "vision" / "shapes")
+    parser.add_argument(
+        "--compare", action="store_true", help="the engine and transformers on a trained --folder"
+    )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    if options.compare:
+        compare(options.folder, options.pictures)
+        return
     shares = make_model(options.folder, options.aligned, options.trained, options.pictures)
     for question, share in shares.items():
         print(f"{question} {share:.2f}")
