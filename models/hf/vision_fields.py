@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from ...runtime.errors import ConfigError
 from ..fields import Fields
 from ..model_files import read_json
-from ..spec.vision_spec import VisionActivation
+from ..spec.vision_spec import ImageProcessing, VisionActivation
 
 PROCESSOR, _NESTED = "preprocessor_config.json", "processor_config.json"
 """The second one has the first one's fields in `image_processor` since transformers 5, and has precedence then."""
@@ -24,6 +25,7 @@ TEXT_ONLY: Final = "or serve its text with --language-model-only"
 MAX_SIDE: Final = 1 << 14
 Color = tuple[float, float, float]
 HALF: Final[Color] = (0.5, 0.5, 0.5)
+_SQUARE: Final = {"height": 224, "width": 224}
 
 
 class VisionFiles(NamedTuple):
@@ -136,3 +138,49 @@ def expect(fields: Fields, name: str, value: object) -> None:
     """Refuse another value than this one; a missing field has it."""
     if (fields.get(name) if fields.get(name) is not None else value) != value:
         raise fields.error(name, fields.get(name), f"expected {value!r}, {TEXT_ONLY}")
+
+
+def layers_used(fields: Fields, num_layers: int, default: int) -> int:
+    """Layers up to the one whose output goes on: the last is -1."""
+    layer = fields.get("vision_feature_layer")
+    if isinstance(layer, list) and len(layer) == 1:
+        layer = layer[0]
+    if layer is None:
+        layer = default
+    used = layer + (num_layers + 1 if layer < 0 else 0) if isinstance(layer, int) else 0
+    if isinstance(layer, bool) or not 1 <= used <= num_layers:
+        rule = f"expected the number of one of the {num_layers} layers, {TEXT_ONLY}"
+        raise fields.error("vision_feature_layer", layer, rule)
+    return used
+
+
+def keeps_first_row(fields: Fields) -> bool:
+    """Whether the row of the class goes on, which is before those of the patches."""
+    strategy = fields.text("vision_feature_select_strategy", default="default")
+    if strategy not in ("default", "full"):
+        raise fields.error("vision_feature_select_strategy", strategy, "expected default or full")
+    return strategy == "full"
+
+
+def square_tile(
+    fields: Fields, image_size: int, *, resample: int = 2, mean: Color = HALF, std: Color = HALF
+) -> ImageProcessing:
+    """How an image becomes one square tile, as Gemma 3's processor in transformers does without pan and scan."""
+    for name, wanted in (("do_pan_and_scan", False), ("do_resize", True)):
+        if fields.boolean(name, default=wanted) != wanted:
+            raise fields.error(name, not wanted, f"only {str(wanted).lower()} is supported, {TEXT_ONLY}")
+    size = fields.get("size")
+    if (size if size is not None else _SQUARE) != {"height": image_size, "width": image_size}:
+        raise other_size(fields, "size", image_size)
+    return ImageProcessing(
+        longest_edge=None,
+        tile_size=image_size,
+        splits=False,
+        **values_of_pixels(fields, resample=resample, mean=mean, std=std),
+    )
+
+
+def other_size(fields: Fields, name: str, image_size: int) -> ConfigError:
+    """The error for a processor that makes tiles of another size than the tower takes."""
+    rule = f"but the tower sees tiles of {image_size} pixels; download the file again, {TEXT_ONLY}"
+    return fields.error(name, fields.get(name), rule)
