@@ -22,7 +22,6 @@ import argparse
 import contextlib
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
@@ -87,7 +86,6 @@ FILL_PROMPT_LEN: Final = 1900
 def main() -> int:
     """Run the subcommand; returns 1 if something could not be measured."""
     arguments = parse_arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that servers are ended
     match arguments.command:
         case "setup":
             set_up(arguments)

@@ -31,6 +31,10 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
+# As a script, import the other benchmarks from the repository's root; last in the path, to hide no package.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.peers.server import exit_at_sigterm
 from engine.tokenizer_manager.state import responses
 from engine.tokenizer_manager.state.responses import Response, Retention
 from engine.tokenizer_manager.state.store import StateStore
@@ -65,6 +69,7 @@ def serving(model: Sequence[str], folder: Path, flags: Sequence[str]) -> Iterato
         "--state-dir",
         str(folder),
     ]
+    exit_at_sigterm()
     with subprocess.Popen(
         [*command, "--state-max-gb", "100", *flags], stdout=subprocess.PIPE, text=True
     ) as process:

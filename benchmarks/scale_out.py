@@ -125,9 +125,10 @@ def measure_rates(
     ]
     rates: dict[str, list[float]] = defaultdict(list)
     with ExitStack() as running:
-        servers = [start(side, folder / f"{side.name}.log", _START_S) for side in sides]
-        for server in servers:
-            running.callback(server.stop)
+        servers = []
+        for side in sides:
+            servers.append(start(side, folder / f"{side.name}.log", _START_S))
+            running.callback(servers[-1].stop)
         for number in range(options.rounds + 1):  # the first ones warm up
             requests = requests_of(number, options.requests if number else 8)
             for server in servers:

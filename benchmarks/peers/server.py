@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -256,8 +257,22 @@ class Server:
         return "\n".join(lines[-num_lines:])
 
 
+def exit_at_sigterm() -> None:
+    """Let SIGTERM end this process by an exception, as SIGINT does, so that the blocks that stop servers end."""
+
+    def leave(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one would end the stopping of servers
+        sys.exit(128 + signal.SIGTERM)
+
+    if (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    ):
+        signal.signal(signal.SIGTERM, leave)
+
+
 def start(side: Side, log: Path, timeout_s: float = START_LIMIT_S) -> Server:
-    """Start a side and wait for its first completion.
+    """Start a side and wait for its first completion. SIGTERM ends this process by `exit_at_sigterm` from then on.
 
     Raises:
         ServerError: its port is taken, its command cannot be run, or it is not ready in time; its
@@ -269,6 +284,7 @@ def start(side: Side, log: Path, timeout_s: float = START_LIMIT_S) -> Server:
             probe.bind((HOST, side.port))
         except OSError as error:
             raise ServerError(f"port {side.port} of {side.name} is taken; choose another --port") from error
+    exit_at_sigterm()
     started_s = time.monotonic()
     with open(log, "ab") as output:  # after the output of earlier starts
         try:
