@@ -110,9 +110,9 @@ def _by_color(fields: Fields, name: str, low: float) -> tuple[float, float, floa
     if (
         not isinstance(value, np.ndarray)
         or value.dtype.kind != "f"
-        or len(value) != 3
-        or not (value >= low).all()
+        or value.shape != (3,)
+        or not ((value >= low) & (value <= 1e9)).all()
     ):
-        raise fields.error(name, value, f"expected three numbers of at least {low:g}, one for each color")
+        raise fields.error(name, value, f"expected three numbers from {low:g} to 1e9, one for each color")
     red, green, blue = (float32_text(float(number)) for number in value)
     return red, green, blue

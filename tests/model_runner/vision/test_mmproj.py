@@ -118,7 +118,11 @@ def test_which_file_is_the_tower(make_seeing: MakeSeeing, tmp_path: Path, caplog
         ({"vision__projector__scale_factor": 4}, "scale_factor is 4, which cannot divide the 6 patches"),
         (
             {"vision__image_std": [1.0, 0.0, 1.0]},
-            "image_std is array.*expected three numbers of at least 1e-09",
+            "image_std is array.*expected three numbers from 1e-09 to 1e9",
+        ),
+        (
+            {"vision__image_mean": [0.5, float("inf"), 0.5]},
+            "image_mean is array.*expected three numbers from",
         ),
         ({"vision__patch_size": None}, r"the field clip\.vision\.patch_size is missing"),
         ({"vision__projector_type": [1, 2, 3]}, "but clip.projector_type is 'idefics3', another name"),
