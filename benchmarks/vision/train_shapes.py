@@ -368,8 +368,15 @@ def make_model(folder: Path, num_aligned: int, num_trained: int, num_pictures: i
     return shares
 
 
-def compare(folder: Path, num_pictures: int) -> None:
-    """Print the shares of right answers of the engine and of transformers in float32, and how many are equal."""
+def compare(folder: Path, num_pictures: int, **options: Any) -> tuple[float, float]:
+    """Print the shares of right answers of the engine and of transformers in float32, and how many are equal.
+
+    Args:
+        options: of `LLM`.
+
+    Returns:
+        The engine's share of right answers, and the share of equal ones.
+    """
     import transformers
     from PIL import Image
 
@@ -382,7 +389,7 @@ def compare(folder: Path, num_pictures: int) -> None:
     greedy = SamplingParams(temperature=0.0, max_new_tokens=length)
     right = {question: [0, 0] for question in QUESTIONS}
     num_equal = 0
-    with LLM(str(folder), dtype="float32", mm_detail="high") as llm:
+    with LLM(str(folder), dtype="float32", mm_detail="high", **options) as llm:
         for number in range(num_pictures):
             picture = draw(HELD_OUT + number)
             image = {"type": "image", "image": Image.fromarray(picture.pixels)}
@@ -410,6 +417,7 @@ def compare(folder: Path, num_pictures: int) -> None:
     print(
         f"right answers: engine {engine:.3f}, transformers {other:.3f}; equal answers: {num_equal} of {total}"
     )
+    return engine, num_equal / total
 
 
 def main() -> None:
