@@ -64,6 +64,10 @@ async def read_request(exchange: Exchange, engine: Engine) -> ReadRequest:
     caller = exchange.caller
 
     def build(body: Body) -> ReadRequest | Body:
+        if exchange.line_seed is not None and body.get("store") is None:
+            body["store"] = (
+                False  # a batch has its results in a file, and a rerun of a line would store another one
+            )
         continues = isinstance(body.get(PREVIOUS), str) and body[PREVIOUS] and engine.responses is not None
         return body if continues else read_body(body, engine, caller)
 

@@ -125,6 +125,19 @@ def test_each_endpoint_answers_as_over_http(serve_kept, url, body):
     assert result["response"]["body"].keys() - {"service_tier"} == over_http.json().keys()
 
 
+@pytest.mark.parametrize(("fields", "num_stored"), [({}, 0), ({"store": None}, 0), ({"store": True}, 1)])
+def test_a_response_of_a_line_is_stored_only_if_the_line_says_so(serve_kept, fields, num_stored):
+    served = serve_kept(say_all("x"))
+    url = "/v1/responses"
+    entry = {"custom_id": "a", "method": "POST", "url": url, "body": {"input": "hi"} | fields}
+
+    [result] = results(served, wait(served, create(served, as_file([entry]), url)["id"]))
+
+    body = result["response"]["body"]
+    assert body["store"] == bool(num_stored)
+    assert served.client.get(f"/v1/responses/{body['id']}").status_code == (200 if num_stored else 404)
+
+
 def test_vectors_of_a_batch(serve_kept):
     served = serve_kept(ANSWER, pooling=EMBEDDER)
     lines = [
