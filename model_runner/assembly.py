@@ -92,6 +92,7 @@ class LoadedModel:
         avoid: the components to do without.
         make_drafter: makes the drafter; None: there is none.
         tower: of a model that sees images, on the first pipeline stage; else None.
+        processed_logprobs: see `AnswerConfig.logprobs_mode`.
     """
 
     model: CausalLM
@@ -110,6 +111,7 @@ class LoadedModel:
     avoid: AvoidedKernels = NOTHING_AVOIDED
     make_drafter: MakeDrafter | None = None
     tower: ImageEncoder | None = None
+    processed_logprobs: bool = False
 
     def page_bytes(self, page_size: int) -> int:
         """Memory of one page on this rank."""
@@ -173,6 +175,7 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, graph_sizes: GraphS
         pools_first=not spec.causal and spec.pooling is not None and spec.pooling.pooling == "cls",
         states_of_layers=None if state_pool is None else StatePlanner(state_pool.layout),
         images_are_whole=capacity.images_are_whole,
+        processed_logprobs=loaded.processed_logprobs,
     )
     decodes = executor.recorded_decodes
     if decodes is not None and loaded.avoid.reasons("sampler_graphs"):

@@ -45,6 +45,7 @@ class BatchBuilder:
         pools_first: a result depends on the first token of a whole text only (an encoder with cls pooling).
         states_of_layers: plans the states; None: the model has no state layers.
         images_are_whole: tokens of an image attend to all of it.
+        processed_logprobs: see `plan_sampling`.
     """
 
     states: RequestStates
@@ -56,6 +57,7 @@ class BatchBuilder:
     pools_first: bool = False
     states_of_layers: StatePlanner | None = None
     images_are_whole: bool = False
+    processed_logprobs: bool = False
 
     def build(self, plan: StepPlan) -> InputBatch:
         """The batch of a plan with at least one token; the plan's new requests must already be in `RequestStates`."""
@@ -261,7 +263,13 @@ class BatchBuilder:
 
     def _plan_sampling(self, rows: Int64s, positions: Int64s) -> SamplingBatch:
         return plan_sampling(
-            rows, positions, self.states, self.counts, self.eos_token_ids, self.relay.last_token
+            rows,
+            positions,
+            self.states,
+            self.counts,
+            self.eos_token_ids,
+            self.relay.last_token,
+            processed_logprobs=self.processed_logprobs,
         )
 
     def _known_ids(self, rows: Int64s, computed: Int64s, scheduled: Int64s, starts: Int64s) -> Int64s:

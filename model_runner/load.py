@@ -165,6 +165,7 @@ def load_model_runner(
         avoid=avoid,
         make_drafter=make_drafter,
         tower=tower,
+        processed_logprobs=config.answers.processed_logprobs,
     )
     if make_drafter is not None:
         reason = reason or "a drafter reads features of all tokens"

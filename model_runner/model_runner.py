@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from .pooling.pooler import PooledChunk, PooledRows, Pooler
     from .recording.executor import RecordedBytes, StepExecutor
     from .request_states import RequestStates, TokenRelay
-    from .sampling.sampling_batch import LogprobRequest
     from .sampling.shared_sampler import SamplerLike
     from .sampling.token_counts import TokenCounts
     from .structures.causal_lm import CausalLM
@@ -365,17 +364,9 @@ class ModelRunner:
             token_ids=token_ids,
             finite=finite,
             logprobs=sampled.logprobs.through(fetch) if sampled.logprobs is not None else None,
-            chosen=self._chosen_logprobs(logits, batch.sampling.logprobs),
+            chosen=fetch(sampled.chosen) if sampled.chosen is not None else None,
         )
         return fetched, num_tokens, unmasked
-
-    def _chosen_logprobs(self, logits: Tensor, asked: LogprobRequest | None) -> Tensor | None:
-        """The log-probabilities of chosen tokens, as in `Sampled`, on their way to the host."""
-        ids = None if asked is None else asked.chosen_ids()
-        if asked is None or ids is None:
-            return None
-        rows, ids_there = self.buffers.put_all([np.array(asked.sampled_idx, dtype=np.int64), ids])
-        return self.outputs.fetch(chosen_logprobs(logits.index_select(0, rows), ids_there))
 
     def _prompt_logprobs(self, hidden: Tensor, span: PromptSpan, row: int) -> PromptLogprobs:
         parts, ranks, finite, chosen = [], [], [], []

@@ -249,6 +249,7 @@ SETTINGS: Final[Mapping[str, PeerNames]] = {
     # limits
     "max_images": _vllm("limit_mm_per_prompt", note='An object there: `{"image": 4}`.'),
     "max_logprobs": _vllm("max_logprobs"),
+    "logprobs_mode": _vllm("logprobs_mode"),
     # media
     "allowed_media_domains": _vllm("allowed_media_domains", note="vLLM fetches from any host without it."),
     "allowed_local_media_path": _vllm("allowed_local_media_path"),

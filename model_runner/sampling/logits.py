@@ -1,6 +1,7 @@
 """Changes to the logits before sampling (penalties, biases, tokens not allowed yet, grammar masks), and logprobs.
 
-Log-probabilities are those of the model's own distribution: before temperature, filters, penalties and biases.
+The functions for log-probabilities take any logits: the model's own, or with `--logprobs-mode processed` those of
+`rare_sampler.processed_logits`.
 """
 
 # Shapes: S requests that sample in this step, n of them with a certain change, V tokens of the vocabulary, k

@@ -1,6 +1,8 @@
-"""`sample_rare`: filters the logits of rows with rare samplers, row by row with torch's operations, on any device.
+"""`sample_rare` and `processed_logits`: filter logits row by row with torch's operations, on any device.
 
-These are llama.cpp's (`llama-sampler.cpp`), in its order: top_n_sigma, top_k, typical_p, top_p, min_p, XTC. The
+The first is for rows with rare samplers, the second for log-probabilities after the filters.
+
+The samplers are llama.cpp's (`llama-sampler.cpp`), in its order: top_n_sigma, top_k, typical_p, top_p, min_p, XTC. The
 temperature is first, as in the sampler backends, or last (`SamplingParams.temperature_last`), as in llama.cpp. As in
 the backends, filters are lower bounds of a logit, so that equal logits are kept or dropped together; XTC's coin is a
 function of seed and position, like the noise, with which the sampler backend then draws. Nothing waits for the device.
@@ -55,6 +57,34 @@ def sample_rare(logits: Tensor, rare: RareRows, counts: TokenCounts, backend: Sa
         indices, slots = counts.buffers.put_all([penalties.indices, penalties.slots])
         counts.observe(slots, token_ids.index_select(0, indices))
     return token_ids
+
+
+def processed_logits(logits: Tensor, rows: RareRows, token_ids: Tensor) -> Tensor:
+    """The logits whose softmax is the distribution that each row's token is sampled from; -inf where it cannot be.
+
+    Of a greedy row they are the changed logits, as vLLM's `processed_logprobs`: the distribution has one token.
+
+    Args:
+        logits: [n, V] after `process_logits`.
+        rows: the settings of the rows.
+        token_ids: [n] int64, the sampled tokens. A sampler backend bounds its filters by other sums, so that a token at
+            the bound may be kept there and dropped here: the sampled one is always kept.
+
+    Returns:
+        [n, V].
+    """
+    parts = []
+    for row, token_id, p, coin in zip(
+        logits.split(1), token_ids[:, None].split(1), rows.params, rows.coins, strict=True
+    ):
+        if p.has_rare_sampler:
+            parts.append(filtered(row, p, coin))
+        elif p.temperature < GREEDY_TEMPERATURE:
+            parts.append(row)
+        else:
+            own = row.gather(1, token_id) / p.temperature
+            parts.append(filtered(row, p, coin).scatter(1, token_id, own))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def filtered(logits: Tensor, p: SamplingParams, coin: float) -> Tensor:

@@ -17,7 +17,8 @@ import torch
 
 from ..kernels.avoided import NOTHING_AVOIDED, AvoidedKernels
 from .backend_selection import select_sampler_backend
-from .rare_sampler import sample_rare
+from .logits import chosen_logprobs, process_logits, token_logprobs
+from .rare_sampler import processed_logits, sample_rare
 from .sampler_backend import SamplerBackend
 from .torch_backend import TorchSamplerBackend
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from ...runtime.step_plan import TokenMasks
     from .logits import TokenLogprobs
-    from .sampling_batch import SamplingBatch
+    from .sampling_batch import LogprobRequest, SamplingBatch
     from .token_counts import TokenCounts
 
 
@@ -70,6 +71,10 @@ class Sampler:
             logits: [S, V]; see `SamplerBackend`.
             refused: the masks of rows that must be sampled again; see `GetMasks.after`. Only on the CPU.
         """
+        asked, changed = batch.logprobs, None
+        if asked is not None and asked.processed is not None:  # before the penalties count the new tokens
+            own = logits.index_select(0, self._counts.buffers.put(asked.processed.indices)).float()
+            changed = process_logits(own, asked.processed.batch, self._counts, self._counts.buffers)
         token_ids, finite = self._backend.sample(logits, batch)
         if batch.rare is not None:
             rows = self._counts.buffers.put(batch.rare.indices)
@@ -81,11 +86,28 @@ class Sampler:
             )
             rows = torch.from_numpy(masks.indices)
             token_ids[rows] = self._backend.sample(logits[rows], again).token_ids
-        logprobs = None
-        if batch.logprobs is not None:
-            indices = np.array(batch.logprobs.sampled_idx, dtype=np.int64)
-            logprobs = self._backend.logprobs(logits, indices, token_ids, max(batch.logprobs.top_k))
-        return Sampled(token_ids, finite, logprobs)
+        if asked is None:
+            return Sampled(token_ids, finite, None)
+        return Sampled(token_ids, finite, *self._logprobs(logits, changed, asked, token_ids))
+
+    def _logprobs(
+        self, logits: Tensor, changed: Tensor | None, asked: LogprobRequest, token_ids: Tensor
+    ) -> tuple[TokenLogprobs, Tensor | None]:
+        """`Sampled.logprobs` and `Sampled.chosen`, from the model's logits or from those of the rows after changes."""
+        indices, ids, top_k = (
+            np.array(asked.sampled_idx, dtype=np.int64),
+            asked.chosen_ids(),
+            max(asked.top_k),
+        )
+        put = self._counts.buffers.put
+        if changed is None or asked.processed is None:
+            logprobs = self._backend.logprobs(logits, indices, token_ids, top_k)
+            rows = None if ids is None else logits.index_select(0, put(indices))
+        else:
+            own_ids = token_ids.index_select(0, put(indices))
+            rows = processed_logits(changed, asked.processed, own_ids)
+            logprobs = token_logprobs(rows, own_ids, top_k)
+        return logprobs, None if ids is None or rows is None else chosen_logprobs(rows, put(ids))
 
     def token_logprobs(self, logits: Tensor, token_ids: Tensor, top_k: int) -> TokenLogprobs:
         """Log-probabilities of given tokens and of the likeliest; used for prompts.

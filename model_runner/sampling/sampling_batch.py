@@ -126,11 +126,13 @@ class LogprobRequest:
         sampled_idx: their indices into the S rows.
         top_k: the number of likeliest tokens of each.
         chosen: the further tokens that each wants, see `SamplingParams.logprob_token_ids`.
+        processed: the changes and filters after which the log-probabilities are taken; None: they are the model's own.
     """
 
     sampled_idx: tuple[int, ...]
     top_k: tuple[int, ...]
     chosen: tuple[tuple[int, ...], ...]
+    processed: RareRows | None = None
 
     def chosen_ids(self) -> npt.NDArray[np.int64] | None:
         """[n, M] the chosen tokens of each, padded with token 0; None if there are none."""
@@ -145,10 +147,13 @@ class LogprobRequest:
 
 @dataclass(frozen=True, slots=True)
 class RareRows:
-    """Requests with a rare sampler (`SamplingParams.has_rare_sampler`), see `rare_sampler.py`.
+    """Requests whose logits go through `rare_sampler.filtered`, one by one.
+
+    `SamplingBatch.rare` has those with a rare sampler (`SamplingParams.has_rare_sampler`), and the batch's other parts,
+    but log-probabilities, do not have them; `LogprobRequest.processed` those with log-probabilities.
 
     Attributes:
-        indices: [n] into the S rows, ascending. The batch's other parts, but log-probabilities, do not have them.
+        indices: [n] into the S rows, ascending.
         batch: penalties, edits and masks of these rows, which are numbered from 0 there.
         params: [n].
         draw: of the filtered logits, without filters, at temperature 1; None: all take the argmax.
@@ -160,6 +165,10 @@ class RareRows:
     params: tuple[SamplingParams, ...]
     draw: Draw | None
     coins: tuple[float, ...]
+
+    def with_masks(self, masks: TokenMasks) -> RareRows:
+        """The same rows, with their masks among those of all S rows."""
+        return replace(self, batch=self.batch.with_masks(_masks_of_rows(masks, self.indices)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,13 +199,15 @@ class SamplingBatch:
 
     def with_masks(self, masks: TokenMasks | None) -> SamplingBatch:
         """The same batch, with the masks of its grammars."""
-        if masks is None or self.rare is None:
-            return self if masks is None else replace(self, grammar=_joined(self.grammar, masks))
-        places = np.flatnonzero(np.isin(masks.indices, self.rare.indices))
-        own = np.flatnonzero(~np.isin(masks.indices, self.rare.indices))
-        batch = self.rare.batch.with_masks(_masks_of_rows(masks, self.rare.indices) if len(places) else None)
-        rest = TokenMasks(masks.indices[own], masks.bits[own])
-        return replace(self, grammar=_joined(self.grammar, rest), rare=replace(self.rare, batch=batch))
+        if masks is None:
+            return self
+        logprobs, rare, rest = self.logprobs, self.rare, masks
+        if logprobs is not None and logprobs.processed is not None:
+            logprobs = replace(logprobs, processed=logprobs.processed.with_masks(masks))
+        if rare is not None:
+            own = np.flatnonzero(~np.isin(masks.indices, rare.indices))
+            rare, rest = rare.with_masks(masks), TokenMasks(masks.indices[own], masks.bits[own])
+        return replace(self, grammar=_joined(self.grammar, rest), rare=rare, logprobs=logprobs)
 
 
 def plan_sampling(
@@ -206,6 +217,8 @@ def plan_sampling(
     counts: TokenCounts,
     eos_token_ids: tuple[int, ...],
     last_token: Callable[[int], int],
+    *,
+    processed_logprobs: bool = False,
 ) -> SamplingBatch:
     """Make the `SamplingBatch` of a step.
 
@@ -213,17 +226,26 @@ def plan_sampling(
         rows: [S] pool rows of the requests that sample.
         positions: [S] position of the token to be sampled, which is the number of tokens before it.
         last_token: the token that a row sampled last; called for rows with a `TokenHistory` only.
+        processed_logprobs: log-probabilities are taken after changes and filters (`--logprobs-mode processed`).
     """
     flags = states.flags[rows]
     if not np.count_nonzero(flags & _FOR_SAMPLER):
         return SamplingBatch(len(rows))
-    rare = None
+
+    def one_by_one(indices: Int64s) -> RareRows:
+        own = _Planner(rows[indices], positions[indices], flags[indices] & _CHANGES, states, last_token)
+        return own.rare(indices, own.batch(counts, eos_token_ids))
+
+    rare = processed = None
+    if processed_logprobs and np.count_nonzero(flags & SamplingFlag.LOGPROBS):
+        processed = one_by_one(np.flatnonzero(flags & SamplingFlag.LOGPROBS))
     if np.count_nonzero(flags & SamplingFlag.RARE):
         indices = np.flatnonzero(flags & SamplingFlag.RARE)
-        changes = _Planner(rows[indices], positions[indices], flags[indices] & _CHANGES, states, last_token)
-        rare = changes.rare(indices, changes.batch(counts, eos_token_ids))
+        rare = one_by_one(indices)
         flags[indices] &= SamplingFlag.LOGPROBS
     batch = _Planner(rows, positions, flags, states, last_token).batch(counts, eos_token_ids)
+    if batch.logprobs is not None and processed is not None:
+        batch = replace(batch, logprobs=replace(batch.logprobs, processed=processed))
     return batch if rare is None else replace(batch, rare=rare)
 
 
@@ -248,7 +270,7 @@ class _Planner:
         )
 
     def rare(self, indices: Int64s, batch: SamplingBatch) -> RareRows:
-        """The rows with rare samplers, which are all."""
+        """All the rows, to be filtered one by one."""
         keys = noise_keys(self.states.seed[self.rows], self.positions)
         params = tuple(self.states[row].sampling for row in self.rows.tolist())
         warm = np.flatnonzero([p.temperature >= GREEDY_TEMPERATURE or p.dynatemp_range > 0 for p in params])

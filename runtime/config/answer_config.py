@@ -19,11 +19,12 @@ from .setting_declaration import Alias, check_at_least, check_finite
 
 JsonWhitespace = Literal["compact", "pretty", "any"]
 ReasoningField = Literal["reasoning_content", "reasoning"]
+LogprobsMode = Literal["raw", "processed", "raw_logprobs", "processed_logprobs"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerConfig:
-    """Structured output, tool calls and reasoning."""
+    """Structured output, tool calls, reasoning and log-probabilities."""
 
     grammar_timeout: Annotated[
         float,
@@ -52,6 +53,11 @@ class AnswerConfig:
         bool,
         "Prompts that fill in the middle have the suffix first, as models trained in the order SPM want.",
     ] = False
+    logprobs_mode: Annotated[
+        LogprobsMode,
+        "Log-probabilities of output tokens: the model's own (raw), or those of the distribution that the token is "
+        "sampled from, after penalties, grammar, temperature and filters (processed); also by vLLM's names.",
+    ] = "raw"
     decision_calibration: Annotated[
         str | None,
         "JSON file with temperatures of decisions by type of question and number of options, as engine decisions fit "
@@ -60,6 +66,11 @@ class AnswerConfig:
 
     def __post_init__(self) -> None:
         check_finite("grammar_timeout", self.grammar_timeout, 0.0, open_end=True)
+
+    @property
+    def processed_logprobs(self) -> bool:
+        """`logprobs_mode` without its second names."""
+        return self.logprobs_mode.startswith("processed")
 
     @property
     def whitespace(self) -> Whitespace:

@@ -105,6 +105,7 @@ SERVE_FLAGS = """
 --log-level
 --log-name
 --log-requests
+--logprobs-mode
 --long-prefill-token-threshold
 --look-ahead
 --lora

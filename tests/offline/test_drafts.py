@@ -50,6 +50,7 @@ LIVES: dict[str, dict[str, Any]] = {
     "int8 KV": {"kv_cache_dtype": "int8"},
     "bursts": {"multi_step_ms": 1000.0},
     "overlap": {"overlap": True},
+    "processed logprobs": {"logprobs_mode": "processed"},
 }
 RUNNER = {"runner's oracle": True, "runner's adversary": False}
 """Drafters of the runner: whether they are right."""

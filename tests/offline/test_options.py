@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any, Literal
 
@@ -67,6 +68,22 @@ def test_answers_match_the_constraint(llm, options, pattern):
     for output in outputs:
         assert re.fullmatch(pattern, output.text), output.text
         assert output.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("speculative", ["off", "ngram"])
+def test_processed_logprobs_are_those_after_the_grammar(tiny_model, speculative):
+    settings: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "logprobs_mode": "processed_logprobs"}
+    asks = SamplingParams(max_new_tokens=8, seed=3, temperature=1.5, logprobs=3, prompt_logprobs=0)
+    with LLM(str(tiny_model), speculative=speculative, **settings) as llm:
+        guided = llm.generate("one", asks, regex="zq[ab]")
+        free = llm.generate("one", SamplingParams(max_new_tokens=1, logprobs=2))
+    assert guided.logprobs is not None and guided.prompt_logprobs is not None and free.logprobs is not None
+    z, q, last = guided.logprobs[:3]
+    assert (z.token, z.logprob, q.token, q.logprob) == ("z", 0.0, "q", 0.0)
+    assert sum(map(math.exp, last.top.values())) == pytest.approx(1.0, abs=1e-5)  # two of the three may come
+    assert last.logprob in last.top.values() and last.logprob < 0
+    assert all(entry.logprob < -1 for entry in guided.prompt_logprobs)  # the model's own in both modes
+    assert free.logprobs[0].logprob < -1
 
 
 def test_a_constrained_stream_is_the_output_in_pieces(llm):

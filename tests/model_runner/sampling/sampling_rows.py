@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -45,7 +45,7 @@ class Row:
 class Batch:
     """Rows planned together, and chosen for as often as one likes."""
 
-    def __init__(self, rows: list[Row], vocab_size: int) -> None:
+    def __init__(self, rows: list[Row], vocab_size: int, *, processed_logprobs: bool = False) -> None:
         self.rows, self.vocab_size = rows, vocab_size
         num = len(rows)
         states = RequestStates(max(num, 1), vocab_size)
@@ -55,7 +55,15 @@ class Batch:
             states.add(NewReq(f"r{n}", n, ids.tobytes(), len(row.prompt), b"", row.params))
             self.counts.add(n, ids[: len(row.prompt)], ids[len(row.prompt) :])
         positions = np.array([row.position for row in rows], dtype=np.int64)
-        self.plan = plan_sampling(np.arange(num), positions, states, self.counts, EOS, lambda row: 0)
+        self.plan = plan_sampling(
+            np.arange(num),
+            positions,
+            states,
+            self.counts,
+            EOS,
+            lambda row: 0,
+            processed_logprobs=processed_logprobs,
+        )
         with_grammar = [n for n, row in enumerate(rows) if row.allowed is not None]
         if with_grammar:
             bits = np.zeros((len(with_grammar), vocab_size // 32 + 2), dtype=np.uint32)
@@ -63,7 +71,7 @@ class Batch:
                 for token in rows[n].allowed or ():
                     bits[line, token // 32] |= np.uint32(1 << token % 32)
             mask = TokenMasks(np.array(with_grammar, dtype=np.int64), bits.view(np.int32))
-            self.plan = replace(self.plan, grammar=mask)
+            self.plan = self.plan.with_masks(mask)
         # Rows may lie apart, as where a vocabulary was padded.
         whole = torch.full((num, vocab_size + 3), torch.nan, device=DEVICE)
         self.logits = whole[:, :vocab_size]
@@ -125,11 +133,11 @@ def processed(row: Row) -> Any:
     return x
 
 
-def reference(row: Row) -> int | None:
-    """The token by sorting in float64; None where rounding may decide."""
+def filtered(row: Row) -> Any:
+    """The logits whose softmax is drawn from, by sorting in float64; None where rounding may decide on a token."""
     p, x = row.params, processed(row)
-    if p.greedy:
-        return int(x.argmax())
+    if p.temperature == 0:
+        return x.astype(np.float64)
     x = (x / np.float32(p.temperature)).astype(np.float64)
     kept = np.ones(len(x), dtype=bool)
     if 0 < p.top_k < len(x):
@@ -147,7 +155,17 @@ def reference(row: Row) -> int | None:
         if (np.abs(x - floor) < UNDECIDED).any():
             return None
         kept &= x >= floor
-    score = np.where(kept, x + exact_noise(row, len(x)), -np.inf)
+    return np.where(kept, x, -np.inf)
+
+
+def reference(row: Row) -> int | None:
+    """The token of `filtered`; None where rounding may decide."""
+    if row.params.greedy:
+        return int(processed(row).argmax())
+    x = filtered(row)
+    if x is None:
+        return None
+    score = x + exact_noise(row, len(x))
     best, *others = np.sort(score)[::-1]
     return None if others and best - others[0] < UNDECIDED else int(score.argmax())
 
