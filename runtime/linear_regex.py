@@ -86,7 +86,7 @@ class _Machine:
             self.at_start.add(start)
             return start
         raise UnsupportedRegexError(
-            f"has {_NAMES.get(name, name.lower())}, which take more than one pass over the text"
+            f"has {_NAMES.get(name, name.lower())}, but the text is read once, from its beginning; leave it out"
         )
 
 

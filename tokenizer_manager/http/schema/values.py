@@ -8,10 +8,11 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, TypeVar
 
 import msgspec
+from msgspec import inspect
 
 from ....runtime.config.answer_config import RequestLimits
 from ....runtime.errors import RequestError
@@ -59,7 +60,7 @@ def check_count(param: str, count: int, low: int, limit: int, setting: str) -> N
 Body = dict[str, Any]
 
 
-_PATH: Final = re.compile(r" - at `(?:key in )?(.*)`$")
+_PATH: Final = re.compile(r" - at (?:`key` in )?`(.*)`$")
 
 
 _EXPECTED: Final = re.compile(r"^Expected `([^`]*)`(.*?)(?:, got `[^`]*`)?$")
@@ -99,13 +100,13 @@ def convert(value: object, target: type[T], at: str = "") -> T:
     Raises:
         RequestError: a field is missing or of the wrong type.
     """
-    if isinstance(value, dict) and msgspec.inspect.is_struct_type(target):
+    if isinstance(value, dict) and inspect.is_struct_type(target):
         required = _required(target)
         value = {key: member for key, member in value.items() if member is not None or key in required}
     try:
         return msgspec.convert(value, target)
     except msgspec.ValidationError as error:
-        raise _type_error(str(error), value, at) from None
+        raise _type_error(str(error), value, at, target) from None
     except (OverflowError, RecursionError) as error:
         raise RequestError(
             f"{at or 'the body'} has a value that is out of range: {error}",
@@ -154,8 +155,9 @@ def shortened(text: str, max_chars: int) -> str:
 _SHOWING_ENCODER: Final = json.JSONEncoder(ensure_ascii=False)
 
 
-def _type_error(message: str, value: object, at: str) -> RequestError:
+def _type_error(message: str, value: object, at: str, target: object) -> RequestError:
     """msgspec's error as a `RequestError` with field, value and rule."""
+    of_keys = " at `key` in " in message
     path_match = _PATH.search(message)
     path = path_match[1] if path_match else "$"
     message = message[: path_match.start()] if path_match else message
@@ -163,7 +165,11 @@ def _type_error(message: str, value: object, at: str) -> RequestError:
     if missing := _MISSING.search(message):
         name = _join(param, missing[1])
         return RequestError(f"{name} is missing; the request must have it", param=name, code="missing_field")
-    if (expected := _EXPECTED.match(message)) is None:
+    expected = _EXPECTED.match(message)
+    if choices := _choices(target, path, of_keys=of_keys) if message.startswith("Invalid") else []:
+        allowed = ", ".join(map(str, choices))
+        rule = f"{'its keys' if of_keys else 'it'} must be {'one of ' * (len(choices) > 1)}{allowed}"
+    elif expected is None:
         rule = message[:1].lower() + message[1:]
     else:
         kinds = [_WORDS.get(kind, kind) for kind in expected[1].split(" | ") if kind != "null"]
@@ -171,6 +177,45 @@ def _type_error(message: str, value: object, at: str) -> RequestError:
     found, exact = _look_up(value, path)
     shown = f" is {show(found)}, but" if exact else " has a wrong value:"
     return RequestError(f"{param or 'the body'}{shown} {rule}", param=param or None, code="invalid_type")
+
+
+def _choices(target: object, path: str, *, of_keys: bool) -> list[object]:
+    """The values that a type allows at a path of msgspec's: those of a `Literal`, the tags of a union of structs.
+
+    Args:
+        target: the type of the whole value.
+        path: such as `$.items[0].type`.
+        of_keys: the keys of the mapping at the path are meant.
+    """
+    kinds = _members([inspect.type_info(target)])
+    for step in _STEP.finditer(path.removeprefix("$")):
+        kinds = _members(kind for parent in kinds for kind in _children(parent, step[1]))
+    if of_keys:
+        kinds = _members(kind.key_type for kind in kinds if isinstance(kind, inspect.DictType))
+    return [value for kind in kinds if isinstance(kind, inspect.LiteralType) for value in kind.values]
+
+
+def _members(kinds: Iterable[inspect.Type]) -> list[inspect.Type]:
+    """Types, with the members of unions in their place."""
+    return [
+        member
+        for kind in kinds
+        for member in (kind.types if isinstance(kind, inspect.UnionType) else (kind,))
+    ]
+
+
+def _children(parent: inspect.Type, key: str | None) -> list[inspect.Type]:
+    """The types of a member by this key, or of the items of a list where it is None."""
+    match parent:
+        case inspect.StructType() if key == parent.tag_field and parent.tag is not None:
+            return [inspect.LiteralType((parent.tag,))]
+        case inspect.StructType():
+            return [field.type for field in parent.fields if field.encode_name == key]
+        case inspect.DictType():
+            return [parent.value_type]
+        case inspect.ListType():
+            return [parent.item_type]
+    return []
 
 
 def _join(at: str, path: str) -> str:

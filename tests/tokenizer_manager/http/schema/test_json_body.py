@@ -3,7 +3,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -125,6 +125,41 @@ def test_a_wrong_type_names_field_value_and_rule(fields, param, message):
     error = type_error(**fields)
 
     assert (error.param, error.message) == (param, message)
+
+
+class First(msgspec.Struct, tag="first"):
+    form: Literal["float", "base64"] | None = None
+    by_name: dict[Literal["true", "false"], str] | None = None
+
+
+class Second(msgspec.Struct, tag="second"):
+    window: Literal["24h"] = "24h"
+
+
+class Chosen(msgspec.Struct):
+    items: list[First | Second] | None = None
+    named: dict[str, First | Second] | None = None
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ({"type": "first", "form": "hex"}, '.form is "hex", but it must be one of base64, float'),
+        ({"type": "second", "window": "1h"}, '.window is "1h", but it must be 24h'),
+        ({"type": "third"}, '.type is "third", but it must be one of first, second'),
+        (
+            {"type": "first", "by_name": {"yes": "a"}},
+            '.by_name is {"yes": "a"}, but its keys must be one of false, true',
+        ),
+    ],
+)
+def test_a_value_that_is_none_of_a_choice_is_told_the_choice(item, message):
+    with pytest.raises(RequestError) as caught:
+        convert({"items": [{"type": "first"}, item]}, Chosen)
+    assert caught.value.message == f"items[1]{message}"
+    with pytest.raises(RequestError) as caught:  # msgspec's paths have no keys
+        convert({"named": {"a": item}}, Chosen)
+    assert caught.value.message.endswith(message.partition(", but ")[2])
 
 
 def test_integers_beyond_64_bits_are_refused_before_they_reach_a_message():
