@@ -54,6 +54,7 @@ PANELS: Final = {
     },
     "Servers": {
         "ps": (".models:ps_app", "List the servers that run on this machine."),
+        "launch": (".launch", "Start a coding agent that uses a model on this machine."),
         "top": (".top.command", "Watch a server: running and waiting requests, memory, rates."),
         "fleet": (".fleet.command", "Run many servers of one model on Ray: heal, scale, drain them."),
     },

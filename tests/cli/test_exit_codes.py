@@ -34,6 +34,7 @@ COMMANDS = (
     "list",
     "rm",
     "ps",
+    "launch",
     "bench",
     "bench serve",
     "bench offline",
@@ -56,7 +57,17 @@ CASES = [
     *((command, "--no-such-option", ExitCode.USER) for command in COMMANDS),
     *(
         (command, "", ExitCode.USER)
-        for command in ("rerank", "decisions fit", "pull", "rm", "bench compare", "why", "replay", "trace")
+        for command in (
+            "rerank",
+            "decisions fit",
+            "pull",
+            "rm",
+            "launch",
+            "bench compare",
+            "why",
+            "replay",
+            "trace",
+        )
     ),
     ("no-such-command", "", ExitCode.USER),
     ("bench", "no-such-command", ExitCode.USER),
@@ -93,6 +104,7 @@ CASES = [
     ("simulate", "--workload /nope", ExitCode.USER),
     ("simulate", "--fit /nope", ExitCode.USER),
     ("simulate", "--json /nope/x.json", ExitCode.USER),
+    ("launch", "vim", ExitCode.USER),
     # an unknown model; for doctor it is the result of a check
     ("serve", "/nope --port 0", ExitCode.USER),
     ("serve", "/nope --print-config", ExitCode.USER),

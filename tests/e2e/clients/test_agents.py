@@ -1,4 +1,5 @@
 """Coding agents as people start them, headless, against a server with a scripted model: they list a folder, twice.
+`engine launch` starts three of them.
 
 Each runs its own loop: it sends its tools, runs the call on this machine, sends the result back and prints the answer.
 The second run goes on with the first one's session, so that its history holds calls, results and an earlier answer.
@@ -10,13 +11,18 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import pytest
 
-from ..serving import DEADLINE_S
+from engine.cli.launch import AGENTS as LAUNCHED
+from engine.launch.child.socket_dir import ServerRecord, SocketDir, write_record
+
+from ..serving import DEADLINE_S, engine_command
 from .scripted_server import TEMPLATES, scripted_server
 
 pytestmark = [pytest.mark.real_process, pytest.mark.slow]
@@ -127,6 +133,24 @@ def test_an_agent_calls_its_shell_and_goes_on_with_the_session(name: str, url: s
     for words in agent.command:
         printed = run(home, [str(AGENTS / name), *words], agent.variables(url))
         assert printed.strip().endswith("The folder holds needle-x7."), printed
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_engine_launch_starts_an_agent_that_has_no_files(name: str, home: Path, monkeypatch):
+    if not (AGENTS / name).exists():
+        pytest.skip(f"{name} is not installed in {AGENTS}: `make agents` installs it, from the npm registry")
+    monkeypatch.setenv("PATH", f"{AGENTS}:{os.environ['PATH']}")
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    variables = {**BY_NAME[name].variables(""), "PYTHONPATH": os.pathsep.join(sys.path)}
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder, scripted_server(TEMPLATES["any_order"]) as url:
+        monkeypatch.setenv("TMPDIR", folder)
+        with SocketDir() as sockets:
+            # The newest one, whatever else runs here.
+            write_record(sockets.path, ServerRecord(os.getpid(), "any", "/any", url, 1e12))
+            for words in BY_NAME[name].command:
+                command = engine_command("launch", name, "--", *words)
+                printed = run(home, command, variables | {"TMPDIR": folder})
+                assert printed.strip().endswith("The folder holds needle-x7."), printed
 
 
 def test_aider_writes_what_the_model_answers(url: str, home: Path):
