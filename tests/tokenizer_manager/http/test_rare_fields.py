@@ -69,6 +69,7 @@ def test_the_scheduler_gets_the_values_and_the_tokens_of_texts(serve: Serve, pat
         ({"dry_penalty_last_n": 4097}, "dry_penalty_last_n", "[-1, 4096]"),
         ({"allowed_token_ids": []}, "allowed_token_ids", "must have a token"),
         ({"stop_regex": "(?=a)"}, "stop_regex", "look-around"),
+        ({"stop_regex": [""]}, "stop_regex", "1 to 1024 characters"),
         ({"repetition_detection": {"max_pattern_size": 2}}, "repetition_detection.min_count", "[2, 1024]"),
         ({"mirostat": 2}, "mirostat", "not supported"),
     ],

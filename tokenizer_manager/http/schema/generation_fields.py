@@ -141,14 +141,15 @@ class SamplingFields(_Numbers, kw_only=True):
             if count is not None:
                 check_count(name, count, 0, limits.max_logprobs, "max_logprobs")
         breakers, allowed = self.dry_sequence_breakers, self.allowed_token_ids
-        regexes = (self.stop_regex,) if isinstance(self.stop_regex, str) else tuple(self.stop_regex or ())
+        one = self.stop_regex if isinstance(self.stop_regex, str) else None
+        regexes = (one,) if one else tuple(self.stop_regex or ())
         given |= {
             "max_new_tokens": max_new_tokens,
             "min_new_tokens": min_new_tokens,
             "dry_sequence_breakers": None if breakers is None else tuple(breakers),
             "bad_words": tuple(self.bad_words or ()),
             "allowed_token_ids": None if allowed is None else tuple(allowed),
-            "stop_regex": tuple(filter(None, regexes)),
+            "stop_regex": regexes,
             "logit_bias": _logit_bias(self.logit_bias),
             "stop": stop,
             "stop_token_ids": tuple(self.stop_token_ids or ()),
