@@ -19,6 +19,7 @@ from .store import StateError, StateStore
 from .tables import FILES, Row
 
 _PARTIAL: Final = ".partial-"
+_PREFIX: Final = "file-"
 
 
 class StoredFiles:
@@ -38,7 +39,7 @@ class StoredFiles:
         rows = store.submit(lambda db: FILES.of_all_owners(db, "TRUE"), writes=False).result()
         known = {row["id"] for row in rows}
         for path in self._folder.iterdir():
-            if path.name not in known:
+            if path.name not in known and path.name.startswith((_PARTIAL, _PREFIX)):
                 path.unlink()
 
     def now_s(self) -> int:
@@ -72,7 +73,7 @@ class StoredFiles:
             return self.insert(db, owner, file, filename=filename, purpose=purpose, expires_s=expires_s)
 
         try:
-            return await self.store.write(insert, durable=True)
+            return await self.store.write(insert, durable=True, waits=True)
         except StateError:
             self.path(file.id).unlink(missing_ok=True)
             raise
@@ -153,7 +154,7 @@ class NewFile:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.id = f"file-{uuid.uuid4().hex}"
+        self.id = f"{_PREFIX}{uuid.uuid4().hex}"
         self.num_bytes = 0
         self._path = folder / f"{_PARTIAL}{self.id}"
         self._fd = -1

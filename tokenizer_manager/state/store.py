@@ -49,7 +49,8 @@ _BUSY_S: Final = 5.0
 """For another program to unlock the database, at the start."""
 _IDLE_S: Final = 1.0
 """Time without calls after which the log is emptied."""
-_OURS: Final = frozenset({"lock", "state.sqlite", "state.sqlite-wal", "state.sqlite-shm", "files"})
+_BEFORE_DATABASE: Final = frozenset({"lock"})
+"""Names in a folder without a database that a start before this one may have left."""
 _ERRORS_OF_DISK: Final = {
     sqlite3.SQLITE_FULL: "the disk is full, or --state-max-gb is reached",
     sqlite3.SQLITE_READONLY: "the disk is read-only",
@@ -125,9 +126,9 @@ class StateStore:
         Raises:
             StateError: the disk fails.
         """
-        return await _within_limit(self.submit(query, writes=False))
+        return await _within_limit(self.submit(query, writes=False), MAX_WAIT_S)
 
-    async def write(self, change: Change[T], *, durable: bool = False) -> T:
+    async def write(self, change: Change[T], *, durable: bool = False, waits: bool = False) -> T:
         """The result of a function that changes rows, once it is committed.
 
         A cancellation, such as that by a disconnect, does not undo it.
@@ -135,11 +136,12 @@ class StateStore:
         Args:
             change: atomic; nothing of it remains if it raises.
             durable: it survives a power cut, too.
+            waits: as long as it takes, and an error means that nothing has changed: for changes of files too.
 
         Raises:
             StateError: the disk fails; nothing has changed, unless it was too slow.
         """
-        return await _within_limit(self.submit(change, durable=durable))
+        return await _within_limit(self.submit(change, durable=durable), None if waits else MAX_WAIT_S)
 
     def submit(self, run: Change[T], *, writes: bool = True, durable: bool = False) -> Future[T]:
         """As `write` and `read`, for other threads: the future of the result.
@@ -261,14 +263,14 @@ def _answer(call: _Call, result: _Result) -> None:
         call.done.set_exception(result.error)
 
 
-async def _within_limit(done: Future[T]) -> T:
+async def _within_limit(done: Future[T], limit_s: float | None) -> T:
     future = asyncio.wrap_future(done)
     try:
-        async with asyncio.timeout(MAX_WAIT_S):
+        async with asyncio.timeout(limit_s):
             return await asyncio.shield(future)
     except TimeoutError:
         raise StateError(
-            f"the state was not read or written within {MAX_WAIT_S:g} s, because its disk is slow; retry later",
+            f"the state was not read or written within {limit_s:g} s, because its disk is slow; retry later",
             code="state_error",
             status=503,
         ) from None
@@ -293,7 +295,7 @@ def _locked(path: Path) -> int:
     if path.stat().st_uid != os.geteuid():
         raise ConfigError(f"state_dir is {path}, but the folder belongs to another user; name one of yours")
     names = {entry.name for entry in path.iterdir()}
-    if "state.sqlite" not in names and (others := sorted(names - _OURS)):
+    if "state.sqlite" not in names and (others := sorted(names - _BEFORE_DATABASE)):
         raise ConfigError(
             f"state_dir is {path}, but the folder has other files, such as {others[0]!r}; name an empty or a new one"
         )

@@ -78,6 +78,9 @@ def test_a_folder_with_other_files_is_refused(tmp_path):
     (tmp_path / "thesis.tex").write_text("x")
     with pytest.raises(ConfigError, match=r"has other files, such as 'thesis\.tex'"):
         StateStore.open(tmp_path, MAX_BYTES)
+    (tmp_path / "home" / "files").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="has other files, such as 'files'"):
+        StateStore.open(tmp_path / "home", MAX_BYTES)
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match="cannot be used: File exists"):
         StateStore.open(tmp_path / "file", MAX_BYTES)

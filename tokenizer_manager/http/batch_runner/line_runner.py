@@ -26,7 +26,8 @@ _TRANSIENT: Final = frozenset({"queue_full", "queue_timeout", "engine_dead", "sh
 """Codes of answers that say nothing about the line: it is sent again."""
 _CROWD_RUNS: Final = 2
 _MAX_RUNS: Final = 4
-_PAGE_LINES: Final = 512
+_PAGE_LINES: Final = 64
+"""Rows that are in memory at once, with their results, which may have megabytes each."""
 _NO_TOKENS: Final = dict.fromkeys(("input_tokens", "cached_tokens", "output_tokens", "reasoning_tokens"), 0)
 
 

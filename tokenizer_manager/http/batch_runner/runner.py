@@ -178,7 +178,7 @@ class BatchRunner:
                 body=content,
             )
 
-        await self._store.write(insert, durable=True)
+        await self._store.write(insert, durable=True, waits=True)
         self._begin(_Live(owner, body))
         return body
 
@@ -268,20 +268,18 @@ class BatchRunner:
     async def _finalize(self, live: _Live) -> None:
         """Write the files of a batch, and end it."""
         ending: Literal["cancelled", "expired", "completed"] = live.ending or "completed"
-        total = live.body.request_counts.total
-        batch = msgspec.structs.replace(
-            live.body, request_counts=RequestCounts(total=total), usage=BatchUsage()
-        )
+        batch = msgspec.structs.replace(live.body, request_counts=RequestCounts(), usage=BatchUsage())
         with self.files.new() as outputs, self.files.new() as errors:
             first, num_missing = 0, 0
             while rows := await self._lines.page(live.owner, live.body.id, first):
                 first = rows[-1]["part"] + 1
+                batch.request_counts.total += len(rows)
                 for row in rows:
                     num_missing += row["status"] == 0
                     count(batch, row)
                 await asyncio.to_thread(self._write_results, live, rows, outputs, errors, ending)
             if live.ending == "cancelled":  # in the meantime
-                ending = "cancelled"
+                ending, batch.cancelling_at = "cancelled", live.body.cancelling_at
             elif num_missing:  # it may have been finalizing before a restart
                 ending = "expired"
             for file in (outputs, errors):
@@ -333,7 +331,7 @@ class BatchRunner:
             self._update(db, owner, batch, expires_s=now_s + KEPT_S)
 
         try:
-            await self._store.write(commit, durable=True)
+            await self._store.write(commit, durable=True, waits=True)
         except StateError:
             live.committing = False
             for file in written:

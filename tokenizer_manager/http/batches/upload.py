@@ -15,6 +15,8 @@ from ..schema.values import refused, show
 
 _MAX_FIELD_BYTES: Final = 1024
 _MAX_PARTS: Final = 16
+_MAX_HEADER_BYTES: Final = 8192
+"""Of the headers of a part."""
 _BUFFER_BYTES: Final = 1 << 20
 FORM_BYTES: Final = 64 << 10
 """Room for the fields around the file."""
@@ -51,6 +53,7 @@ class Upload:
         self.filename: str | None = None
         self._file = file
         self._num_parts = 0
+        self._header_bytes = 0
         self._ended = False
         self._header = b""
         self._value = b""
@@ -116,12 +119,20 @@ class Upload:
         if self._num_parts > _MAX_PARTS:
             raise _invalid(f"it has more than {_MAX_PARTS} parts")
         self._headers = {}
+        self._header_bytes = 0
 
     def _on_header_field(self, data: bytes, start: int, end: int) -> None:
+        self._check_headers(end - start)
         self._header += data[start:end]
 
     def _on_header_value(self, data: bytes, start: int, end: int) -> None:
+        self._check_headers(end - start)
         self._value += data[start:end]
+
+    def _check_headers(self, num_bytes: int) -> None:
+        self._header_bytes += num_bytes
+        if self._header_bytes > _MAX_HEADER_BYTES:
+            raise _invalid(f"the headers of a part have more than {_MAX_HEADER_BYTES} bytes")
 
     def _on_header_end(self) -> None:
         self._headers[self._header.lower()] = self._value

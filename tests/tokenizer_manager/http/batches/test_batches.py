@@ -22,6 +22,7 @@ from engine.tokenizer_manager.http.batch_runner.lines import InputReader, body_a
 from engine.tokenizer_manager.http.batch_runner.runner import BatchRunner
 from engine.tokenizer_manager.http.batch_runner.wire import BatchBody
 from engine.tokenizer_manager.http.openai.wire import CompletionRequest
+from engine.tokenizer_manager.state import store as store_module
 from engine.tokenizer_manager.state.store import StateStore
 from engine.tokenizer_manager.state.tables import BATCH_LINES
 from tests.tokenizer_manager.conftest import Serve, Served
@@ -293,6 +294,62 @@ def test_a_batch_is_finished_when_its_files_are_there(serve_kept, monkeypatch):
     assert asyncio.run_coroutine_threadsafe(runner.cancel(batch.id), loop).result() is None
     go.set()
     assert wait(served, batch.id)["status"] == "completed"
+
+
+def test_a_slow_disk_at_the_end_loses_no_result(serve_kept, monkeypatch):
+    """The commit of the final state deletes the rows of the results; as long as it may yet happen, the files stay."""
+    served = serve_kept()
+    runner = served.services.batches
+    assert runner is not None
+    runner._lines.retry_s = 0.001
+    batch = create(served, as_file([line("a")]))
+    finish, insert = runner._finish, runner.files.insert
+    is_late = threading.Event()
+
+    async def finish_with_short_limit(*args: Any) -> None:
+        if not is_late.is_set():
+            monkeypatch.setattr(store_module, "MAX_WAIT_S", 0.001)
+        await finish(*args)
+
+    def slow_insert(*args: Any, **values: Any) -> Any:
+        monkeypatch.setattr(store_module, "MAX_WAIT_S", 30.0)
+        inserted = insert(*args, **values)
+        threading.Event().wait(0.05)  # the limit is over
+        is_late.set()
+        return inserted
+
+    monkeypatch.setattr(runner, "_finish", finish_with_short_limit)
+    monkeypatch.setattr(runner.files, "insert", slow_insert)
+    served.engine.say(*say_all("x")(served.engine.next_request()))
+    assert is_late.wait(WAIT_S)
+
+    done = wait(served, batch["id"])
+
+    assert done["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
+    assert len(results(served, done)) == 1
+
+
+def test_a_batch_that_is_cancelled_while_its_files_are_written(serve_kept, monkeypatch):
+    served = serve_kept()
+    runner = served.services.batches
+    assert runner is not None
+    batch = create(served, as_file([line("a")]))
+    page = runner._lines.page
+
+    async def page_and_cancel(*args: Any) -> Any:
+        rows = await page(*args)
+        if not rows and runner.current(msgspec.convert(batch, BatchBody)).status == "finalizing":
+            await runner.cancel(batch["id"])
+        return rows
+
+    monkeypatch.setattr(runner._lines, "page", page_and_cancel)
+    served.engine.say(*say_all("x")(served.engine.next_request()))
+
+    done = wait(served, batch["id"])
+
+    assert (done["status"], done["request_counts"]["completed"]) == ("cancelled", 1)
+    assert {"finalizing_at", "cancelling_at", "cancelled_at"} <= done.keys()
+    assert len(results(served, done)) == 1
 
 
 def test_only_an_unfinished_batch_can_be_cancelled(serve_kept):

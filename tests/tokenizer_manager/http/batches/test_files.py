@@ -159,6 +159,14 @@ FILE = 'name="file"; filename="f"\r\n\r\nx'
             400,
             "16 parts",
         ),
+        (
+            form('name="a"' + "".join(f"\r\nX-{i}: {'x' * 3000}" for i in range(4)) + "\r\n\r\nx"),
+            "multipart/form-data; boundary=b",
+            400,
+            "the headers of a part have more than 8192 bytes",
+        ),
+        (form("x" * 5000), "multipart/form-data; boundary=b", 400, "not a valid form"),
+        (b"--b\r\n" + b"A: b\r\n" * 20, "multipart/form-data; boundary=b", 400, "not a valid form"),
         (b"", f"multipart/form-data; boundary={'b' * 999}", 400, "not a valid form"),
     ],
 )
@@ -221,7 +229,8 @@ def test_a_restart_keeps_files_and_removes_what_an_upload_left(kept):
     assert files is not None
     files.path(".partial-file-9").write_bytes(b"half")
     files.path("file-8").write_bytes(b"no row")
+    files.path("thesis.tex").write_bytes(b"not ours")
 
     StoredFiles(files.store)
 
-    assert on_disk(kept) == [file_id]
+    assert set(on_disk(kept)) == {file_id, "thesis.tex"}
