@@ -44,6 +44,7 @@ def resolve_source(
     model: str | None = None,
     *,
     need_weights: bool = True,
+    need_tower: bool = True,
     progress: Progress | None = None,
     fetch: bool = True,
 ) -> ModelSource:
@@ -53,19 +54,20 @@ def resolve_source(
         model: a folder, a .gguf file, a name (see `hub_name`), or None or "default" for the default model. A local path
             takes precedence over a name.
         need_weights: False for `--load-format dummy`, which needs the configuration only.
+        need_tower: False: the tower of a GGUF model is not downloaded with it.
         progress: called during a download.
         fetch: False: raise an error instead of downloading; no network is used.
 
     Raises:
         ConfigError: no files, or none that the engine reads; the message says what to do.
     """
-    source = _find_source(model, need_weights, progress, fetch)
+    source = _find_source(model, need_weights, need_tower, progress, fetch)
     check_os_text(source.path, "the path of the model")  # it is sent to other processes as UTF-8
     return source
 
 
 def _find_source(
-    model: str | None, need_weights: bool, progress: Progress | None, fetch: bool
+    model: str | None, need_weights: bool, need_tower: bool, progress: Progress | None, fetch: bool
 ) -> ModelSource:
     if model is None or model == DEFAULT_NAME:
         return _built_in_source(DEFAULT_MODEL, progress, fetch)
@@ -93,7 +95,7 @@ def _find_source(
             "or 'default' for the default model"
         )
     if fetch:
-        place = hub_place(name, need_weights=need_weights, progress=progress)
+        place = hub_place(name, need_weights=need_weights, need_tower=need_tower, progress=progress)
     elif (found := cached_place(name, need_weights=need_weights)) is not None:
         place = found
     else:

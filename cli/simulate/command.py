@@ -239,7 +239,7 @@ def _model_facts(model: str) -> ModelFacts:
         raise ConfigError(
             f"there is no model {model!r}: it must be one of {', '.join(MODELS)}, a folder, a .gguf file or org/repo"
         )
-    source = resolve_source(model, need_weights=False)
+    source = resolve_source(model, need_weights=False, need_tower=False)
     return ModelFacts.of(Path(model).name if is_path else source.name, load_spec(source))
 
 

@@ -117,7 +117,7 @@ def read_drafter(
     name, asked = config.scheduler.speculative_model, config.scheduler.speculative
     assert name is not None, "no model drafts"
     need_weights = config.model.load_format != "dummy"
-    source = resolve_source(name, need_weights=need_weights, progress=progress, fetch=fetch)
+    source = resolve_source(name, need_weights=need_weights, need_tower=False, progress=progress, fetch=fetch)
     if spec.latent is not None or spec.encoder is not None or spec.pooling is not None:
         what = "has latent attention" if spec.latent is not None else "generates no text"
         raise ConfigError(

@@ -59,10 +59,13 @@ def find_model(config: ModelConfig, *, fetch: bool = True, progress: Progress | 
         ConfigError: no files, or none that the engine reads.
     """
     need_weights = config.load_format != "dummy"
-    source = resolve_source(config.model, need_weights=need_weights, progress=progress, fetch=fetch)
+    finds_tower = config.mmproj is None and not config.language_model_only and config.task != "embed"
+    source = resolve_source(
+        config.model, need_weights=need_weights, need_tower=finds_tower, progress=progress, fetch=fetch
+    )
     if config.mmproj is not None:
         return structs.replace(source, tower=str(asked_tower(source, config.mmproj, config.task)))
-    if source.kind != "gguf" or config.language_model_only or config.task == "embed":
+    if source.kind != "gguf" or not finds_tower:
         return source
     return structs.replace(source, tower=found_tower(source))
 

@@ -19,19 +19,24 @@ from .pull import HubAbsentError, HubUnreachableError, Progress, Pulled, pull
 logger = logging.getLogger(__name__)
 
 
-def hub_place(name: HubName, *, need_weights: bool = True, progress: Progress | None = None) -> Path:
-    """The folder or GGUF file of a model.
+def hub_place(
+    name: HubName, *, need_weights: bool = True, need_tower: bool = True, progress: Progress | None = None
+) -> Path:
+    """The folder or GGUF file of a model; without the tower of a GGUF model if just this cannot be downloaded.
 
     Raises:
         ConfigError: as `pull_named`.
     """
     cache = HubCache(name.repo)
-    place = cache.complete(name, need_weights=need_weights)
+    place = cache.complete(name, need_weights=need_weights, need_tower=need_tower)
     if place is None:
         try:
-            return pull_named(name, need_weights=need_weights, progress=progress).place
-        except HubUnreachableError as error:
-            place = cache.find(name, need_weights=need_weights)
+            return pull_named(name, need_weights=need_weights, need_tower=need_tower, progress=progress).place
+        except ConfigError as error:
+            if isinstance(error, HubUnreachableError):
+                place = cache.find(name, need_weights=need_weights)
+            else:
+                place = cache.complete(name, need_weights=need_weights, need_tower=False)
             if place is None:
                 raise
             logger.info("model=%s is read from the cache: %s", name, error)
@@ -48,7 +53,9 @@ def cached_place(name: HubName, *, need_weights: bool = True) -> Path | None:
     return HubCache(name.repo).find(name, need_weights=need_weights)
 
 
-def pull_named(name: HubName, *, need_weights: bool = True, progress: Progress | None = None) -> Pulled:
+def pull_named(
+    name: HubName, *, need_weights: bool = True, need_tower: bool = True, progress: Progress | None = None
+) -> Pulled:
     """As `pull`, with errors that also say what is on this machine.
 
     Raises:
@@ -56,7 +63,7 @@ def pull_named(name: HubName, *, need_weights: bool = True, progress: Progress |
         ConfigError: no such model, no access, or as `pull`.
     """
     try:
-        return pull(name, need_weights=need_weights, progress=progress)
+        return pull(name, need_weights=need_weights, need_tower=need_tower, progress=progress)
     except HubAbsentError:
         raise ConfigError(
             f"{name}: neither a local folder or .gguf file nor a model on the hub{_near(name)} "

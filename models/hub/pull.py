@@ -99,12 +99,15 @@ class Pulled(NamedTuple):
     new_bytes: int
 
 
-def pull(name: HubName, *, need_weights: bool = True, progress: Progress | None = None) -> Pulled:
+def pull(
+    name: HubName, *, need_weights: bool = True, need_tower: bool = True, progress: Progress | None = None
+) -> Pulled:
     """Download the files of a model that are needed to serve it and are not in the cache.
 
     Args:
         name: of the model.
         need_weights: False: configuration and tokenizer only.
+        need_tower: False: without the tower of a GGUF model.
         progress: receives reports.
 
     Raises:
@@ -114,7 +117,7 @@ def pull(name: HubName, *, need_weights: bool = True, progress: Progress | None 
     cache = HubCache(name.repo)
     try:
         commit, listing = _listing(name)
-        files = _wanted(name, commit, listing, need_weights)
+        files = _wanted(name, commit, listing, need_weights, need_tower)
         blobs = {file.blob: file for file in files}.values()
         missing = [file for file in blobs if not cache.has(file.blob, file.size_bytes)]
         total, left = (sum(file.size_bytes for file in each) for each in (blobs, missing))
@@ -165,7 +168,7 @@ def _files_of(info: ModelInfo) -> list[RepoFile]:
 
 
 def _wanted(
-    name: HubName, commit: str, listing: Mapping[str, RepoFile], need_weights: bool
+    name: HubName, commit: str, listing: Mapping[str, RepoFile], need_weights: bool, need_tower: bool
 ) -> list[RepoFile]:
     """The needed files. The index of sharded weights is downloaded for that."""
 
@@ -180,6 +183,7 @@ def _wanted(
         list(listing),
         quantization=name.quantization,
         need_weights=need_weights,
+        need_tower=need_tower,
         read_index=read_index,
     )
     return [listing[path] for path in paths]

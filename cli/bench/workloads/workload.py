@@ -63,7 +63,9 @@ class WorkloadTokenizer:
         from ....models.source import resolve_source
         from ....models.tokenizer.tokenizer import load_tokenizer
 
-        return cls(load_tokenizer(resolve_source(model, need_weights=False), encode_only=True))
+        return cls(
+            load_tokenizer(resolve_source(model, need_weights=False, need_tower=False), encode_only=True)
+        )
 
     def encode(self, text: str) -> list[int]:
         """Token ids, without a beginning-of-sequence token."""

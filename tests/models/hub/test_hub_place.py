@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import constants, hf_hub_download, snapshot_download
 
+from engine.launch.resolve.model_resolution import find_model
 from engine.models.hub.hub_cache import HubCache, forget_listing
 from engine.models.hub.hub_name import HubName
 from engine.models.hub.hub_place import cached_place, hub_place, local_repos, near_names
@@ -15,6 +17,7 @@ from engine.models.hub.pull import HubUnreachableError
 from engine.models.hub.wanted_files import NoModelError
 from engine.models.removal import remove
 from engine.models.source import found_tower, not_fetched, resolve_source
+from engine.runtime.config.engine_config import ModelConfig
 from engine.runtime.errors import ConfigError
 from tests.fake_hub import FakeHub
 
@@ -209,6 +212,27 @@ def test_a_model_that_came_without_its_tower_serves_text_offline_and_gets_it_els
     )
     hub_place(name)
     assert tower.exists()
+
+
+def test_a_model_whose_tower_cannot_be_downloaded_serves_text(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.repos["org/vlm"].commit(VLM)
+    name = HubName("org/vlm", quantization="Q8_0")
+    place = hub_place(name, need_tower=False)
+    assert not place.with_name("mmproj-m-F16.gguf").exists()
+    hub.requests.clear()
+    assert hub_place(name, need_tower=False) == place and hub.requests == []
+    del hub.repos["org/vlm"]
+
+    assert hub_place(name) == place
+
+
+@pytest.mark.parametrize("settings", [{"language_model_only": True}, {"task": "embed"}])
+def test_a_model_for_text_comes_without_its_tower(hub: FakeHub, settings: dict[str, Any]) -> None:
+    hub.repos["org/vlm"].commit(VLM)
+    source = find_model(ModelConfig(model="org/vlm:Q8_0", **settings))
+    assert hub.num_requests("storage") == 1 and found_tower(source) == ""
 
 
 def test_the_last_model_takes_its_tower_along(hub: FakeHub) -> None:
