@@ -23,6 +23,7 @@ TRITON := triton==3.6.0
 ROUTERS := smg==1.13.0 sglang-router==0.3.2 vllm-router==0.1.17
 RAY := ray==2.60.0
 TRL := trl==1.16.0
+VERL := verl==0.9.1
 AGENTS := @anthropic-ai/claude-code@2.1.332 @openai/codex@0.171.0 opencode-ai@1.18.33 @qwen-code/qwen-code@0.24.4 \
   ai@7.0.173 @ai-sdk/openai@4.0.118 @ai-sdk/anthropic@4.0.105 @ai-sdk/openai-compatible@3.0.92 zod@4.6.7
 AIDER := aider-chat==0.86.2
@@ -32,7 +33,7 @@ VALIDATOR := kubernetes-validate==1.37.0
 # make test ARGS="-n 0 -v".
 PYTEST := $(RUN) -m pytest -n auto --maxprocesses 8 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help venv test-env dev-env serve test test-slow routers transfer-libraries agents ray trl validator chaos soak check lint \
+.PHONY: help venv test-env dev-env serve test test-slow routers transfer-libraries agents ray trl verl validator chaos soak check lint \
   typecheck package-check house docs screenshots format clean gpu-bundle gpu-triage gpu-check \
   gpu-bench
 
@@ -48,7 +49,7 @@ test: test-env ## run the tests that need neither a model file nor a GPU
 	@$(PYTEST) -m "not slow and not model" $(ARGS)
 
 # The default model is fetched once.
-test-slow: test-env routers ray trl validator transfer-libraries agents ## run the slow tests, those of the default model, and all examples of Hypothesis
+test-slow: test-env routers ray trl verl validator transfer-libraries agents ## run the slow tests, those of the default model, and all examples of Hypothesis
 	@$(RUN) -c 'from engine.models.hub.built_in.fetch import ensure_model; ensure_model()'
 	@$(PYTEST) -m "slow or model or hypothesis" $(ARGS)
 
@@ -91,6 +92,13 @@ trl: $(VENV)/.created ## install TRL, whose client the slow tests run against a 
 	  echo 'Installing $(TRL) into build/trl ...'; rm -rf build/trl; \
 	  { $(PIP) --no-deps --target build/trl $(TRL) && touch "$$stamp"; } || \
 	    { rm -rf build/trl; echo 'make: $(TRL) could not be installed; its tests are skipped' >&2; }
+
+# One file of it is run, with its imports of SGLang stubbed.
+verl: $(VENV)/.created ## install verl, whose client the slow tests run against a server, into build/verl
+	@stamp="build/verl/.$(VERL)"; test -e "$$stamp" && exit; \
+	  echo 'Installing $(VERL) into build/verl ...'; rm -rf build/verl; \
+	  { $(PIP) --no-deps --target build/verl $(VERL) && touch "$$stamp"; } || \
+	    { rm -rf build/verl; echo 'make: $(VERL) could not be installed; its tests are skipped' >&2; }
 
 # Without their dependencies, which are for GPUs (NIXL) or for tools (Mooncake). Mooncake also needs Debian's libibverbs1.
 transfer-libraries: $(VENV)/.created ## install NIXL and Mooncake for the slow tests of KV transfers, into build/transfer

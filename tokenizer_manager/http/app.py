@@ -34,6 +34,24 @@ logger = logging.getLogger(__name__)
 _CLIENT_GONE: Final = 499  # for the metrics; it is not sent
 _NEAR: Final = 0.8
 """Similarity of a path that is suggested."""
+_WEIGHTS_STAY: Final = (
+    "the weights of a running server do not change: load an adapter by /v1/load_lora_adapter, or restart it"
+)
+_MEMORY_STAYS: Final = "a running server keeps its memory: pause it with /pause_generation, or stop it"
+_NOT_SERVED: Final = {
+    "/update_weights_from_disk": _WEIGHTS_STAY,
+    "/update_weights_from_tensor": _WEIGHTS_STAY,
+    "/update_weights_from_distributed": _WEIGHTS_STAY,
+    "/init_weights_update_group": _WEIGHTS_STAY,
+    "/init_weight_transfer_engine": _WEIGHTS_STAY,
+    "/update_weights": _WEIGHTS_STAY,
+    "/load_lora_adapter_from_tensors": "adapters are read from folders: use /v1/load_lora_adapter with lora_path",
+    "/release_memory_occupation": _MEMORY_STAYS,
+    "/resume_memory_occupation": _MEMORY_STAYS,
+    "/sleep": _MEMORY_STAYS,
+    "/wake_up": _MEMORY_STAYS,
+}
+"""What trainers call of SGLang and vLLM that is not here, and what to do instead."""
 
 
 class App:
@@ -169,7 +187,9 @@ class App:
 
 def _no_endpoint(path: str, known: Iterable[str]) -> RequestError:
     near = difflib.get_close_matches(path, known, n=1, cutoff=_NEAR)
-    if f"/v1{path}" in known:
+    if path in _NOT_SERVED:
+        hint = _NOT_SERVED[path]
+    elif f"/v1{path}" in known:
         hint = f"use /v1{path} (a base URL of OpenAI clients ends in /v1)"
     elif near:
         hint = f"did you mean {near[0]}? /docs lists what there is"

@@ -22,6 +22,11 @@ DOCS = "/docs lists what there is"
         ("/completion", f"did you mean /v1/completions? {DOCS}"),
         ("/embeddings", "use /v1/embeddings (a base URL of OpenAI clients ends in /v1)"),
         ("/frobnicate", DOCS),
+        (
+            "/load_lora_adapter_from_tensors",
+            "adapters are read from folders: use /v1/load_lora_adapter with lora_path",
+        ),
+        ("/sleep", "a running server keeps its memory: pause it with /pause_generation, or stop it"),
     ],
 )
 def test_the_error_names_the_path_that_was_meant(serve: Serve, path: str, hint: str) -> None:
