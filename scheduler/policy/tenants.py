@@ -4,7 +4,7 @@ Service is counted in tokens. The tokens of a prompt that are not cached count a
 because the engine will compute them. The tokens of an output count when they are generated. Work on an image counts
 when a step does it, as the tokens of a prompt that take as long (`StepTarget.tokens_of`), for the request that needs it
 first: an image that is encoded already is free, like a cached prefix. Nothing counts twice: a retracted request is not
-charged again for what it computes again.
+charged for what it computes again, nor for images, also those that no step has encoded before.
 """
 
 from __future__ import annotations

@@ -29,9 +29,8 @@ class Processor(Protocol):
     ) -> tuple[npt.NDArray[np.uint8], int, int]:
         """The tiles of an RGB image, contiguous [tiles, height, width, 3], and in how many rows and columns they stand.
 
-        Rows and columns are 0 if there is only the whole image of a fixed size; those of LLaVA-NeXT are
-        pixels. `splits`: an image larger than a tile
-        becomes several; one of any size keeps more pixels than a small copy has.
+        Rows and columns are 0 if there is only the whole image of a fixed size; those of LLaVA-NeXT are pixels.
+        `splits`: an image larger than a tile becomes several; one of any size keeps more pixels than a small copy has.
 
         Raises:
             BadImage: the image cannot be used.
