@@ -282,6 +282,13 @@ def test_pixtral_12b(tmp_path: Path) -> None:
             "model_type is .*, expected 'pixtral', or serve",
         ),
         (MISTRAL, {}, {"rope_theta": 1e6}, {}, "rope_theta is 1000000.0, expected 10000.0"),
+        (
+            MISTRAL,
+            {},
+            {"rope_parameters": {"rope_theta": 1e6}},
+            {},
+            "vision_config.rope_parameters.rope_theta is 1000000.0, expected 10000.0",
+        ),
         (MISTRAL, {}, {"head_dim": 32}, {}, "head_dim is 32, expected 64"),
         (
             MISTRAL,

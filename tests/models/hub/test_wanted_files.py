@@ -139,6 +139,7 @@ def test_a_quantization_by_name(quantization: str, wanted: list[str]) -> None:
         (["a/mmproj.gguf", "mmproj-x.gguf"], "a/m.gguf", "a/mmproj.gguf"),
         (["b/mmproj.gguf", "mmproj-x.gguf"], "a/m.gguf", "mmproj-x.gguf"),
         (["mmproj-a.gguf", "mmproj-b.gguf"], "m.gguf", ""),
+        (["a/mmproj-a.gguf", "a/mmproj-b.gguf", "mmproj-x.gguf"], "a/m.gguf", ""),
         (["b/mmproj.gguf", "mmproj.json"], "m.gguf", ""),
     ],
 )
