@@ -78,6 +78,8 @@ from .endpoints.wire import (
 )
 from .exchange import Exchange
 from .native.convert import generate
+from .native.llama_server import infill, llama_completion
+from .native.llama_wire import InfillRequest, LlamaBody, LlamaCompletionRequest
 from .native.wire import GenerateBody, NativeRequest
 from .ollama import models as ollama_models
 from .ollama.embed import (
@@ -106,14 +108,19 @@ from .openai import rendering
 from .openai.chat import chat_completions
 from .openai.completions import completions
 from .openai.wire import ChatChunk, ChatCompletion, ChatRequest, Completion, CompletionRequest, RenderedBody
+from .pooling.classify import classify, pooled
 from .pooling.decisions import decisions, system_one
 from .pooling.decisions_wire import DecisionsBody, DecisionsRequest, SystemOneBody, SystemOneRequest
 from .pooling.embeddings import embeddings
 from .pooling.rerank import rerank
 from .pooling.score import score
 from .pooling.wire import (
+    ClassificationsBody,
+    ClassifyRequest,
     EmbeddingsBody,
     EmbeddingsRequest,
+    PooledBody,
+    PoolingRequest,
     RerankBody,
     RerankRequest,
     ScoreBody,
@@ -251,6 +258,8 @@ ROUTES: Final = (
         ScoreRequest,
         ScoreBody,
     ),
+    *_answering("/classify", classify, "The labels of texts (vLLM).", ClassifyRequest, ClassificationsBody),
+    *_answering("/pooling", pooled, "Vectors or scores of texts (vLLM).", PoolingRequest, PooledBody),
     *_answering(
         "/v1/decisions",
         decisions,
@@ -383,6 +392,22 @@ ROUTES: Final = (
         NativeRequest,
         GenerateBody | list[GenerateBody],
         GenerateBody,
+    ),
+    *_answering(
+        "/infill",
+        infill,
+        "Write the text between two others (llama-server).",
+        InfillRequest,
+        LlamaBody,
+        LlamaBody,
+    ),
+    *_answering(
+        "/completion",
+        llama_completion,
+        "Continue a prompt (llama-server).",
+        LlamaCompletionRequest,
+        LlamaBody,
+        LlamaBody,
     ),
     *_post(
         "/tokenize",

@@ -171,6 +171,8 @@ OPERATIONS: Final = {
     "/api/chat": "chat",
     "/v1/completions": "text_completion",
     "/generate": "text_completion",
+    "/infill": "text_completion",
+    "/completion": "text_completion",
     "/api/generate": "text_completion",
 }
 """The paths that generate, with `gen_ai.operation.name`."""

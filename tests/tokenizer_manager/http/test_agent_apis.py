@@ -12,6 +12,7 @@ import pytest
 
 from engine.tokenizer_manager.http.anthropic.wire import COUNT_POLICY, MESSAGES_POLICY
 from engine.tokenizer_manager.http.native import convert as native
+from engine.tokenizer_manager.http.native import llama_server
 from engine.tokenizer_manager.http.ollama.wire import (
     CHAT_POLICY,
     GENERATE_POLICY,
@@ -589,6 +590,7 @@ def test_include(serve: Serve, include, status, warnings):
     [
         *(chat._POLICY, completions._POLICY, native._POLICY, POLICY, MESSAGES_POLICY, COUNT_POLICY),
         *(CHAT_POLICY, GENERATE_POLICY, OPTIONS_POLICY, SHOW_POLICY),
+        *(llama_server._INFILL_POLICY, llama_server._COMPLETION_POLICY),
     ],
 )
 def test_every_field_without_an_effect_is_in_the_documents(policy):

@@ -17,16 +17,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from engine.models.tokenizer.fim import FimTokens
 from engine.tokenizer_manager.http.app import App
 from engine.tokenizer_manager.http.native.wire import NativeSampling
-from engine.tokenizer_manager.http.reference.field_notes import OF_EMBEDDERS
+from engine.tokenizer_manager.http.reference.field_notes import OF_CLASSIFIERS, OF_EMBEDDERS
 from engine.tokenizer_manager.http.reference.openapi import ApiDocs
 from engine.tokenizer_manager.http.routes import ROUTES
 from engine.tokenizer_manager.http.schema.errors import ErrorBody, shape_of
 from tests.adapter_files import write_adapter
 from tests.selection import examples
 
-from ..fake_engine import MODEL, SPEC, WAIT_S, FakeEngine, make_services, say_all
+from ..fake_engine import MODEL, SPEC, TOKENIZER, WAIT_S, FakeEngine, make_services, say_all
+from .pooling.test_classify import CLASSIFIER
 from .pooling.test_embeddings import ANSWER, EMBEDDER
 
 DOCUMENT = ApiDocs(ROUTES, "0").document()
@@ -46,6 +48,8 @@ VALID: dict[str, dict[str, Any]] = {
     "/v1/chat/completions/render": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3},
     "/v1/completions/render": {"prompt": "hi"},
     "/generate": {"text": "hi", "sampling_params": {"max_new_tokens": 3}},
+    "/infill": {"input_prefix": "hi", "input_suffix": "ho"},
+    "/completion": {"prompt": "hi"},
     "/tokenize": {"prompt": "hi"},
     "/detokenize": {"tokens": [71, 72]},
     "/v1/cache/pins": {"prompt": "hi", "ttl": 1},
@@ -73,6 +77,8 @@ VALID: dict[str, dict[str, Any]] = {
     "/v2/rerank": {"query": "hi", "documents": ["ho"]},
     "/v1/score": {"text_1": "hi", "text_2": "ho"},
     "/score": {"text_1": "hi", "text_2": "ho"},
+    "/classify": {"input": "hi"},
+    "/pooling": {"input": "hi"},
     "/v1/decisions": {"input": "hi", "questions": [{"type": "predicate", "instructions": "ho"}]},
     "/v1/systemone": {"state": "hi", "questions": {"a": {"type": "noul", "instructions": "ho"}}},
     "/v1/load_lora_adapter": {"lora_name": "sql", "lora_path": "sql", "load_inplace": True},
@@ -83,6 +89,14 @@ VALID: dict[str, dict[str, Any]] = {
     "/api/pull": {},
     "/api/embeddings": {"prompt": "hi"},
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fim() -> Iterator[None]:
+    """A model that fills in the middle, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TOKENIZER, "fim", FimTokens(7, 8, 9))
+        yield
 
 
 class Reply(NamedTuple):
@@ -105,6 +119,7 @@ class Client:
         self._loop = asyncio.new_event_loop()
         self._app = App(make_services(FakeEngine(say_all("x")), lora=lora))
         self._embedder = App(make_services(FakeEngine(ANSWER), pooling=EMBEDDER))
+        self._classifier = App(make_services(FakeEngine(ANSWER), pooling=CLASSIFIER))
 
     def close(self) -> None:
         """Nothing may be left behind."""
@@ -145,7 +160,8 @@ class Client:
             "path": path,
             "headers": [(name.lower().encode(), value) for name, value in headers.items()],
         }
-        await (self._embedder if path in OF_EMBEDDERS else self._app)(scope, receive, send)
+        others = dict.fromkeys(OF_EMBEDDERS, self._embedder) | dict.fromkeys(OF_CLASSIFIERS, self._classifier)
+        await others.get(path, self._app)(scope, receive, send)
         [start] = [message for message in sent if message["type"] == "http.response.start"]
         parts = [message for message in sent if message["type"] == "http.response.body"]
         assert [part["more_body"] for part in parts].count(False) == 1, "exactly one end"

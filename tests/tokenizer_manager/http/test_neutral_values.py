@@ -15,7 +15,7 @@ import pytest
 from engine.tokenizer_manager.http.app import App
 from engine.tokenizer_manager.http.native.wire import NativeSampling
 from engine.tokenizer_manager.http.ollama.wire import OllamaOptions
-from engine.tokenizer_manager.http.reference.field_notes import OF_EMBEDDERS
+from engine.tokenizer_manager.http.reference.field_notes import OF_CLASSIFIERS, OF_EMBEDDERS
 from engine.tokenizer_manager.http.routes import ROUTES
 from engine.tokenizer_manager.http.schema.field_policy import (
     CHAT_NOT_YET,
@@ -26,8 +26,9 @@ from engine.tokenizer_manager.http.schema.generation_fields import StreamOptions
 
 from ..fake_engine import CAPACITY, WAIT_S, FakeEngine, make_services, say_all
 from .calling import call
+from .pooling.test_classify import CLASSIFIER
 from .pooling.test_embeddings import ANSWER, EMBEDDER
-from .test_any_input import VALID
+from .test_any_input import VALID, fim  # noqa: F401  (a fixture)
 
 STRUCTS = {route.path: route.request for route in ROUTES if route.path in VALID and route.request is not None}
 NOT_EMPTY = {
@@ -180,10 +181,11 @@ MEMBERS = sorted(
 
 
 class Apps(NamedTuple):
-    """The application of a model that generates text, and that of an embedder."""
+    """The applications of a model that generates text, an embedder and a classifier."""
 
     generator: App
     embedder: App
+    classifier: App
 
 
 @pytest.fixture(scope="module")
@@ -191,13 +193,16 @@ def app() -> Iterator[Apps]:
     capacity = msgspec.structs.replace(CAPACITY, max_model_len=4096, num_pages=2048)
     generator = make_services(FakeEngine(say_all("x")), capacity=capacity)
     embedder = make_services(FakeEngine(ANSWER), capacity=capacity, pooling=EMBEDDER)
-    yield Apps(App(generator), App(embedder))
+    classifier = make_services(FakeEngine(ANSWER), capacity=capacity, pooling=CLASSIFIER)
+    yield Apps(App(generator), App(embedder), App(classifier))
+    classifier.close()
     generator.close()
     embedder.close()
 
 
 def answer(apps: Apps, path: str, body: dict[str, Any]) -> tuple[int, str]:
-    app = apps.embedder if path in OF_EMBEDDERS else apps.generator
+    pooling = apps.classifier if path in OF_CLASSIFIERS else apps.embedder
+    app = pooling if path in OF_EMBEDDERS | OF_CLASSIFIERS else apps.generator
 
     async def run() -> tuple[int, str]:
         reply = await asyncio.wait_for(call(app, path, body), WAIT_S)

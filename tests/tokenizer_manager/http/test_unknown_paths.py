@@ -19,7 +19,7 @@ DOCS = "/docs lists what there is"
         ("/v1/v1/chat/completions", f"did you mean /v1/chat/completions? {DOCS}"),
         ("/v1/chat/completions/", f"did you mean /v1/chat/completions? {DOCS}"),
         ("/v1/chat/completion", f"did you mean /v1/chat/completions? {DOCS}"),
-        ("/completion", f"did you mean /v1/completions? {DOCS}"),
+        ("/v1/completion", f"did you mean /v1/completions? {DOCS}"),
         ("/embeddings", "use /v1/embeddings (a base URL of OpenAI clients ends in /v1)"),
         ("/frobnicate", DOCS),
         (

@@ -1,1 +1,1 @@
-"""`/generate`: the API of the engine itself, in the form of SGLang."""
+"""APIs of inference engines: `/generate` in the form of SGLang, `/infill` and `/completion` in that of llama-server."""

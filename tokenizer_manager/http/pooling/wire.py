@@ -123,6 +123,22 @@ class ScoreRequest(PoolingFields, kw_only=True):
     item_first: bool | None = None
 
 
+class ClassifyRequest(PoolingFields, kw_only=True):
+    """Body of `POST /classify`."""
+
+    input: Prompts
+    add_special_tokens: bool | None = None
+
+
+class PoolingRequest(ClassifyRequest, kw_only=True):
+    """Body of `POST /pooling`."""
+
+    task: Literal["embed", "classify"] | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Count | None = None
+    normalize: bool | None = None
+
+
 _NOT_YET: Final[dict[str, tuple[Any, ...]]] = {
     "additional_data": (),
     "chat_template": (),
@@ -144,6 +160,8 @@ RERANK_POLICY: Final = FieldPolicy(
     RerankRequest, _NOT_YET | {"rank_fields": (), "max_chunks_per_doc": ()}, no_effect=NO_EFFECT
 )
 SCORE_POLICY: Final = FieldPolicy(ScoreRequest, _NOT_YET, no_effect=NO_EFFECT)
+CLASSIFY_POLICY: Final = FieldPolicy(ClassifyRequest, _NOT_YET, no_effect=NO_EFFECT)
+POOLING_POLICY: Final = FieldPolicy(PoolingRequest, _NOT_YET, no_effect=NO_EFFECT)
 
 
 Warnings = list[str] | UnsetType
@@ -218,5 +236,46 @@ class ScoreBody(msgspec.Struct, kw_only=True):
     model: str
     data: list[Score] | UnsetType = UNSET
     scores: list[list[float]] | UnsetType = UNSET
+    usage: PoolingUsage
+    warnings: Warnings = UNSET
+
+
+class Classification(msgspec.Struct):
+    """The labels of one input; `label` is the likeliest one, null if the model's files have no names."""
+
+    index: int
+    label: str | None
+    probs: list[float]
+    num_classes: int
+
+
+class ClassificationsBody(msgspec.Struct, kw_only=True):
+    """The labels, in the order of the inputs."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[Classification]
+    usage: PoolingUsage
+    warnings: Warnings = UNSET
+
+
+class PooledData(msgspec.Struct):
+    """The vector or the scores of one input: numbers, or base64 of their little-endian float32."""
+
+    index: int
+    data: list[float] | str
+    object: Literal["pooling"] = "pooling"
+
+
+class PooledBody(msgspec.Struct, kw_only=True):
+    """The vectors or scores, in the order of the inputs."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[PooledData]
     usage: PoolingUsage
     warnings: Warnings = UNSET

@@ -1,9 +1,10 @@
 """Notes in `/openapi.json` and `/docs` besides types: an example for each endpoint, and the meaning of each field.
 
-An example is accepted by a server with any model that has a chat template, or (`OF_EMBEDDERS`) with any embedder, or
-(`OF_ADAPTERS`) with a folder of adapters; the tests send them. A note has as key a field, or `Struct.field` where the
-same name means something else. tests/tokenizer_manager/http/reference/test_field_notes.py fails while a field has no
-description, or a description has no field.
+An example is accepted by a server with any model that has a chat template, or with any embedder (`OF_EMBEDDERS`), a
+classifier (`OF_CLASSIFIERS`), a model that fills in the middle (`OF_CODERS`), or a folder of adapters (`OF_ADAPTERS`);
+the tests send them. A note has as key a field, or `Struct.field` where the same name means something else.
+tests/tokenizer_manager/http/reference/test_field_notes.py fails while a field has no description, or a description has
+no field.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from ....runtime.sampling_params import NUMBERS, SamplingParams
 from ...adapters.registry import UNLOAD_TIMEOUT_S
 from ...all_processes import DEFAULT_DURATION_S, DEFAULT_RATE_HZ
 from ..native.convert import DEFAULT_MAX_NEW_TOKENS
+from ..native.llama_server import DEFAULTS as LLAMA_DEFAULTS
 from ..openai.completions import DEFAULT_MAX_TOKENS
 
 _CONSTRAINT: Final = "Constrains the answer; at most one constraint. "
@@ -49,6 +51,11 @@ NOTES: Final[Mapping[str, str]] = {
     "name": "Another name of `model`.",
     "tokens": "Token ids.",
     "lora_path": "The name of a LoRA adapter; left out, it is what `model` says.",
+    "input_prefix": "The text before the answer.",
+    "input_suffix": "The text after the answer.",
+    "input_extra": "Parts of other files, the most important one last: objects with text and filename.",
+    "InfillRequest.prompt": "The beginning of the middle, such as the line up to the cursor.",
+    "LlamaCompletionRequest.prompt": "A text or token ids.",
     # ---- files and batches
     "file": "The file: one request per line.",
     "purpose": "What the file is for; only batch.",
@@ -68,11 +75,13 @@ NOTES: Final[Mapping[str, str]] = {
     "repetition_detection": "Ends an answer that repeats a pattern of tokens, with stop_reason repetition_detected.",
     "temperature_last": "Filters see the logits before the temperature, as in llama.cpp.",
     "logit_bias": "Added to the logits of tokens, by token id.",
+    "samplers": "The samplers of the chain, in the order of llama-server; those that are left out are off.",
     "n": "Answers per prompt.",
     "best_of": "Answers that are generated, of which the n most likely are returned.",
     # ---- vectors and scores
     "encoding_format": "float, or base64 of little-endian float32.",
     "dimensions": "Leading numbers of the vector to keep, for models that were trained for it.",
+    "task": "embed or classify, which must be what the model does.",
     "normalize": "Scale the vector to length 1; what the model's files say unless set.",
     "input_type": "query or document: the model's prompt of this kind is put before the input.",
     "prompt_name": "The model's prompt of this name is put before the input.",
@@ -94,6 +103,9 @@ NOTES: Final[Mapping[str, str]] = {
     "max_completion_tokens": "Another name of max_tokens.",
     "max_new_tokens": "Most tokens of the answer.",
     "max_output_tokens": "Most tokens of the answer; as many as the context holds unless set.",
+    "n_predict": "Most tokens of the answer; -1 is what the context holds, 0 computes the prompt only.",
+    "n_indent": "A line after the first with less indentation ends the answer.",
+    "t_max_predict_ms": "The first line end after this time since the first token ends the answer; 0: no limit.",
     "min_tokens": "End-of-sequence and stop tokens are masked until the answer has so many tokens.",
     "min_new_tokens": "End-of-sequence and stop tokens are masked until the answer has so many tokens.",
     "stop": "Strings that end the answer.",
@@ -110,6 +122,8 @@ NOTES: Final[Mapping[str, str]] = {
     "OllamaChatRequest.stream": "Send the answer as it is generated.",
     "OllamaGenerateRequest.stream": "Send the answer as it is generated.",
     "stream_options": "include_usage: a last event with the counts of tokens; continuous_usage_stats: in each event.",
+    "response_fields": "The fields of the answer, or their paths, such as timings/prompt_n; all unless set.",
+    "return_tokens": "The answer has the ids of its tokens.",
     "return_progress": "A stream has `prompt_progress` until the first token: total, cache, processed, time_ms.",
     "return_token_ids": "Choices have `token_ids`; the ids of the prompt come too, in a stream with its first event.",
     "return_tokens_as_token_ids": "Log-probabilities name a token `token_id:ID` instead of its text.",
@@ -233,6 +247,15 @@ DEFAULTS: Final[Mapping[str, Any]] = {
     "min_tokens": 0,
     "CompletionRequest.max_tokens": DEFAULT_MAX_TOKENS,
     "max_new_tokens": DEFAULT_MAX_NEW_TOKENS,
+    **{
+        f"{struct}.{name}": value
+        for struct in ("InfillRequest", "LlamaCompletionRequest")
+        for name, value in {**LLAMA_DEFAULTS.values(), "temperature_last": True}.items()
+    },
+    "n_predict": -1,
+    "n_indent": 0,
+    "t_max_predict_ms": 0,
+    "return_tokens": False,
     "n": 1,
     "stream": False,
     "OllamaChatRequest.stream": True,
@@ -328,6 +351,8 @@ BODIES: Final[Mapping[tuple[str, str], Mapping[str, Any]]] = {
     ("POST", "/v2/rerank"): _RERANK,
     ("POST", "/v1/score"): _SCORE,
     ("POST", "/score"): _SCORE,
+    ("POST", "/classify"): {"input": ["What a good film.", "It was a waste of time."]},
+    ("POST", "/pooling"): {"input": ["The sky is blue.", "Grass is green."]},
     ("POST", "/v1/decisions"): {
         "input": "The parcel came broken. I want my money back.",
         "questions": [
@@ -351,6 +376,13 @@ BODIES: Final[Mapping[tuple[str, str], Mapping[str, Any]]] = {
         "text": "The capital of France is",
         "sampling_params": {"max_new_tokens": 8, "temperature": 0},
     },
+    ("POST", "/infill"): {
+        "input_prefix": "def add(a, b):\n",
+        "input_suffix": "\n",
+        "prompt": "    return",
+        "n_predict": 8,
+    },
+    ("POST", "/completion"): {"prompt": "The capital of France is", "n_predict": 8},
     ("POST", "/v1/files"): {"file": "@requests.jsonl", "purpose": "batch"},
     ("POST", "/v1/batches"): {
         "input_file_id": "file-1",
@@ -387,9 +419,15 @@ BODIES: Final[Mapping[tuple[str, str], Mapping[str, Any]]] = {
 }
 
 OF_EMBEDDERS: Final = frozenset(
-    path for _, path in BODIES if "embed" in path or path.endswith(("/rerank", "/score"))
+    path for _, path in BODIES if "embed" in path or path.endswith(("/rerank", "/score", "/pooling"))
 )
 """Paths with examples for embedders; those of pairs are also for rerankers."""
+
+OF_CLASSIFIERS: Final = frozenset({"/classify"})
+"""Paths with examples for models that give texts labels."""
+
+OF_CODERS: Final = frozenset({"/infill"})
+"""Paths with examples for models that fill in the middle."""
 
 OF_ADAPTERS: Final = frozenset(path for _, path in BODIES if path.endswith("load_lora_adapter"))
 """Paths with examples for servers that load adapters, from a folder with one of this name."""

@@ -9,12 +9,15 @@ import shlex
 import msgspec
 import pytest
 
+from engine.models.tokenizer.fim import FimTokens
 from engine.tokenizer_manager.http.native.wire import NativeSampling
 from engine.tokenizer_manager.http.reference.field_notes import (
     BODIES,
     DEFAULTS,
     NOTES,
     OF_ADAPTERS,
+    OF_CLASSIFIERS,
+    OF_CODERS,
     OF_EMBEDDERS,
 )
 from engine.tokenizer_manager.http.reference.openapi import ApiDocs
@@ -23,7 +26,10 @@ from engine.tokenizer_manager.http.routes import ROUTES
 from tests.adapter_files import loaded, write_adapter
 from tests.tokenizer_manager.conftest import Serve
 from tests.tokenizer_manager.fake_engine import SPEC, say_all
+from tests.tokenizer_manager.http.pooling.test_classify import CLASSIFIER
 from tests.tokenizer_manager.http.pooling.test_embeddings import ANSWER, EMBEDDER
+
+from ...fake_engine import TOKENIZER
 
 TYPES: dict[str, type | tuple[type, ...]] = {
     "integer": int,
@@ -87,16 +93,19 @@ OF_STATE = {(route.method, route.path) for route in ROUTES if 507 in route.fails
 @pytest.mark.parametrize(
     "key", [key for key in BODIES if "profile" not in key[1] and key not in OF_STATE], ids=" ".join
 )
-def test_every_example_is_accepted(serve: Serve, document, key, tmp_path):
+def test_every_example_is_accepted(serve: Serve, document, key, tmp_path, monkeypatch):
     """The text of the page's own command, taken apart as a shell does."""
     method, path = key
+    if path in OF_CODERS:
+        monkeypatch.setattr(TOKENIZER, "fim", FimTokens(7, 8, 9))
     if path in OF_ADAPTERS:
         folder = write_adapter(tmp_path / "sql", SPEC)
         adapters = [loaded(folder, SPEC, 1, "sql")] if "unload" in path else []
         lora = {"allow_runtime_lora": True, "lora_root": str(tmp_path)}
         served = serve(adapters=adapters, lora=lora)
     else:
-        served = serve(ANSWER, pooling=EMBEDDER) if path in OF_EMBEDDERS else serve(say_all("x"))
+        pooling = EMBEDDER if path in OF_EMBEDDERS else CLASSIFIER if path in OF_CLASSIFIERS else None
+        served = serve(say_all("x")) if pooling is None else serve(ANSWER, pooling=pooling)
     words = shlex.split(curl(document, served.url, method, path).replace("\\\n", " "))
     assert words[0] == "curl"
     (url,) = (word for word in words if word.startswith("http"))
