@@ -8,6 +8,7 @@ Matching Can Be Simple And Fast"). What needs more than one pass over the text i
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 from collections.abc import Callable, Sequence
@@ -17,6 +18,8 @@ MAX_STATES: Final = 256
 """Of all expressions of a request: 0.1 ms for a character in the worst case."""
 _MAX_KNOWN: Final = 4096
 """Transitions that are kept; an expression over a large alphabet would fill the memory otherwise."""
+_KNOWN_CHARS: Final = 64
+"""Characters that a set keeps its answer for, so that its length counts once for a character, not for each state."""
 _parser: Final[Any] = importlib.import_module("re._parser")
 
 IsChar = Callable[[str], bool]
@@ -39,6 +42,8 @@ class _Machine:
         self.reads: list[IsChar | None] = []
         self.following: list[list[int]] = []
         self.at_start: set[int] = set()
+        # By identity: the states of a repeated item share its test. The syntax tree lives as long as states are added.
+        self._tests: dict[tuple[str, int, int], IsChar] = {}
 
     def state(self, reads: IsChar | None = None, following: Sequence[int] = ()) -> int:
         if len(self.reads) >= MAX_STATES:
@@ -59,7 +64,10 @@ class _Machine:
     def item(self, op: Any, value: Any, flags: int, end: int) -> int:
         name = str(op)
         if name in ("LITERAL", "NOT_LITERAL", "IN", "ANY"):
-            return self.state(_is_char(name, value, flags), [end])
+            key = (name, value if isinstance(value, int) else id(value), flags)
+            if key not in self._tests:
+                self._tests[key] = _is_char(name, value, flags)
+            return self.state(self._tests[key], [end])
         if name == "SUBPATTERN":
             _, added, removed, inner = value
             return self.sequence(inner, (flags | added) & ~removed, end)
@@ -81,6 +89,8 @@ class _Machine:
                     break
                 end = begin
             return end
+        if name == "AT" and str(value) == "AT_BEGINNING" and flags & re.MULTILINE:
+            raise UnsupportedRegexError("has the flag m, with which ^ needs the character before")
         if name == "AT" and str(value) in ("AT_BEGINNING", "AT_BEGINNING_STRING"):
             start = self.state(None, [end])
             self.at_start.add(start)
@@ -114,27 +124,34 @@ def _is_char(name: str, value: Any, flags: int) -> IsChar:
     """Whether a character is one of an item's."""
     if name == "ANY":
         return (lambda char: True) if flags & re.DOTALL else (lambda char: char != "\n")
-    items = value if name == "IN" else [(_parser.LITERAL, value)]
-    negated = name == "NOT_LITERAL" or str(items[0][0]) == "NEGATE"
-    tests = [_is_one(str(op), each) for op, each in items if str(op) != "NEGATE"]
+    if name != "IN":
+        wanted, negated = chr(value), name == "NOT_LITERAL"
+        if not flags & re.IGNORECASE:
+            return lambda char: (char == wanted) != negated
+        value = [(_parser.LITERAL, value)]
+    else:
+        negated = str(value[0][0]) == "NEGATE"
+    by_op: dict[str, list[Any]] = {}
+    for op, each in value:
+        by_op.setdefault(str(op), []).append(each)
+    literals = frozenset(map(chr, by_op.get("LITERAL", ())))
+    ranges = [(chr(low), chr(high)) for low, high in by_op.get("RANGE", ())]
+    names = dict.fromkeys(_CATEGORIES[str(each)] for each in by_op.get("CATEGORY", ()))
+    category = re.compile("|".join(names), flags & re.ASCII) if names else None
 
     def found(char: str) -> bool:
-        return any(test(char) for test in tests)
+        return (
+            char in literals
+            or any(low <= char <= high for low, high in ranges)
+            or (category is not None and category.match(char) is not None)
+        )
 
-    if flags & re.IGNORECASE:
-        return lambda char: (found(char) or found(char.lower()) or found(char.upper())) != negated
-    return lambda char: found(char) != negated
+    @functools.lru_cache(_KNOWN_CHARS)
+    def is_char(char: str) -> bool:
+        cases = (char, char.lower(), char.upper()) if flags & re.IGNORECASE else (char,)
+        return any(map(found, cases)) != negated
 
-
-def _is_one(op: str, value: Any) -> IsChar:
-    if op == "LITERAL":
-        wanted = chr(value)
-        return lambda char: char == wanted
-    if op == "RANGE":
-        low, high = map(chr, value)
-        return lambda char: low <= char <= high
-    category = re.compile(_CATEGORIES[str(value)])
-    return lambda char: category.match(char) is not None
+    return is_char
 
 
 class LinearRegex:
@@ -151,10 +168,13 @@ class LinearRegex:
         self.pattern = pattern
         try:
             parsed = _parser.parse(pattern)
-        except (re.error, OverflowError, RecursionError) as error:
+        except (
+            re.error,
+            ValueError,
+            OverflowError,
+            RecursionError,
+        ) as error:  # ValueError: flags that disagree
             raise UnsupportedRegexError(f"is no regular expression: {error}") from None
-        if parsed.state.flags & re.MULTILINE:
-            raise UnsupportedRegexError("has the flag m, with which ^ needs the character before")
         self._machine = machine = _Machine()
         self._accepts = machine.state()
         try:
