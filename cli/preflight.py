@@ -11,11 +11,10 @@ import socket
 import stat
 from pathlib import Path
 
-from ..launch.child.crash_report import crash_dir
 from ..runtime.config.answer_config import AnswerConfig
 from ..runtime.config.engine_config import EngineConfig
 from ..runtime.config.kv_event_settings import parse_kv_events, settings_of_replicas
-from ..runtime.config.server_config import LogConfig, ServerConfig
+from ..runtime.config.server_config import ServerConfig
 from ..runtime.decision_calibration import read_calibration
 from ..runtime.errors import ConfigError
 
@@ -31,6 +30,7 @@ def check_start(config: EngineConfig) -> None:
     if config.parallel.node_rank == 0:
         check_port(config.server)
         _check_access(config.server)
+        _check_folder("state_dir", config.server.state_dir)
         if config.parallel.executor == "local":  # Ray may choose another machine
             _check_kv_events(config.server, config.parallel.dp)
     check_files(config)
@@ -56,7 +56,7 @@ def check_files(config: EngineConfig) -> None:
     for name, path in config.adapters.named_paths:  # the files are read with the model
         if not os.path.lexists(os.path.expanduser(path)):
             raise ConfigError(f"--lora {name}={path}: there is no such folder or file; check the path")
-    _check_crash_dir(config.log)
+    _check_folder("crash_dir", config.log.crash_dir)
     if config.parallel.nnodes > 1 and config.parallel.executor == "local":
         from ..runtime.transport.cluster_ipc import load_cluster_key
 
@@ -103,17 +103,17 @@ def _looks_like_path(text: str) -> bool:
     return os.sep in text or text.endswith((".jinja", ".jinja2", ".j2", ".txt", ".json"))
 
 
-def _check_crash_dir(log: LogConfig) -> None:
-    """Whether a report could be written; nothing is created before there is one."""
-    if log.crash_dir is None:
+def _check_folder(name: str, value: str | None) -> None:
+    """Whether a folder could be made, or written to; nothing is created before it is needed."""
+    if value is None:
         return
-    folder = crash_dir(log.crash_dir)
+    folder = Path(value).expanduser().absolute()
     there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     problem = "" if there.is_dir() else "is no folder"
     if not problem and not os.access(there, os.W_OK | os.X_OK):
         problem = "is not writable for this user"
     if problem:
-        raise ConfigError(f"crash_dir is {log.crash_dir!r}, but {there} {problem}; name another folder")
+        raise ConfigError(f"{name} is {value!r}, but {there} {problem}; name another folder")
 
 
 def _is_pipe(path: str) -> bool:

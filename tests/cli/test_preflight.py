@@ -37,6 +37,8 @@ CASES = {
     "--crash-dir TEXT": "is no folder; name another folder",
     "--crash-dir TEXT/below": "is no folder; name another folder",
     "--crash-dir /proc/nope": "crash_dir is '/proc/nope', but /proc is not writable",
+    "--state-dir TEXT": "is no folder; name another folder",
+    "--state-dir TEXT/below": "is no folder; name another folder",
     "--allowed-local-media-path nope": "is 'nope', but it must be an absolute path",
     "--chat-template /nope": "the chat template cannot be read: No such file",
     "--chat-template DIR": "the chat template cannot be read: Is a directory",
