@@ -1,9 +1,9 @@
 """`TokenHistory`: the last tokens of a request, on the host, and the changes of logits that depend on them.
 
 Only requests with DRY or with bad words of several tokens have one. The penalties of DRY are those of llama.cpp
-(`llama_sampler_dry_apply`; the idea is p-e-w's in text-generation-webui), computed anew for each token in one pass over
-the window: the repetition that ends at a place is one longer than the one that ended before it, if the token there
-equals the new one.
+(`llama_sampler_dry_apply`; the idea is p-e-w's in text-generation-webui), in a few operations of numpy over the window
+for each token: the repetition that ends at a place is one longer than the one that ended before it, if the token there
+equals the new one. A client chooses window and breakers, so the time for a token must not depend on what they are.
 """
 
 # Shapes: W tokens of the window, at most `MAX_DRY_TOKENS`.
@@ -31,30 +31,33 @@ class TokenHistory:
     """
 
     def __init__(self, sampling: SamplingParams, token_ids: npt.NDArray[np.int32], prompt_len: int) -> None:
-        """Begin with prompt and output so far, [length]; with DRY some 5 us for each token of the window."""
+        """Begin with prompt and output so far, [length]; with DRY some 2 ms for the longest window."""
         self._bad_words = [word for word in sampling.bad_words_ids if len(word) > 1]
         self._longest = max(map(len, self._bad_words), default=1) - 1
         self._last: list[int] = token_ids[prompt_len:][-self._longest :].tolist() if self._longest else []
         last_n = sampling.dry_penalty_last_n if sampling.has_dry else 0
         self._window = MAX_DRY_TOKENS if last_n < 0 else last_n
         self._params = sampling
-        breakers = sampling.dry_breaker_ids
-        self._single_breakers = frozenset(head for head, *tail in breakers if not tail)
-        self._breakers: dict[int, list[list[int]]] = {}
-        for head, *tail in breakers:
-            self._breakers.setdefault(head, []).append(tail)
+        self._breakers = frozenset(sampling.dry_breaker_ids)
+        self._breaker_lens = sorted({len(breaker) for breaker in self._breakers})
+        self.length = len(token_ids)
         # Twice the window, so that it moves to the front once in W tokens.
         self._tokens = np.zeros(2 * self._window, dtype=np.int32)
-        self._repeats = np.zeros(
-            2 * self._window, dtype=np.int32
-        )  # tokens before and at a place that equal the last
-        self._end = 0
-        self.length = len(token_ids)
-        for token in token_ids[-self._window :].tolist() if self._window else ():
-            self._append(token)
+        self._repeats = np.zeros(2 * self._window, dtype=np.int32)  # tokens up to a place that equal the last
+        known = token_ids[-self._window :] if self._window else token_ids[:0]
+        self._end = len(known)
+        self._tokens[: self._end] = known
+        self._repeats[: self._end] = _common_endings(known.tolist())
+        # The last place at which a breaker begins, counted over the request, and the end of the longest one there.
+        self._breaker_place = self._breaker_end = -1
+        for place in range(self._end - 1, -1, -1):
+            if lengths := [n for n in self._breaker_lens if self._has_breaker(place, place + n)]:
+                self._breaker_place = self.length - self._end + place
+                self._breaker_end = self._breaker_place + lengths[-1]
+                break
 
     def append(self, token: int) -> None:
-        """Add a sampled token."""
+        """Add a sampled token; some 10 us with DRY."""
         self.length += 1
         self._last = [*self._last, token][-self._longest :] if self._longest else []
         if self._window:
@@ -74,6 +77,15 @@ class TokenHistory:
         repeats[:] = longer * equal
         self._tokens[end], self._repeats[end] = token, 0
         self._end += 1
+        for n in self._breaker_lens:
+            if self._has_breaker(self._end - n, self._end):
+                if self.length - n >= self._breaker_place:
+                    self._breaker_place, self._breaker_end = self.length - n, self.length
+                break  # the longer ones begin before it
+
+    def _has_breaker(self, start: int, end: int) -> bool:
+        """Whether these tokens, which all are known, are a breaker."""
+        return start >= 0 and end <= self._end and tuple(self._tokens[start:end].tolist()) in self._breakers
 
     def changes(self) -> dict[int, float]:
         """Values to add to logits: penalties, and -inf for the last token of a bad word that is otherwise there.
@@ -93,7 +105,9 @@ class TokenHistory:
         tokens = self._tokens[start : self._end]
         if len(tokens) <= allowed:
             return {}
-        limit = self._limit(tokens)
+        limit = len(tokens)  # the longest repetition that the last breaker in the window leaves
+        if self._breaker_place >= self.length - len(tokens):
+            limit = self.length - self._breaker_end
         if limit < allowed:
             return {}
         most = 0
@@ -103,29 +117,26 @@ class TokenHistory:
         repeats = np.minimum(self._repeats[start : self._end - 1], np.arange(1, len(tokens)))
         repeats = np.minimum(repeats, limit)
         places = np.flatnonzero(repeats >= allowed)
-        longest: dict[int, int] = {}
-        for token, length in zip(tokens[places + 1].tolist(), repeats[places].tolist(), strict=True):
-            if token not in self._single_breakers:
-                longest[token] = max(length, longest.get(token, 0))
+        # The longest repetition of each token: the last of those with the token, once sorted.
+        found = np.sort(tokens[places + 1].astype(np.int64) * (MAX_DRY_TOKENS + 1) + repeats[places])
+        following, lengths = np.divmod(found, MAX_DRY_TOKENS + 1)
+        last = np.flatnonzero(np.append(following[1:] != following[:-1], True)) if len(found) else places
         return {
             token: params.dry_multiplier * params.dry_base ** min(length - allowed, most or length)
-            for token, length in longest.items()
+            for token, length in zip(following[last].tolist(), lengths[last].tolist(), strict=True)
+            if (token,) not in self._breakers
         }
 
-    def _limit(self, tokens: npt.NDArray[np.int32]) -> int:
-        """The longest repetition that the last breaker leaves."""
-        if not self._breakers:
-            return len(tokens)
-        reversed_tokens = tokens[::-1].tolist()
-        for i, token in enumerate(reversed_tokens):
-            tails = self._breakers.get(token)
-            if tails is None:
-                continue
-            matching = [
-                len(tail)
-                for tail in tails
-                if len(tail) <= i and reversed_tokens[i - len(tail) : i][::-1] == tail
-            ]
-            if matching:
-                return i - max(matching)
-        return len(tokens)
+
+def _common_endings(tokens: list[int]) -> list[int]:
+    """For each place but the last, how many tokens up to it equal the last tokens: the Z-algorithm, backward."""
+    backward, count = tokens[::-1], len(tokens)
+    found, left, right = [0] * count, 0, 0
+    for i in range(1, count):
+        length = min(right - i, found[i - left]) if i < right else 0
+        while i + length < count and backward[length] == backward[i + length]:
+            length += 1
+        found[i] = length
+        if i + length > right:
+            left, right = i, i + length
+    return found[::-1]

@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from ..models.tokenizer.texts_in_tokens import check_num_sequences
 from ..models.tokenizer.tokenizer import Tokenizer
 from ..runtime.errors import RequestError
 from ..runtime.feasibility import (
@@ -161,6 +162,7 @@ def with_token_ids(sampling: SamplingParams, tokenizer: Tokenizer) -> SamplingPa
     if sampling.has_dry:
         found = (tokenizer.texts.sequences(text) for text in sampling.dry_sequence_breakers)
         ids = tuple(dict.fromkeys(itertools.chain(sampling.dry_breaker_ids, *found)))
+        check_num_sequences(len(ids), ", ".join(sampling.dry_sequence_breakers))
         sampling = msgspec.structs.replace(sampling, dry_breaker_ids=ids)
     if sampling.bad_words:
         forms = [form for word in sampling.bad_words for form in (word, f" {word.lstrip()}")]

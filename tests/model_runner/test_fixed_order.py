@@ -367,6 +367,30 @@ class TestThroughTheWholeEngine:
         assert num_right > 50
 
     @pytest.mark.slow
+    def test_neither_do_they_with_rare_samplers_and_masks(self, outputs):
+        """Of each request with one of them beside others, also with what a host finds from the tokens before."""
+        kinds: list[dict[str, Any]] = [
+            {"top_n_sigma": 1.2},
+            {"typical_p": 0.7},
+            {"dynatemp_range": 0.5, "xtc_probability": 0.6, "xtc_threshold": 0.02},
+            {"temperature_last": True, "temperature": 1.6, "top_p": 0.8, "top_k": 20},
+            {"dry_multiplier": 2.0, "dry_allowed_length": 0},
+            {"bad_words_ids": tuple((a, b) for a in range(3, 90) for b in range(3, 20)), "typical_p": 0.9},
+            {"allowed_token_ids": tuple(range(5, 25)), "xtc_probability": 1.0, "xtc_threshold": 0.01},
+            {"temperature": 0.8, "top_p": 0.9},
+        ]
+        work = [
+            SamplingParams(
+                seed=n + 1, logprobs=2, ignore_eos=True, max_new_tokens=12, **kinds[n % len(kinds)]
+            )
+            for n in range(len(self.PROMPTS))
+        ]
+        expected = outputs(work, together=False, radix_cache=False)
+        assert outputs(work) == expected
+        assert outputs(work, chunked_prefill_size=32, chaos="retract=0.5:40") == expected
+        assert outputs(work, speculative="ngram", num_threads=2) == expected
+
+    @pytest.mark.slow
     def test_neither_does_anything_else(self, outputs):
         expected = outputs(together=False, radix_cache=False)
         assert outputs() == expected

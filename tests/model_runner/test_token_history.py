@@ -72,7 +72,7 @@ few = st.integers(0, 3)
     st.lists(few, max_size=40),
     st.integers(1, 12),
     st.integers(0, 4),
-    st.lists(st.lists(few, min_size=1, max_size=3), max_size=2),
+    st.lists(st.lists(few, min_size=1, max_size=3), max_size=4),
 )
 def test_same_as_a_search_for_every_token(prompt, output, window, allowed, breakers):
     made = history(
@@ -108,3 +108,17 @@ def test_the_end_of_a_bad_word_is_forbidden_after_its_beginning_in_the_output():
     assert made.changes() == {}
     assert SamplingParams(bad_words_ids=((5,),)).depends_on_output is False
     assert params.depends_on_output
+
+
+@pytest.mark.parametrize("tokens", [[7] * 4096, [7, 8, 9] * 1365, [*range(2048)] * 2])
+def test_a_long_prompt_is_as_its_tokens_one_by_one(tokens):
+    """The window is prepared at once: token by token it took 60 ms, during which no other request ran."""
+    options: dict[str, Any] = {"dry_multiplier": 1.0, "dry_base": 1.01}
+    breakers = tuple((7,) * n + (8,) for n in range(2, 40))
+    at_once, one_by_one = history(tokens, breakers, **options), history(tokens[:-200], breakers, **options)
+    for token in tokens[-200:]:
+        one_by_one.append(token)
+    assert at_once.penalties() == one_by_one.penalties() != {}
+    at_once.append(8)
+    one_by_one.append(8)
+    assert at_once.penalties() == one_by_one.penalties()

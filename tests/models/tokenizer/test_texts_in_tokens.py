@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.models.tokenizer.texts_in_tokens import TextsInTokens
+from engine.runtime.errors import RequestError
 
 WORDS = [b"a", b"b", b"aa", b"ab", b"ba", b"aab", b"abab", "é".encode(), "é".encode()[:1], b"", b"bb"]
 
@@ -34,3 +36,12 @@ def test_the_sequences_are_those_of_each_token(text):
     found = TextsInTokens(len(WORDS), WORDS.__getitem__, encode).sequences(text)
     assert set(found) == by_asking(text.encode())
     assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize("text", ["a", "ab"])
+def test_a_text_in_too_many_tokens_is_refused(text):
+    texts = TextsInTokens(40_000, lambda token_id: b"%da" % token_id, lambda text: [1])
+    with pytest.raises(RequestError, match="may appear in at most 32768 tokens") as caught:
+        texts.sequences(text)
+    assert caught.value.param == "dry_sequence_breakers"
+    assert len(texts.sequences("1")) < 32_768

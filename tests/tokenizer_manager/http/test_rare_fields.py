@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from engine.models.tokenizer import texts_in_tokens
 from engine.models.tokenizer.fim import FimTokens
 from engine.runtime.messages import Finish, FinishKind
 from engine.runtime.sampling_params import RepetitionDetection
@@ -111,3 +112,14 @@ def test_ollama_s_suffix_fills_in_the_middle_too(serve: Serve, monkeypatch):
     assert request.sampling.stop_token_ids == (11,)
     for other in ({"raw": True}, {"system": "x"}, {"format": "json"}):
         assert served.client.post("/api/generate", json=body | other).status_code == 400
+
+
+def test_breakers_that_have_too_many_tokens_together_are_refused(serve: Serve, monkeypatch):
+    served = serve(say_all("x"))
+    most = max(len(TOKENIZER.texts.sequences(text)) for text in "ab")
+    monkeypatch.setattr(texts_in_tokens, "MAX_DRY_SEQUENCES", most)
+    body: dict[str, Any] = {"prompt": "hi", "dry_multiplier": 1, "dry_sequence_breakers": ["a", "b"]}
+    response = served.client.post("/v1/completions", json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "dry_sequence_breakers"
+    assert f"at most {most} tokens" in response.json()["error"]["message"]
