@@ -164,8 +164,13 @@ def fit(
         raise RequestError(
             f"{labeled} has {counted(len(examples), 'labeled question')}, but a type needs {LEAST_EXAMPLES}; add more"
         )
-    output.write_text(json.dumps(temperatures, indent=2) + "\n")
-    _print(examples, temperatures)
+    _print(examples, temperatures)  # before a file that cannot be written
+    try:
+        output.write_text(json.dumps(temperatures, indent=2) + "\n")
+    except OSError as error:
+        raise ConfigError(
+            f"--output {output} cannot be written: {error.strerror}; name another file"
+        ) from None
     typer.echo(f"{output}: use it with engine serve --decision-calibration {output}")
 
 
@@ -190,7 +195,7 @@ def _print(examples: Sequence[Labeled], temperatures: dict[str, float]) -> None:
 def _read(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """The bodies of a file, and the place of each."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # texts have other separators of lines
     except (OSError, UnicodeDecodeError) as error:
         problem = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(
@@ -202,7 +207,7 @@ def _read(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         where = f"{path}, line {number}"
         try:
             body = msgspec.json.decode(line)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise RequestError(f"{where} is no JSON: {error}") from None
         questions = body.get("questions") if isinstance(body, dict) else None
         if not (
@@ -219,8 +224,8 @@ def _asked(server: ServerConnection, where: str, body: dict[str, Any]) -> Iterab
         {name: value for name, value in question.items() if name != "answer"}
         for question in body["questions"]
     ]
-    # A temperature of its own, so that a calibration that the server has already is not used.
-    asked = {**body, "questions": questions, "temperature": 1, "model": server.model}
+    # A temperature of its own, so that a calibration that the server has already is not used; and no refusals.
+    asked = {**body, "questions": questions, "temperature": 1, "min_label_mass": 0, "model": server.model}
     try:
         response = server.client.post(f"{server.base}/v1/decisions", json=asked)
     except httpx.HTTPError as error:
@@ -252,9 +257,9 @@ def _right(question: dict[str, Any], at: str) -> int:
         case "predicate":
             options = [True, False]
         case "choice":
-            options = [each.get("value") for each in question.get("choices") or [] if isinstance(each, dict)]
+            options = [each.get("value") for each in _list(question, "choices", at) if isinstance(each, dict)]
         case "score":
-            options = list(range(len(question.get("levels") or [])))
+            options = list(range(len(_list(question, "levels", at))))
         case kind:
             raise RequestError(f"{at}.type is {kind!r}, but it must be predicate, choice or score")
     for index, option in enumerate(options):
@@ -262,3 +267,10 @@ def _right(question: dict[str, Any], at: str) -> int:
             return index
     shown = ", ".join(json.dumps(option) for option in options[:8])
     raise RequestError(f"{at}.answer is {json.dumps(answer)}, but it must be one of {shown}")
+
+
+def _list(question: dict[str, Any], name: str, at: str) -> list[Any]:
+    found = question.get(name)
+    if not isinstance(found, list):
+        raise RequestError(f"{at}.{name} is {json.dumps(found)}, but it must be a list as in /v1/decisions")
+    return found

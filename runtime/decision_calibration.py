@@ -7,7 +7,6 @@ type with a number of options, `choice.4`, which comes first. Temperature scalin
 from __future__ import annotations
 
 import logging
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -88,6 +87,6 @@ def _problem(key: str, value: object) -> str:
         return f"{key!r} has {count} options, but {rule}"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return f"{key!r} is {str(value)[:60]!r}, but {_RULE}"
-    if not (math.isfinite(value) and 0 < value <= MAX_TEMPERATURE):
-        return f"{key!r} is {value:g}, but {_RULE}"
+    if not 0 < value <= MAX_TEMPERATURE:  # not for NaN either
+        return f"{key!r} is {str(value)[:60]}, but {_RULE}"
     return ""

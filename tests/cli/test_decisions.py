@@ -81,6 +81,12 @@ def test_a_group_with_few_examples_has_the_temperature_of_its_type():
             {"questions": [{"type": "score", "levels": [{}, {}], "answer": 2}]},
             "answer is 2, but it must be one of 0, 1",
         ),
+        (
+            {"questions": [{"type": "score", "levels": 3, "answer": 2}]},
+            "questions[0].levels is 3, but it must be a list",
+        ),
+        ({"questions": [{"type": "choice", "answer": 2}]}, "questions[0].choices is null"),
+        ("[" * 5000, "line 2 is no JSON"),
         ({"questions": [{"type": "noul"}]}, "questions[0].type is 'noul', but it must be predicate"),
     ],
 )
@@ -106,3 +112,48 @@ def test_a_wrong_line_is_named(tmp_path: Path, capsys: Any, monkeypatch: Any, li
 
     captured = capsys.readouterr()
     assert said in captured.err and captured.out == ""
+
+
+def test_the_server_is_asked_without_temperature_and_refusals(
+    tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    import httpx
+
+    asked: list[dict[str, Any]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(json.loads(request.content))
+        return httpx.Response(200, json={"answers": [{"type": "predicate", "probability": 0.9}]})
+
+    class Server:
+        base, model = "http://x", "m"
+
+        def __init__(self, *_args: Any, **_options: Any) -> None:
+            self.client = httpx.Client(transport=httpx.MockTransport(answer))
+
+    monkeypatch.setattr("engine.cli.decisions.ServerConnection", Server)
+    line = {
+        "input": "one\u2028two\u0085",  # separators of lines for Python, not for JSON
+        "temperature": 3,
+        "min_label_mass": 0.9,
+        "questions": [{"type": "predicate", "instructions": "x"}],
+    }
+    lines = []
+    for i in range(20):
+        line["questions"] = [{"type": "predicate", "instructions": "x", "answer": i % 4 > 0}]
+        lines.append(json.dumps(line, ensure_ascii=False))
+    labeled, output = tmp_path / "labeled.jsonl", tmp_path / "out.json"
+    labeled.write_text("\r\n".join(lines), encoding="utf-8")
+
+    assert cli.run(["decisions", "fit", str(labeled), "-o", str(output)]) == 0
+
+    assert len(asked) == 20
+    assert all((each["temperature"], each["min_label_mass"]) == (1, 0) for each in asked)
+    assert asked[0]["questions"] == [{"type": "predicate", "instructions": "x"}]
+    assert asked[0]["input"] == line["input"]
+    (found,) = json.loads(output.read_text()).values()
+    assert found == pytest.approx(2.0, abs=1e-3)  # 0.9 becomes 0.75
+    assert cli.run(["decisions", "fit", str(labeled), "-o", "/nope/x"]) != 0
+    assert (
+        "predicate.2" in capsys.readouterr().out.rpartition("use it with")[2]
+    )  # the temperatures are not lost

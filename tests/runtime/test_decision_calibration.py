@@ -44,6 +44,8 @@ def test_a_good_file(tmp_path: Path):
         ('{"predicate": true}', "'predicate' is 'True', but it must be a number"),
         ('{"predicate": "1"}', "'predicate' is '1', but it must be a number"),
         ('{"predicate": 1e999}', "is no JSON"),
+        (f'{{"predicate": 1{"0" * 400}}}', "but it must be a number above 0 and at most 100"),
+        (f'{{"predicate": 1{"0" * 9000}}}', "is no JSON"),
     ],
 )
 def test_a_bad_file_is_one_line_with_value_rule_and_fix(tmp_path: Path, text: str, said: str):
