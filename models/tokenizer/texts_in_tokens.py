@@ -48,7 +48,7 @@ class TextsInTokens:
         """
         data = text.encode()
         whole = self._tokens_with(data)
-        found = [(token_id,) for token_id in whole.tolist()]
+        found: list[tuple[int, ...]] = [(token_id,) for token_id in whole.tolist()]
         for length in range(1, len(data)):
             try:
                 rest = data[length:].decode()

@@ -76,11 +76,20 @@ def test_the_coin_of_xtc_decides_whether_it_drops_tokens():
     assert (tosses <= 0.3).mean() == pytest.approx(0.3, abs=0.03)
 
 
+def entropy_of(shares: list[float]) -> float:
+    """Relative to the largest possible one."""
+    return -sum(p * math.log(p) for p in shares) / math.log(len(shares))
+
+
 def test_a_dynamic_temperature_goes_with_the_entropy():
-    entropy = -sum(p * math.log(p) for p in QUARTERS) / math.log(4)
+    entropy = entropy_of(QUARTERS)
     temperature = 0.7 + (1.3 - 0.7) * entropy**2
     weights = [p ** (1 / temperature) for p in QUARTERS]
     found = probabilities(QUARTERS, dynatemp_range=0.3, dynatemp_exponent=2.0)
+    assert found == pytest.approx([w / sum(weights) for w in weights], abs=1e-5)
+    # A range above the temperature goes down to 0, not below it.
+    weights = [p ** (1 / (1.5 * entropy_of(QUARTERS))) for p in QUARTERS]
+    found = probabilities(QUARTERS, temperature=0.5, dynatemp_range=1.0)
     assert found == pytest.approx([w / sum(weights) for w in weights], abs=1e-5)
     # Of the two tokens that top_k leaves, if it is last.
     pair = [0.4 / 0.7, 0.3 / 0.7]
@@ -88,6 +97,14 @@ def test_a_dynamic_temperature_goes_with_the_entropy():
     weights = [p ** (1 / (0.7 + 0.6 * entropy)) for p in pair]
     found = probabilities(QUARTERS, dynatemp_range=0.3, top_k=2, temperature_last=True)
     assert found == pytest.approx([w / sum(weights) for w in weights] + [0, 0], abs=1e-5)
+
+
+def test_one_token_and_dropped_ones_count_for_no_filter():
+    alone = probabilities(QUARTERS, top_k=1, top_n_sigma=9.0, dynatemp_range=0.3, temperature_last=True)
+    assert alone == [1.0, 0.0, 0.0, 0.0]
+    # Mean and deviation are those of the tokens that a mask has left.
+    kept = filtered(torch.tensor([[1.0, 2.0, 4.0, -torch.inf]]), SamplingParams(top_n_sigma=1.65), 0.5)
+    assert kept.isfinite().tolist() == [[False, True, True, False]]
 
 
 def test_a_temperature_after_the_filters_changes_no_filter():
