@@ -91,6 +91,14 @@ def test_same_as_a_search_for_every_token(prompt, output, window, allowed, break
     assert made.length == len(prompt) + len(output)
 
 
+def test_the_longest_of_the_breakers_at_a_place_counts_once_it_is_complete():
+    made = history([1, 2, 5, 6, 1, 2, 5], ((5,), (5, 6)), dry_multiplier=1.0, dry_allowed_length=1)
+    made.append(6)
+    assert made.penalties() == {}
+    made.append(1)
+    assert made.penalties() == {2: 1.0}
+
+
 def test_a_long_repetition_has_the_largest_finite_penalty():
     made = history([7] * 4000, dry_multiplier=1.0, dry_base=4.0)
     (penalty,) = made.penalties().values()
@@ -106,6 +114,7 @@ def test_the_end_of_a_bad_word_is_forbidden_after_its_beginning_in_the_output():
     assert made.changes() == {3: -np.inf}
     made.append(7)
     assert made.changes() == {}
+    assert TokenHistory(params, np.array([7, 1], dtype=np.int32), prompt_len=2).changes() == {}
     assert SamplingParams(bad_words_ids=((5,),)).depends_on_output is False
     assert params.depends_on_output
 
