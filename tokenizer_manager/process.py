@@ -47,7 +47,6 @@ from .http.guards.auth import Authorizer, read_keys
 from .http.openai.tools import ToolSchemas
 from .http.port import BACKLOG, bind, is_loopback, tls_context
 from .http.responses.background import keep_responses
-from .http.routes import REQUEST_TYPES
 from .http.services import Services
 from .manager import TokenizerManager
 from .media.image_store import ImageStore
@@ -232,7 +231,7 @@ async def _serve(
     app = App(services)
     server = HttpServer(app, settings.config.server)
     if services.batches is not None:
-        await services.batches.start(app.answer_line, REQUEST_TYPES)
+        await services.batches.start(app.answer_line, app.check_line)
     listener.listen(BACKLOG)
     http = asyncio.create_task(server.serve(sockets=[listener]))
     duties = [

@@ -93,7 +93,6 @@ from engine.tokenizer_manager.http.connection import HttpServer
 from engine.tokenizer_manager.http.guards.auth import Authorizer, read_keys
 from engine.tokenizer_manager.http.openai.tools import ToolSchemas
 from engine.tokenizer_manager.http.responses.background import keep_responses
-from engine.tokenizer_manager.http.routes import REQUEST_TYPES
 from engine.tokenizer_manager.http.services import Services
 from engine.tokenizer_manager.manager import TokenizerManager
 from engine.tokenizer_manager.media.image_store import ImageStore
@@ -566,7 +565,7 @@ class ServerThread:
         if services.responses is not None:
             keeping = asyncio.create_task(keep_responses(services, services.responses))
         if services.batches is not None:
-            await services.batches.start(self._app.answer_line, REQUEST_TYPES)
+            await services.batches.start(self._app.answer_line, self._app.check_line)
         with self._listener:
             await self._server.serve(sockets=[self._listener])
         if keeping is not None:

@@ -18,7 +18,7 @@ from typing import Any, Final
 from ...runtime.errors import RequestError
 from .access_log import AccessLog, NoAccessLog, show_word
 from .batch_runner.lines import LineAnswer
-from .exchange import ClientGone, Exchange, Receive, Scope, Send
+from .exchange import ClientGone, Exchange, LineChecked, Receive, Scope, Send
 from .guards.auth import Caller, key_of
 from .guards.origins import Hosts, Origins
 from .page.endpoints import PAGE_ENDPOINTS
@@ -115,13 +115,38 @@ class App:
         async def send(message: MutableMapping[str, Any]) -> None:
             parts.append(message.get("body", b""))
 
+        exchange = self._line_exchange(path, owner, receive, send, request_id)
+        exchange.line_seed = seed
+        await self._run(exchange, self._dispatch)
+        return LineAnswer(exchange.status, b"".join(parts), exchange.error_code)
+
+    def check_line(self, path: str, body: dict[str, Any], owner: str) -> None:
+        """Read a line of a batch as its endpoint does, and no more; on any thread, as a read shares nothing.
+
+        Raises:
+            RequestError: the endpoint's reader refuses it.
+        """
+        exchange = self._line_exchange(path, owner, _never, _never)
+        exchange.line_seed = 0
+        exchange.checked_body = body
+        try:
+            self._dispatch(exchange).send(None)
+        except LineChecked:
+            return
+        except RequestError as error:
+            if error.status == 400:
+                raise
+        except Exception:
+            logger.exception("bug in the reader of %s; the line gets its answer when it runs", path)
+
+    def _line_exchange(
+        self, path: str, owner: str, receive: Receive, send: Send, request_id: str = "batch"
+    ) -> Exchange:
         headers = [(b"x-request-id", request_id.encode())]
         scope: Scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
         exchange = Exchange(scope, receive, send)
         exchange.caller = self._authorizer.caller_of(owner)
-        exchange.line_seed = seed
-        await self._run(exchange, self._dispatch)
-        return LineAnswer(exchange.status, b"".join(parts), exchange.error_code)
+        return exchange
 
     async def _run(self, exchange: Exchange, handle: Callable[[Exchange], Awaitable[None]]) -> None:
         exchange.started_s = self._services.manager.now_s()
@@ -183,6 +208,10 @@ class App:
             message = f"{path} does not take {exchange.method}; use {' or '.join(handlers)}"
             raise MethodNotAllowedError(message, [*handlers, *(["HEAD"] if "GET" in handlers else [])])
         return handlers[method]
+
+
+async def _never(*_: object) -> Any:
+    raise AssertionError("a line that is only checked neither receives nor sends")
 
 
 def _no_endpoint(path: str, known: Iterable[str]) -> RequestError:

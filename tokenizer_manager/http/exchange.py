@@ -43,6 +43,10 @@ class ClientGone(Exception):
     """The client closed the connection before its request was read."""
 
 
+class LineChecked(Exception):
+    """The reader of an endpoint has nothing against a line that is only checked."""
+
+
 class Exchange:
     """One request and its response.
 
@@ -60,6 +64,7 @@ class Exchange:
         received_s: when its body had arrived; None before, and without one.
         generations: what was started for it.
         line_seed: of a line of a batch: the seed of a request that has none; None: it came over HTTP.
+        checked_body: JSON object of a line that is read and not run; None: it runs.
         failure_event: writes the end of a stream that fails; None: an error event in the form of the path's API.
     """
 
@@ -77,6 +82,7 @@ class Exchange:
         self.received_s: float | None = None
         self.generations: list[Generation] = []
         self.line_seed: int | None = None
+        self.checked_body: dict[str, Any] | None = None
         self.failure_event: Callable[[ErrorReply], bytes] | None = None
         wanted = self.headers.get(b"x-request-id", b"")
         self.request_id = wanted.decode() if _REQUEST_ID.fullmatch(wanted) else uuid.uuid4().hex

@@ -10,7 +10,7 @@ import msgspec
 from ..telemetry.metrics import BuildInfo
 from .anthropic.endpoint import count_tokens, messages
 from .anthropic.wire import CountBody, CountTokensRequest, MessageBody, MessageEvent, MessagesRequest
-from .batch_runner.wire import ENDPOINTS, BatchBody, BatchListBody, BatchRequest
+from .batch_runner.wire import BatchBody, BatchListBody, BatchRequest
 from .batches.batches import BATCHES_PATH, cancel_batch, create_batch, get_batch, list_batches
 from .batches.files import (
     FILES_PATH,
@@ -636,8 +636,3 @@ ROUTES: Final = (
     *_unavailable("DELETE", "/api/delete"),
 )
 """The route table."""
-
-REQUEST_TYPES: Final[dict[str, type[msgspec.Struct]]] = {
-    route.path: route.request for route in ROUTES if route.path in ENDPOINTS and route.request is not None
-}
-"""The type of the bodies of each endpoint that lines of batches may name."""

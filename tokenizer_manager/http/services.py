@@ -44,7 +44,7 @@ from ..telemetry.metrics import BuildInfo, Metrics
 from ..telemetry.request_record import NoTraces, Traces
 from .batch_runner.runner import BatchRunner
 from .body_reader import BodyReader
-from .exchange import Exchange
+from .exchange import Exchange, LineChecked
 from .guards.auth import Authorizer
 from .guards.body_budget import BodyBudget
 from .recent_items import RecentItems
@@ -188,7 +188,11 @@ class Engine(ServerFacts):
         Raises:
             RequestError: the body is too large, no object, `build` refuses it, or there is no room for it.
             ClientGone: the client has disconnected before.
+            LineChecked: the request is only checked, on the caller's thread.
         """
+        if exchange.checked_body is not None:
+            build(exchange.checked_body)
+            raise LineChecked
         with self.body_budget.reserve() as reservation:
             body = await exchange.body(int(self.config.server.max_body_mb * 2**20), reservation)
             exchange.received_s = self.manager.now_s()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
 
@@ -13,7 +13,7 @@ from msgspec import UNSET
 from ....runtime.config.answer_config import RequestLimits
 from ....runtime.errors import RequestError
 from ..schema.json_body import parse_object
-from ..schema.values import Body, convert, refused, show
+from ..schema.values import Body, refused, show
 from .wire import LineError
 
 MAX_LINES: Final = 50_000
@@ -52,7 +52,7 @@ class InputReader:
     def __init__(
         self,
         endpoint: str,
-        request_type: type[msgspec.Struct],
+        check: Callable[[Body], None],
         limits: RequestLimits,
         max_body_bytes: int,
     ) -> None:
@@ -60,12 +60,12 @@ class InputReader:
 
         Args:
             endpoint: that all lines must name.
-            request_type: of their bodies.
+            check: raises a RequestError if the endpoint's reader refuses a body.
             limits: on JSON.
             max_body_bytes: of one body.
         """
         self._endpoint = endpoint
-        self._request_type = request_type
+        self._check = check
         self._limits = limits
         self._max_bytes = max_body_bytes + _FRAME_BYTES
         self._numbers: dict[str, int] = {}  # of the lines by their ids
@@ -154,7 +154,11 @@ class InputReader:
             raise refused(
                 "body.background", "is true, but a batch runs in the background anyway; leave it out"
             )
-        convert(body, self._request_type, "body")
+        try:
+            self._check(body)
+        except RequestError as error:
+            error.param = f"body.{error.param}" if error.param else "body"
+            raise
 
 
 class _Line(msgspec.Struct):

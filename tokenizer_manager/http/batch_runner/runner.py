@@ -32,6 +32,8 @@ from .line_runner import AnswerLine, LineRunner, count
 from .lines import InputLine, InputReader, unanswered
 from .wire import FINAL, BatchBody, BatchUsage, LineErrors, RequestCounts, Status, batch_of, live_user
 
+CheckLine = Callable[[str, dict[str, Any], str], None]
+
 logger = logging.getLogger(__name__)
 
 DAY_S: Final = 86_400
@@ -81,6 +83,8 @@ class BatchRunner:
         files: inputs and results.
     """
 
+    _check: CheckLine  # set by `start`
+
     def __init__(
         self,
         files: StoredFiles,
@@ -107,19 +111,18 @@ class BatchRunner:
         self._live: dict[str, _Live] = {}
         self._clock_task: asyncio.Task[None] | None = None
         self._swept_s = 0.0
-        self._request_types: Mapping[str, type[msgspec.Struct]] = {}
 
     # ------------------------------------------------------------ for the server
 
-    async def start(self, answer: AnswerLine, request_types: Mapping[str, type[msgspec.Struct]]) -> None:
+    async def start(self, answer: AnswerLine, check: CheckLine) -> None:
         """Continue what a server before this one has left, on the running event loop.
 
         Args:
             answer: `App.answer_line`.
-            request_types: the type of the bodies of each endpoint.
+            check: `App.check_line`.
         """
         self._lines.answer = answer
-        self._request_types = request_types
+        self._check = check
         final = ", ".join(f"'{status}'" for status in sorted(FINAL))
         rows = await self._store.read(lambda db: BATCHES.of_all_owners(db, f"status NOT IN ({final})"))
         for row in rows:
@@ -245,7 +248,10 @@ class BatchRunner:
         """Store the lines of the input; or the errors in it."""
         batch, owner = live.body, live.owner
         reader = InputReader(
-            batch.endpoint, self._request_types[batch.endpoint], self._limits, self._max_body_bytes
+            batch.endpoint,
+            lambda body: self._check(batch.endpoint, body, owner),
+            self._limits,
+            self._max_body_bytes,
         )
         lines, errors = await asyncio.to_thread(reader.read, self.files.path(batch.input_file_id))
         if errors:

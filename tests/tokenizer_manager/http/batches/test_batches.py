@@ -22,6 +22,7 @@ from engine.tokenizer_manager.http.batch_runner.lines import InputReader, body_a
 from engine.tokenizer_manager.http.batch_runner.runner import BatchRunner
 from engine.tokenizer_manager.http.batch_runner.wire import BatchBody
 from engine.tokenizer_manager.http.openai.wire import CompletionRequest
+from engine.tokenizer_manager.http.schema.values import convert
 from engine.tokenizer_manager.state import store as store_module
 from engine.tokenizer_manager.state.store import StateStore
 from engine.tokenizer_manager.state.tables import BATCH_LINES
@@ -72,6 +73,11 @@ def results(served: Served, batch: dict[str, Any], name: str = "output_file_id")
     return [json.loads(each) for each in content.splitlines()]
 
 
+def check(body: dict[str, Any]) -> None:
+    """The check of types only."""
+    convert(body, CompletionRequest)
+
+
 def echo(request: GenerateRequest) -> Iterable[TextOutput]:
     """Answers with the seed."""
     yield row(request, str(request.sampling.seed), finish=STOP)
@@ -80,7 +86,7 @@ def echo(request: GenerateRequest) -> Iterable[TextOutput]:
 def test_results_are_in_the_order_of_the_input_and_errors_have_a_file_of_their_own(serve_kept):
     served = serve_kept(say_all("x"))
     lines = [line(f"l{i}", max_tokens=3) for i in range(5)]
-    lines[2]["body"]["temperature"] = 9
+    lines[2]["body"]["prompt"] = "x" * 999
     batch = create(served, as_file(lines), metadata={"run": "7"})
 
     done = wait(served, batch["id"])
@@ -99,7 +105,7 @@ def test_results_are_in_the_order_of_the_input_and_errors_have_a_file_of_their_o
     [failed] = results(served, done, "error_file_id")
     assert failed["custom_id"] == "l2"
     assert failed["response"]["status_code"] == 400
-    assert "temperature" in failed["response"]["body"]["error"]["message"]
+    assert failed["response"]["body"]["error"]["code"] == "context_length_exceeded"
     output = served.client.get(f"/v1/files/{done['output_file_id']}").json()
     assert output["purpose"] == "batch_output"
     assert output["expires_at"] - output["created_at"] == 30 * 86_400
@@ -171,7 +177,7 @@ def test_vectors_of_a_batch(serve_kept):
 )
 def test_an_error_of_a_line_has_its_number_and_its_field(tmp_path, content, code, param, number):
     (tmp_path / "f").write_bytes(content)
-    reader = InputReader(COMPLETIONS, CompletionRequest, RequestLimits(), max_body_bytes=20_000)
+    reader = InputReader(COMPLETIONS, check, RequestLimits(), max_body_bytes=20_000)
 
     _, [error] = reader.read(tmp_path / "f")
 
@@ -189,10 +195,35 @@ def test_a_refused_input_runs_no_line(serve_kept):
     assert "output_file_id" not in failed
 
 
+@pytest.mark.parametrize(
+    ("url", "body", "param"),
+    [
+        (COMPLETIONS, {"prompt": "hi", "temperature": 9}, "body.temperature"),
+        (CHAT, {"messages": [{"role": "nobody", "content": "hi"}]}, "body.messages[0].role"),
+        ("/v1/responses", {"input": "hi", "top_p": 2}, "body.top_p"),
+        ("/v1/embeddings", {"input": "hi"}, "body"),
+        ("/v1/decisions", {"input": "hi", "questions": []}, "body.questions"),
+        ("/v1/score", {"query": "hi", "items": ["a"], "label_token_ids": [999]}, "body.label_token_ids"),
+        ("/v1/rerank", {"query": "hi", "documents": []}, "body"),
+    ],
+)
+def test_each_line_is_read_by_its_endpoint_before_any_runs(serve_kept, url, body, param):
+    served = serve_kept(say_all("x"))
+    over_http = served.client.post(url, json=body)
+    entry = {"custom_id": "a", "method": "POST", "url": url, "body": body}
+
+    failed = wait(served, create(served, as_file([entry]), url)["id"])
+
+    assert (over_http.status_code, failed["status"]) == (400, "failed")
+    [error] = failed["errors"]["data"]
+    assert (error["message"], error["param"]) == (over_http.json()["error"]["message"], param)
+    assert served.engine.generate.empty()
+
+
 def test_lines_have_their_places_in_the_file(tmp_path):
     content = b"\n" + as_file([line("a"), line("b", prompt="\u00e9")]).rstrip()
     (tmp_path / "f").write_bytes(content)
-    reader = InputReader(COMPLETIONS, CompletionRequest, RequestLimits(), max_body_bytes=20_000)
+    reader = InputReader(COMPLETIONS, check, RequestLimits(), max_body_bytes=20_000)
 
     lines, errors = reader.read(tmp_path / "f")
 
@@ -461,7 +492,7 @@ def test_any_input_has_lines_or_errors(tmp_path_factory, parts):
     path = tmp_path_factory.getbasetemp() / "any-input"
     path.write_bytes(content := b"".join(parts))
 
-    lines, errors = InputReader(COMPLETIONS, CompletionRequest, RequestLimits(), 1000).read(path)
+    lines, errors = InputReader(COMPLETIONS, check, RequestLimits(), 1000).read(path)
 
     assert lines or errors
     for each in lines:
