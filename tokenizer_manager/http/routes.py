@@ -155,6 +155,7 @@ class Route(NamedTuple):
         media_type: of a successful response.
         bodiless: the body may be left out.
         request_type: media type of the body.
+        query: the parameters after the path.
     """
 
     method: str
@@ -170,11 +171,13 @@ class Route(NamedTuple):
     media_type: str = "application/json"
     bodiless: bool = False
     request_type: str = "application/json"
+    query: tuple[str, ...] = ()
 
 
 _GENERATING: Final = (404, 504)
 _STORED: Final = (404, 507)
 _NDJSON: Final = "application/x-ndjson"
+_PAGED: Final = ("after", "limit", "order")
 _FORM: Final = "multipart/form-data"
 
 
@@ -296,6 +299,7 @@ ROUTES: Final = (
         "The items that a stored response was made from.",
         ItemsBody,
         fails=(404,),
+        query=_PAGED,
     ),
     *_post(
         "/v1/responses/{response_id}/cancel",
@@ -312,6 +316,7 @@ ROUTES: Final = (
         ResponseBody,
         events=ResponseEvent,
         fails=(404,),
+        query=("stream", "starting_after"),
     ),
     Route(
         "DELETE",
@@ -341,7 +346,14 @@ ROUTES: Final = (
         fails=(404, 507),
         request_type=_FORM,
     ),
-    *_get(FILES_PATH, list_files, "The stored files (OpenAI).", FileListBody, fails=_STORED),
+    *_get(
+        FILES_PATH,
+        list_files,
+        "The stored files (OpenAI).",
+        FileListBody,
+        fails=_STORED,
+        query=(*_PAGED, "purpose"),
+    ),
     *_get(
         f"{FILES_PATH}/{{file_id}}/content",
         file_content,
@@ -367,7 +379,14 @@ ROUTES: Final = (
         BatchBody,
         fails=_STORED,
     ),
-    *_get(BATCHES_PATH, list_batches, "The batches (OpenAI).", BatchListBody, fails=_STORED),
+    *_get(
+        BATCHES_PATH,
+        list_batches,
+        "The batches (OpenAI).",
+        BatchListBody,
+        fails=_STORED,
+        query=("after", "limit"),
+    ),
     *_post(
         f"{BATCHES_PATH}/{{batch_id}}/cancel",
         cancel_batch,

@@ -152,6 +152,19 @@ def _either(names: Sequence[str]) -> dict[str, Any]:
     return {"oneOf": given} if given else {}
 
 
+_QUERY: Final[Mapping[str, dict[str, Any]]] = {
+    "after": {"description": "The id of the last one before the page.", "schema": {"type": "string"}},
+    "limit": {"description": "The most of a page.", "schema": {"type": "integer", "minimum": 1}},
+    "order": {"description": "By time.", "schema": {"enum": ["asc", "desc"], "default": "desc"}},
+    "purpose": {"description": "Only files of it.", "schema": {"enum": ["batch", "batch_output"]}},
+    "stream": {"description": "Send the events.", "schema": {"type": "boolean", "default": False}},
+    "starting_after": {
+        "description": "The number of the last event before the first one that is sent.",
+        "schema": {"type": "integer", "minimum": 0},
+    },
+}
+
+
 def _types_of(route: Route) -> Iterator[Any]:
     """The types of its JSON bodies."""
     yield from (each for each in (route.request, route.answer, route.events) if each is not None)
@@ -168,10 +181,18 @@ def _operation(route: Route, schema_of: Mapping[Any, Any], model: str) -> dict[s
         example = BODIES[route.method, route.path]
         content = {route.request_type: {"schema": schema_of[route.request], "example": example}}
         operation["requestBody"] = {"required": not route.bodiless, "content": content}
+    if route.query:
+        operation["parameters"] = [_QUERY[name] | {"name": name, "in": "query"} for name in route.query]
     if "{" in route.path:
         name = route.path[route.path.index("{") + 1 : route.path.index("}")]
-        parameter = {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-        operation["parameters"] = [parameter | {"example": PATH_PARTS.get(name, model)}]
+        parameter: dict[str, Any] = {
+            "name": name,
+            "in": "path",
+            "required": True,
+            "schema": {"type": "string"},
+        }
+        parameter["example"] = PATH_PARTS.get(name, model)
+        operation["parameters"] = [parameter, *operation.get("parameters", ())]
     return operation
 
 

@@ -105,6 +105,14 @@ def _endpoint(
     )
     _, body = _body_of(operation)
     yield f'<pre tabindex="0"><code>{html.escape(curl(document, url, method, path))}</code></pre>'
+    if query := _parameters_in(operation, "query"):
+        yield from _fields(
+            {
+                "properties": {
+                    each["name"]: each["schema"] | {"description": each["description"]} for each in query
+                }
+            }
+        )
     if body is not None:
         name = body["schema"].get("$ref", "").removeprefix(_PREFIX)
         schema = schemas.get(name, body["schema"])
@@ -121,10 +129,15 @@ def _body_of(operation: Mapping[str, Any]) -> tuple[str, Mapping[str, Any] | Non
     return next(iter(operation.get("requestBody", {}).get("content", {}).items()), ("", None))
 
 
+def _parameters_in(operation: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
+    """The parameters in the path, or in the query after it."""
+    return [each for each in operation.get("parameters", ()) if each["in"] == where]
+
+
 def curl(document: Mapping[str, Any], url: str, method: str, path: str) -> str:
     """An example of a call, as a command for a shell."""
     operation = document["paths"][path][method.lower()]
-    for parameter in operation.get("parameters", ()):
+    for parameter in _parameters_in(operation, "path"):
         path = path.replace(f"{{{parameter['name']}}}", str(parameter["example"]))
     media_type, content = _body_of(operation)
     words = ["curl"]

@@ -22,6 +22,7 @@ from engine.tokenizer_manager.http.batch_runner.lines import InputReader, body_a
 from engine.tokenizer_manager.http.batch_runner.runner import BatchRunner
 from engine.tokenizer_manager.http.batch_runner.wire import BatchBody
 from engine.tokenizer_manager.http.openai.wire import CompletionRequest
+from engine.tokenizer_manager.http.routes import ROUTES
 from engine.tokenizer_manager.http.schema.values import convert
 from engine.tokenizer_manager.state import store as store_module
 from engine.tokenizer_manager.state.store import StateStore
@@ -583,6 +584,32 @@ def test_every_route_hides_what_another_key_has_stored(serve_kept):
     body = {"input_file_id": batch["input_file_id"], "endpoint": COMPLETIONS, "completion_window": "24h"}
     reply: httpx.Response = served.client.post("/v1/batches", json=body)
     assert reply.status_code == 404
+
+
+def test_no_route_with_an_id_knows_one_of_another_key(serve_kept):
+    """All routes of the table that name something stored, so that a new one is not left out."""
+    served = serve_kept(say_all("x"), api_key=("sk-a", "sk-b"))
+    served.client.headers["Authorization"] = "Bearer sk-a"
+    batch = wait(served, create(served, as_file([line("a")]))["id"])
+    ids = {
+        "batch_id": batch["id"],
+        "file_id": batch["output_file_id"],
+        "response_id": served.client.post("/v1/responses", json={"input": "hi"}).json()["id"],
+    }
+    stored = [each for each in ROUTES if any(f"{{{name}}}" in each.path for name in ids)]
+
+    def statuses(key: str, methods: Iterable[str]) -> dict[tuple[str, str], int]:
+        served.client.headers["Authorization"] = f"Bearer {key}"
+        return {
+            (each.method, each.path): served.client.request(each.method, each.path.format(**ids)).status_code
+            for each in stored
+            if each.method in methods
+        }
+
+    assert len(stored) == 9
+    assert set(statuses("sk-b", ("GET", "POST", "DELETE")).values()) == {404}
+    assert set(statuses("sk-a", ("GET",)).values()) == {200}
+    assert set(statuses("sk-a", ("DELETE",)).values()) == {200}
 
 
 def test_a_list_of_batches_has_pages(serve_kept):

@@ -178,6 +178,22 @@ def test_a_bad_form_is_refused(empty, body, content_type, status, message):
     assert on_disk(empty) == []
 
 
+def test_the_parameters_of_lists_are_described(empty):
+    paths = empty.client.get("/openapi.json").json()["paths"]
+
+    described = {
+        path: [each["name"] for each in paths[path]["get"]["parameters"]]
+        for path in ("/v1/files", "/v1/batches", "/v1/responses/{response_id}")
+    }
+
+    assert described == {
+        "/v1/files": ["after", "limit", "order", "purpose"],
+        "/v1/batches": ["after", "limit"],
+        "/v1/responses/{response_id}": ["response_id", "stream", "starting_after"],
+    }
+    assert "The number of the last event before" in empty.client.get("/docs").text
+
+
 def test_a_large_file_and_a_full_state_are_refused(serve: Serve, tmp_path):
     served = serve(say_all("x"), state_dir=str(tmp_path / "state"), max_file_mb=0.001)
     assert served.services.state is not None
