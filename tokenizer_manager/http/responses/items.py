@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -49,13 +49,18 @@ def items_of(chain: Sequence[Response]) -> list[Body]:
 
 
 def context_items(chain: Sequence[Response]) -> list[Body]:
-    """The items that a response was made from, the last of a chain; each as OpenAI's clients read it, with an id."""
+    """The items that a response was made from, the last of a chain; each as OpenAI's clients read it, with an id.
+
+    An id that a client has sent a second time is replaced, because it could not name the end of a page.
+    """
     context: list[Body] = []
+    ids: set[str] = set()
     for response in chain:
         given = msgspec.json.decode(response.input)
-        context += [_listed(item, derived_id(response.id, i)) for i, item in enumerate(given)]
-        if response is not chain[-1]:
-            context += msgspec.json.decode(response.output)
+        output = msgspec.json.decode(response.output) if response is not chain[-1] else []
+        for i, item in enumerate([*given, *output]):
+            context.append(_listed(item, ids, derived_id(response.id, i)))
+            ids.add(context[-1]["id"])
     return context
 
 
@@ -109,10 +114,11 @@ def derived_id(response_id: str, number: int) -> str:
     return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).hexdigest()
 
 
-def _listed(item: Body, digits: str) -> Body:
+def _listed(item: Body, earlier_ids: Container[str], digits: str) -> Body:
     kind = item.get("type", "message")
     made: Body = {"type": kind, **item}
-    if not made.get("id"):
+    item_id = made.get("id")
+    if not isinstance(item_id, str) or not item_id or item_id in earlier_ids:
         made["id"] = f"{_PREFIXES.get(kind, 'item')}_{digits}"
     if kind == "message":
         made.setdefault("status", "completed")
