@@ -28,7 +28,7 @@ class LiveResponse:
         cancel: ends it; None: it is not in the background.
         unsaved: events that the disk has not taken.
         disk_fails: these are not merely on their way.
-        has_ended: it is still here because the disk has not taken its end.
+        has_ended: it is still here because the disk has not taken its end yet.
         task: generates it in the background; held here.
     """
 

@@ -145,7 +145,9 @@ def advance(
 
 
 def finish(db: sqlite3.Connection, response: Response, now_s: float, groups: Iterable[Group] = ()) -> None:
-    """Give a running response its last events, its end and its output."""
+    """Give a running response its last events, its end and its output; a second call changes nothing."""
+    if (found := find(db, response.owner, response.id)) is None or not found.is_running:
+        return
     ended = {name: getattr(response, name) for name in ("chain_bytes", "status", "output", "body", "resume")}
     size = _size(response.output, response.input, response.body, response.resume)
     advance(db, response, now_s, groups, num_bytes=size, **ended)
@@ -206,6 +208,8 @@ def _delete_chain(db: sqlite3.Connection, chain: Row) -> None:
 
 def _add_groups(db: sqlite3.Connection, response: Response, now_s: float, groups: Iterable[Group]) -> None:
     for first, events, outputs in groups:
+        if EVENTS.get(db, response.owner, response.id, first) is not None:
+            continue  # it was stored after its sender has given up waiting
         EVENTS.insert(
             db,
             response.owner,

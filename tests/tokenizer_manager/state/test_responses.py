@@ -172,3 +172,19 @@ def test_a_chain_that_runs_is_never_deleted_for_room(owner: str):
     assert responses.find(db, owner, "r9") is not None
     assert responses.find(db, owner, "r0") is None
     db.close()
+
+
+def test_what_is_stored_again_after_a_slow_disk_changes_nothing():
+    db = new_database()
+    response = Response("", "r", "", "r", 1, 0, "queued")
+    responses.add(db, response, 0.0, Retention(KEEP_S, MAX_BYTES), [Group(0, b"a")])
+    for _ in range(2):
+        responses.advance(db, response, 0.0, [Group(1, b"b")])
+    ended = response._replace(status="completed")
+    for _ in range(2):
+        responses.finish(db, ended, 0.0, [Group(1, b"b"), Group(2, b"c")])
+
+    assert [group.events for group in responses.groups_of(db, "", "r", 0)] == [b"a", b"b", b"c"]
+    assert responses.expire(db, KEEP_S) == 1  # it does not count as running
+    assert used_bytes(db) == 0
+    db.close()

@@ -44,6 +44,8 @@ MAX_LOSSES: Final = 2
 _MAX_RETRY_S: Final = 5.0
 _GROUPS_AT_ONCE: Final = 64
 _EXPIRY_S: Final = 60.0
+_AGAIN_S: Final = 10.0
+"""Between two trials to store the end of a response."""
 _NUM_QUEUED_EVENTS: Final = 2
 _LOST: Final = RequestError(
     "the server ended twice while it worked on this response, which is not tried again; change the request before "
@@ -189,15 +191,14 @@ class _Run:
         try:
             await self._work()
         finally:
-            if not self._live.has_ended:  # else the disk has not taken its end
-                del self._store.live[self._response.owner, self._response.id]
+            del self._store.live[self._response.owner, self._response.id]
             self._live.changed()
 
     async def _work(self) -> None:
         try:
             await self._generate()
         except asyncio.CancelledError:
-            if not self._is_canceled:
+            if not self._is_canceled or self._live.has_ended:
                 raise  # the server ends
             await self._break_off("cancelled", None)
         except Exception as error:
@@ -212,8 +213,12 @@ class _Run:
             stream.body.status = "in_progress"
             opening = Group(stream.num_events, stream.opening("response.in_progress"))
             await self._save(opening, status="in_progress")
+        elif self._response.status == "queued":  # the server before has left it
+            await self._save(None, status="in_progress")
         with await self._started(read) as generation:
             self._generation = generation
+            if self._is_canceled:
+                self._engine.manager.abort(generation.id, "canceled")
             writer = ResponseWriter(self._engine, generation, read, stream)
             stream.body.warnings = generation.request.warnings or msgspec.UNSET
             [choice] = generation.choices
@@ -252,6 +257,8 @@ class _Run:
             try:
                 return await self._engine.start(exchange, request)
             except QueueFullError as error:
+                if self._is_canceled:
+                    raise asyncio.CancelledError from None
                 await asyncio.sleep(min(error.retry_after_s, _MAX_RETRY_S))
 
     async def _read_again(self) -> ReadRequest:
@@ -303,20 +310,32 @@ class _Run:
         await self._end(Group(first, self._stream.break_off(status, error, None)))
 
     async def _end(self, group: Group) -> None:
-        """Store the end of the response with its last events; the very last is added."""
+        """Store the end of the response with its last events; the very last is added.
+
+        Until the disk takes them, clients get them from memory.
+        """
         self._live.unsaved.append(group._replace(events=group.events + self._stream.last_event()))
-        try:
-            await self._store.finish(with_answer(self._response, self._stream.body), self._live.unsaved)
-        except StateError as error:
-            logger.warning("a response is not stored response=%s: %s", self._response.id, error)
+        while True:
+            try:
+                await self._store.finish(with_answer(self._response, self._stream.body), self._live.unsaved)
+                return
+            except StateError as error:
+                if not self._live.has_ended:
+                    logger.warning("a response is not stored response=%s: %s", self._response.id, error)
             self._live.disk_fails = self._live.has_ended = True
+            self._live.changed()
+            await asyncio.sleep(_AGAIN_S)
 
     def _cancel(self) -> None:
+        if self._is_canceled or self._live.has_ended:
+            return
         self._is_canceled = True
         if self._generation is not None:
             self._engine.manager.abort(self._generation.id, "canceled")
-        elif self._live.task is not None:
-            self._live.task.cancel()
+        elif self._live.task is not None and self._read is not None:
+            # Soon: a task that has not begun would end without a word. One of an earlier server ends when it goes on,
+            # because only then its body has what was streamed.
+            asyncio.get_running_loop().call_soon(self._live.task.cancel)
 
     def _set_namespaces(self, read: ReadRequest) -> None:
         assert read.generation.conversation is not None

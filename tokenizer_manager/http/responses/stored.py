@@ -63,10 +63,14 @@ async def get_response(exchange: Exchange, engine: Engine) -> None:
         async with exchange.abort_on_disconnect():
             await follow(exchange, store, owner, response_id, first)
         return
-    if (live := store.live.get((owner, response_id))) is not None:
-        await exchange.send_bytes(live.body(), _JSON)
-        return
-    await exchange.send_bytes(whole_body(await store.find(owner, response_id)), _JSON)
+    await send_response(exchange, store, owner, response_id)
+
+
+async def send_response(exchange: Exchange, store: ResponseStore, owner: str, response_id: str) -> None:
+    """Answer with a response as it is now."""
+    live = store.live.get((owner, response_id))
+    body = live.body() if live is not None else whole_body(await store.find(owner, response_id))
+    await exchange.send_bytes(body, _JSON)
 
 
 async def delete_response(exchange: Exchange, engine: Engine) -> None:
@@ -85,21 +89,18 @@ async def list_input_items(exchange: Exchange, engine: Engine) -> None:
 async def cancel_response(exchange: Exchange, engine: Engine) -> None:
     """End a response in the background; one that has ended stays as it is."""
     store, owner, response_id = required(engine), exchange.caller.owner, id_of(exchange, CANCEL)
-    if (live := store.live.get((owner, response_id))) is not None and live.cancel is not None:
-        live.cancel()
-        while store.live.get((owner, response_id)) is live and not live.has_ended:
-            await live.next_change().wait()
-        if live.has_ended:
-            await exchange.send_bytes(live.body(), _JSON)
-            return
-    elif live is None:
-        response = await store.find(owner, response_id)
-        if msgspec.json.decode(response.body)["background"]:
-            await exchange.send_bytes(whole_body(response), _JSON)
-            return
-    if live is None or live.cancel is None:
+    response = None if (owner, response_id) in store.live else await store.find(owner, response_id)
+    live = store.live.get((owner, response_id))  # of a server that begins, it may be there only now
+    in_background = (
+        live.cancel is not None if live else response and msgspec.json.decode(response.body)["background"]
+    )
+    if not in_background:
         raise RequestError(
             f"the response {response_id} was not made with background: true, so it ends when its client disconnects",
             code="not_in_background",
         )
-    await exchange.send_bytes(whole_body(await store.find(owner, response_id)), _JSON)
+    if live is not None and live.cancel is not None:
+        live.cancel()
+        while store.live.get((owner, response_id)) is live and not live.has_ended:
+            await live.next_change().wait()
+    await send_response(exchange, store, owner, response_id)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from engine.tokenizer_manager.state.store import StateError
 from engine.tokenizer_manager.state.tables import RESPONSES
 
 from ...conftest import Serve, Served
-from ...fake_engine import MODEL, STOP, TOKENIZER, ids_of, row, say_all
+from ...fake_engine import MODEL, STOP, TOKENIZER, WAIT_S, ids_of, row, say_all
 from ..answers import sse
 from ..serving import CALL, FAILED, ROOMY
 from .test_endpoint import PATH, TOOL, ClientOf, client_of
@@ -126,6 +128,63 @@ def test_a_canceled_response_stays_with_what_it_has(start: Start):
     assert served.client.post(PATH, json=continued).status_code == 200
 
 
+def test_one_that_is_canceled_while_its_events_are_stored_ends(start: Start, monkeypatch: pytest.MonkeyPatch):
+    go, advance = threading.Event(), table.advance
+
+    def slow(*given: Any, **columns: Any) -> None:
+        assert go.wait(WAIT_S)
+        advance(*given, **columns)
+
+    monkeypatch.setattr(table, "advance", slow)
+    served = start()
+    response_id = begin(served)
+    loop, store = served.engine.loop, served.services.responses
+    assert loop is not None and store is not None
+    [live] = store.live.values()
+    assert live.cancel is not None
+    for call in (
+        live.cancel,
+        live.cancel,
+        lambda: loop.call_soon(go.set),
+    ):  # the task ends before the thread goes on
+        loop.call_soon_threadsafe(call)
+    reply = served.client.post(f"{PATH}/{response_id}/cancel")
+
+    assert (reply.status_code, reply.json()["status"]) == (200, "cancelled")
+    names = [name.removeprefix("response.") for name, _ in events_of(served, response_id)]
+    assert names == ["created", "queued", "in_progress", "cancelled"]
+    assert served.client.delete(f"{PATH}/{response_id}").status_code == 200
+
+
+def test_a_cancel_after_a_restart_keeps_what_was_streamed(start: Start):
+    first = start()
+    response_id = begin(first)
+    first.engine.say(row(first.engine.next_request(), "some"))
+    first_events(first, response_id, 6)
+    crash(first)
+    second = start()
+    reply = second.post_later(f"{PATH}/{response_id}/cancel")
+    again = second.engine.next_request()
+    assert second.engine.next_abort().rid == again.rid
+    second.engine.say(row(again, "", total=4, finish=ABORTED))
+    body = reply.result().json()
+
+    assert (body["status"], body["output"][0]["content"][0]["text"]) == ("cancelled", "some")
+
+
+def test_two_readers_have_the_same_stream(start: Start):
+    served = start()
+    response_id = begin(served)
+    request = served.engine.next_request()
+    readers = [served.threads.submit(events_of, served, response_id, after) for after in (None, 2)]
+    for text in "abc":
+        served.engine.say(row(request, text))
+    served.engine.say(row(request, "d", total=4, finish=STOP))
+    whole, rest = (each.result() for each in readers)
+
+    assert whole[-1][0] == "response.completed" and rest == whole[3:]
+
+
 def test_what_cannot_be_canceled_or_streamed(start: Start):
     served = start(say_all("yes"))
     made = served.client.post(PATH, json={"input": "hi"}).json()["id"]
@@ -233,6 +292,23 @@ def test_a_server_that_stops_leaves_it_to_the_next_one(start: Start):
     assert events_of(last, response_id)[-1][0] == "response.completed"
 
 
+def test_one_that_a_server_has_left_ends_the_next_ones_twice_at_most(start: Start):
+    served = start()
+    response_id = begin(served)
+    served.engine.next_request()
+    first_events(served, response_id, 3)
+    assert served.engine.loop is not None
+    served.engine.loop.call_soon_threadsafe(served.services.manager.abort_all, "it stops")
+    events_of(served, response_id)
+    crash(served)
+    for _ in range(2):
+        served = start()
+        served.engine.next_request()
+        crash(served)
+
+    assert events_of(start(), response_id)[-1][0] == "response.failed"
+
+
 def test_what_another_version_has_begun_fails_and_ends_no_server(start: Start):
     first = start()
     response_id = begin(first)
@@ -284,14 +360,23 @@ def test_a_disk_that_fails_later_ends_no_stream(start: Start, monkeypatch: pytes
     def fail(*given: object, **columns: object) -> None:
         raise StateError("the state cannot be used: the disk is full", status=507)
 
-    for name in ("advance", "finish"):
-        monkeypatch.setattr(table, name, fail)
-    served.engine.say(row(request, "Hel"), row(request, "lo", total=5, finish=STOP))
-    events = events_of(served, response_id)
+    monkeypatch.setattr("engine.tokenizer_manager.http.responses.background._AGAIN_S", 0.01)
+    with monkeypatch.context() as patched:
+        for name in ("advance", "finish"):
+            patched.setattr(table, name, fail)
+        served.engine.say(row(request, "Hel"), row(request, "lo", total=5, finish=STOP))
+        events = events_of(served, response_id)
+        body = served.client.get(f"{PATH}/{response_id}").json()
+        assert (events[-1][0], body["status"]) == ("response.completed", "completed")
+        assert served.client.post(f"{PATH}/{response_id}/cancel").json() == body
+        assert served.client.post(PATH, json={"input": "hi", "background": True}).status_code == 200
+        assert served.services.responses is not None
+        [live, _] = served.services.responses.live.values()
+    assert live.task is not None and served.engine.loop is not None
+    asyncio.run_coroutine_threadsafe(asyncio.wait([live.task]), served.engine.loop).result(WAIT_S)
 
-    assert events[-1][0] == "response.completed"
-    assert served.client.get(f"{PATH}/{response_id}").json()["status"] == "completed"
-    assert served.client.post(PATH, json={"input": "hi", "background": True}).status_code == 200
+    assert events_of(served, response_id) == events
+    assert served.client.delete(f"{PATH}/{response_id}").status_code == 200
 
 
 def test_other_clients_keys_find_nothing(start: Start):

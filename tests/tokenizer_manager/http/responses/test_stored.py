@@ -14,7 +14,7 @@ from engine.tokenizer_manager.state.store import StateError
 from ...conftest import Serve, Served
 from ...fake_engine import MODEL, STOP, TOKENIZER, ids_of, row, say_all
 from ..answers import sse
-from ..serving import CALL, ROOMY
+from ..serving import CALL, FAILED, ROOMY
 from .test_endpoint import PATH, TOOL, ClientOf, client_of
 
 __all__ = ["client_of"]
@@ -162,6 +162,22 @@ def test_a_running_response_is_found_and_cannot_be_continued_or_deleted(serve: S
     }
 
 
+def test_one_whose_client_disconnects_or_that_fails_is_not_stored(serve: Serve, tmp_path: Path):
+    served = serve(lambda request: [row(request, "some")], state_dir=str(tmp_path))
+    body = {"input": "hi", "stream": True}
+    assert served.services.responses is not None
+    with served.client.stream("POST", PATH, json=body):
+        [(_, left)] = served.services.responses.live
+    assert served.engine.next_abort().rid == served.engine.next_request().rid
+    served.engine.script = lambda request: [row(request, "some"), row(request, "", finish=FAILED)]
+    name, data = sse(served.client.post(PATH, json=body).content)[-1]
+
+    assert name == "response.failed"
+    for response_id in (left, data["response"]["id"]):
+        assert served.client.get(f"{PATH}/{response_id}").status_code == 404
+    assert not served.services.responses.live
+
+
 def test_the_items_that_a_response_was_made_from(keeping: Served, client_of: ClientOf):
     first = ask(keeping, input=[{"role": "user", "content": f"{i}"} for i in range(30)])
     second = ask(keeping, input="and?", previous_response_id=first["id"])
@@ -177,6 +193,18 @@ def test_the_items_that_a_response_was_made_from(keeping: Served, client_of: Cli
     for query in ("limit=0", "limit=101", "limit=x", "order=up", "after=none"):
         reply = keeping.client.get(f"{path}?{query}")
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, query.partition("=")[0])
+
+
+def test_pages_go_on_after_an_item_that_was_sent_twice(keeping: Served, client_of: ClientOf):
+    first = ask(keeping)
+    [item] = first["output"]
+    given = [item, {"role": "user", "content": "a", "id": 5}, {"role": "user", "content": "b", "id": ""}]
+    last = ask(keeping, input=given, previous_response_id=first["id"])
+    listed = [
+        item.id for item in client_of(keeping).responses.input_items.list(last["id"], limit=1, order="asc")
+    ]
+
+    assert len(set(listed)) == len(listed) == 5 and listed[1] == item["id"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -206,6 +234,7 @@ def test_other_clients_responses_are_not_found(serve: Serve, tmp_path: Path):
         ("GET", path, None),
         ("GET", f"{path}/input_items", None),
         ("POST", PATH, body),
+        ("POST", f"{PATH}/input_tokens", body),
         ("DELETE", path, None),
     ]
     for name, status in (("b", 404), ("a", 200)):
