@@ -341,6 +341,14 @@ def test_progress_between_crashes_is_no_reason_to_give_up(start: Start):
     assert body["output"][0]["content"][0]["text"] == "x" * total + "!"
 
 
+def test_only_so_many_run(start: Start, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("engine.tokenizer_manager.http.responses.background.MAX_LIVE", 1)
+    served = start()
+    begin(served)
+    reply = served.client.post(PATH, json={"input": "hi", "background": True})
+    assert (reply.status_code, reply.headers["retry-after"]) == (429, "10")
+
+
 def test_it_waits_while_the_queue_is_full(start: Start, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("engine.tokenizer_manager.http.responses.background._MAX_RETRY_S", 0.01)
     served = start(max_queued_requests=1)

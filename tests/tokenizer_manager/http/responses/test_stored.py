@@ -81,6 +81,9 @@ def test_a_chain_has_the_prompt_of_all_its_items(keeping: Served, stream: bool):
     assert answer["previous_response_id"] == first["id"]
     assert "be long" in with_long and "be brief" not in with_long
     assert by_id == whole and third["previous_response_id"] == answer["id"]
+    assert keeping.services.state is not None
+    row_of = keeping.services.state.submit(lambda db: table.find(db, "", third["id"]), writes=False).result()
+    assert row_of is not None and (row_of.root, row_of.depth) == (first["id"], 3)
 
 
 def test_a_chain_goes_on_after_a_call(serve: Serve, tmp_path: Path):
