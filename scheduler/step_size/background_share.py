@@ -1,7 +1,7 @@
 """`BackgroundShare`: what the background gets of a step's time, and of rows and pages.
 
-*Beside interactive requests* the predicted time of a step is at most `1 + slowdown` times its time without the
-background, and at most the target:
+*Beside decodes of interactive requests* the predicted time of a step is at most `1 + slowdown` times its time without
+the background, and at most the target:
 
     limit_s = min(interactive_s * (1 + slowdown) / error, target_s)
 
@@ -10,13 +10,21 @@ moving average of measured over predicted time, of the one kind divided by that 
 step has any, so that a bad time ends. The other terms of `StepTarget` do not count the background: its prompts and its
 queue make no step longer.
 
-*Without them* a request that arrives meanwhile waits for the step, so steps are short soon after the last interactive
-request, and at full size in a quiet night:
+*Beside prompts of interactive requests* there is no background: arithmetic bounds these steps, so sharing them gains
+nothing, and they are the longest, which make the P99 of both latencies, all the more where requests queue.
 
-    limit_s = clamp(time since the last interactive request / 10, target_s, 8 * target_s)
+*Without interactive work* a request that arrives meanwhile waits for the step, and with overlap for the next one, so
+steps are short soon after the last interactive request, and at full size in a quiet night:
 
-Without a target (`--target-step-ms 0`, the default on CUDA) they are from `NO_TARGET_S` up, without an end. Something
-is always computed: one request decodes, or a page of one prompt.
+    limit_s = max(clamp(time since the last interactive request / 100, target_s, 8 * target_s), 2 * fixed_s)
+
+`fixed_s` is the part of a step that does not depend on its work: a step that is hardly longer would read all weights
+for a few tokens. Without a target (`--target-step-ms 0`, the default on CUDA) `NO_TARGET_S` takes its place; eight of
+these compute as many tokens a second as the largest steps. Something is always computed: one request decodes, or a page
+of one prompt.
+
+`python benchmarks/batch_class.py --simulate llama-3.1-8b:h200:1 llama-3.1-8b:h200:5 llama-3.1-8b:h200:20` shows the
+effect of these rules.
 
 Decodes come before prompts; those that waited longest are first. *Rows and pages* that interactive requests had in the
 busiest moment of the last minute stay free for them, beside those that they have now.
@@ -40,8 +48,9 @@ from .step_target import PromptTime, StepTarget
 
 NO_TARGET_S: Final = 0.005
 """In place of a target that is not set, for steps without interactive requests: those of a GPU."""
-SHARE_OF_QUIET: Final = 0.1
+SHARE_OF_QUIET: Final = 0.01
 MOST_TARGETS: Final = 8
+LEAST_FIXED: Final = 2
 PEAK_S: Final = 60.0
 _WEIGHT: Final = 1 / 16  # of a step with requests of the background, or without
 _FORGETTING: Final = 1 / 256  # of the former, at each of the latter
@@ -176,14 +185,13 @@ class BackgroundShare:
             self._limit_s = self._used_s * (1 + self._slowdown) / self.error
             if target_s:
                 self._limit_s = min(self._limit_s, target_s)
-            if not self._used_s:  # nothing was measured yet
+            if chunks or not self._used_s:  # the latter: nothing was measured yet
                 self._limit_s = -math.inf
         else:
             self._used_s = self._target.predict(0, 0, with_decodes=True)
+            target_s = target_s or NO_TARGET_S
             quiet_s = SHARE_OF_QUIET * (now_s - self._last_interactive_s)
-            self._limit_s = max(quiet_s, target_s or NO_TARGET_S)
-            if target_s:
-                self._limit_s = min(self._limit_s, MOST_TARGETS * target_s)
+            self._limit_s = max(min(quiet_s, MOST_TARGETS * target_s), target_s, LEAST_FIXED * self._used_s)
 
     def _predict(
         self, chunks: Sequence[Chunk], decode_rows: IntArray, *, with_prompts: bool = False

@@ -103,7 +103,7 @@ def test_alone_steps_grow_with_the_time_since_the_last_interactive_request():
     for idx in range(3):
         harness.submit(f"line{idx}", message=BACKGROUND, prompt_len=1500, max_new_tokens=1)
 
-    for quiet_s, low_s, high_s in ((0.0, 0.04, 0.06), (2.0, 0.15, 0.25), (60.0, 0.3, 0.42)):
+    for quiet_s, low_s, high_s in ((0.0, 0.04, 0.06), (20.0, 0.15, 0.25), (600.0, 0.3, 0.42)):
         harness.now_s += quiet_s
         batch = step(harness)
         assert low_s <= costs.of(batch.plan) <= high_s, quiet_s
@@ -124,3 +124,33 @@ def test_rows_of_the_busiest_minute_stay_free():
     for _ in range(20):
         harness.step()
     assert len(harness.scheduler._parts.requests.with_row) == 8
+
+
+def test_steps_with_interactive_prompts_have_no_background():
+    harness = make_harness(COSTS, max_running_requests=40)
+    warm_up(harness)
+    start_lines(harness, 4, prompt_len=8, max_new_tokens=300)
+    harness.submit(prompt_len=8, max_new_tokens=60)
+    for _ in range(4):
+        harness.step()
+    harness.submit(prompt_len=200, max_new_tokens=2)
+
+    batches = [step(harness) for _ in range(10)]
+
+    with_prompts = [batch for batch in batches if batch.num_extends and not batch.reqs[0].background]
+    assert with_prompts and not any(req.background for batch in with_prompts for req in batch.reqs)
+    assert any(req.background for batch in batches for req in batch.reqs)
+
+
+def test_alone_a_step_is_at_least_twice_as_long_as_one_without_work():
+    """A target below the fixed 20 ms would leave a row for each reading of the weights."""
+    harness = make_harness(Costs(step_s=0.02, decode_s=0.001), target_step_ms=10.0, max_running_requests=40)
+    warm_up(harness)
+    start_lines(harness, 30, prompt_len=8, max_new_tokens=300)
+    for _ in range(30):
+        harness.step()
+    harness.submit(prompt_len=8, max_new_tokens=2)
+    for _ in range(3):
+        harness.step()
+
+    assert 15 <= len(step(harness)) <= 21
