@@ -73,6 +73,22 @@ class AdapterSlots:
         num_adapters = len(self._in_use) + (not in_use)
         return Verdict(req.rid, AddReqResult.SKIP, Reason.LORA_LIMIT, need=num_adapters, have=self._num_slots)
 
+    def to_free_one(self, req: Req, background: Iterable[Req]) -> list[Req]:
+        """Requests to retract so that a slot comes free for `req`: all that use one adapter; none if none is needed.
+
+        Args:
+            req: has a refusal.
+            background: requests with a row that may be retracted.
+        """
+        if req.lora_id in self._in_use or len(self._in_use) < self._num_slots:
+            return []
+        users: dict[str, list[Req]] = {}
+        for each in background:
+            if each.lora_id:
+                users.setdefault(each.lora_id, []).append(each)
+        alone = [reqs for fingerprint, reqs in users.items() if len(reqs) == self._in_use[fingerprint]]
+        return min(alone, key=len, default=[])
+
     def _end_drain(self) -> None:
         """Stop draining if the request that it was for has started or ended."""
         if self._drained_for is not None and self._drained_for.status not in _WAITING:

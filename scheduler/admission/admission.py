@@ -118,16 +118,23 @@ class Admission:
         time: PromptTime,
         reserve: Reserve = NO_RESERVE,
     ) -> list[Chunk]:
-        adder = self._adder(parts, len(partial), num_beside, time, reserve)
         is_first = state.budget_before is None
+        if is_first:  # a later class adds to the tiles of the first one
+            parts.encoder_cache.planned = {}
+        adder = self._adder(parts, len(partial), num_beside, time, reserve)
         if is_first:
             state.budget_before = adder.budget.state()
         for req in partial:
             state.continued.append(adder.continue_chunk(req, int(self._memory.states.num_computed[req.row])))
         sources: dict[Req, Req] = {}
-        if state.rest_reason is None and (reason := self._reason_to_hold(parts, state)) is not None:
-            state.refuse_rest(reason)
         if state.rest_reason is None:
+            # Requests that were retracted in this pass have no verdict, so there may be a reason and no rest.
+            reason = self._reason_to_hold(parts, state)
+            if reason is not None:
+                state.refuse_rest(reason)
+        else:
+            reason = state.rest_reason
+        if reason is None:
             dedup = PrefixDedup(self._memory.kv.page_size) if self._dedups_prefixes else None
             admission_pass = AdmissionPass(parts, adder, dedup, state)
             admission_pass.walk()
@@ -150,7 +157,8 @@ class Admission:
         """Reason why no waiting request is offered in this pass; None if some may be."""
         if parts.pauses.lets_run:
             return Reason.PAUSED
-        if state.num_retractions:
+        # Interactive requests lack nothing when one of the background was retracted for them.
+        if any(parts.is_background or each.cause != "background" for each in state.retractions):
             return Reason.RETRACTING
         return parts.policy.hold(parts.queue, state.now_s) if parts.queue or parts.swapped else None
 

@@ -159,11 +159,13 @@ class AdmissionPass:
         adder = self._adder
         verdict = self._parts.adapter_slots.refusal(req)
         if verdict is not None:
+            self._take_from_background(req, verdict.reason)
             return verdict
         sibling = self._parts.parallel_samples.source(req)
         prefix = self._memory.kv.prefix(req, sibling)
         verdict = self._rule_against(req, prefix, sibling)
         if verdict is not None:
+            self._take_from_background(req, verdict.reason)
             return verdict
         if not adder.has_row:
             if not self._preempt(req, prefix, sibling):
@@ -220,7 +222,7 @@ class AdmissionPass:
 
     def _preempt(self, req: Req, prefix: Prefix, sibling: Req | None) -> bool:
         """Retract requests of the background, and preempt less urgent ones, if that lets this one start."""
-        parts, memory, adder = self._parts, self._memory, self._adder
+        parts, adder = self._parts, self._adder
         outranks = parts.policy.preempts and self._outranks_somebody(req)
         if not (self._has_background or outranks) or not adder.can_compute(req, prefix):
             return False
@@ -246,16 +248,34 @@ class AdmissionPass:
             if not (urgent_over or (victims and adder.could_be_alone(len(victims)))):
                 return False
             victims = victims + urgent_over
+        self._retract(victims)
+        return True
+
+    def _take_from_background(self, req: Req, reason: Reason) -> None:
+        """Retract requests of the background that have the adapter slot or encoder rows that a request lacks.
+
+        Both come free at the end of the pass, so the request starts in the next one; a pass does this once.
+        """
+        if not self._has_background or self._state.num_retractions:
+            return
+        background = self._parts.requests.background_with_row
+        if reason is Reason.LORA_LIMIT:
+            self._retract(self._parts.adapter_slots.to_free_one(req, background))
+        elif reason is Reason.MEDIA_LIMIT:
+            self._retract([each for each in background if self._parts.encoder_cache.has_rows(each)])
+
+    def _retract(self, victims: list[Req]) -> None:
+        """Take the rows and pages of some requests, for the next candidates."""
+        parts, memory = self._parts, self._memory
         pages_before = memory.kv.available_pages
         reserved_tokens = sum(map(parts.reservations.tokens_of, victims))
         for victim in victims:
             cause: Cause = "background" if victim.background else "priority"
             self._state.add_retraction(parts.preemption.retract(victim, cause))
         freed_tokens = (memory.kv.available_pages - pages_before) * memory.kv.page_size
-        adder.add_capacity(freed_tokens, reserved_tokens, len(victims))
+        self._adder.add_capacity(freed_tokens, reserved_tokens, len(victims))
         self._lowest_running = None
         self._has_background = self._has_background and bool(parts.requests.background_with_row)
-        return True
 
     def _outranks_somebody(self, req: Req) -> bool:
         """A cheap test before the search for victims: many requests lack memory, and few of them are urgent."""

@@ -86,7 +86,7 @@ class EncoderCache:
     Attributes:
         hits_total: tiles that requests found encoded when they were admitted.
         encoded_total: tiles that were encoded.
-        planned: the tiles on which the step of this pass works; `TileBudget` fills it, `plan` empties it.
+        planned: the tiles on which the step of this pass works; `TileBudget` fills it, a pass and `plan` empty it.
     """
 
     def __init__(self, num_rows: int, tile_rows: int, tile_parts: int = 1) -> None:
@@ -126,6 +126,10 @@ class EncoderCache:
             return None
         limit, rows = Reason.MEDIA_LIMIT, self._tile_rows
         return Verdict(req.rid, AddReqResult.NO_TOKEN, limit, ready_len, need=need * rows, have=have * rows)
+
+    def has_rows(self, req: Req) -> bool:
+        """Whether rows are promised to a request, or hold what it will read."""
+        return bool(self._needs.get(req))
 
     def admitted(self, req: Req, ready_len: int) -> None:
         """Promise a request its rows; call when `refusal` is None."""

@@ -24,7 +24,6 @@ class TileBudget:
         self._cache = cache
         self._time = time
         self._page_size = page_size
-        cache.planned = {}
 
     def most_tokens(self, req: Req, start: int, limit: int) -> int:
         """The longest run from position `start` on, up to `limit`, whose tiles are encoded or may be in this step."""

@@ -6,7 +6,7 @@ tenants. A background request runs on what interactive requests leave:
 
 - it is admitted only while none of them waits for a row or for memory (`Admission.plan_background`);
 - it loses its row and its pages when one of them needs these, and before any of them is retracted (`Preemption`);
-- a step has time for it as `BackgroundTime` says.
+- a step has time for it as `BackgroundShare` says.
 """
 
 from __future__ import annotations
@@ -46,6 +46,10 @@ class ByClass:
     def gained(self, req: Req, num_tokens: int) -> None:
         """As `SchedulePolicy.gained`."""
         self._of(req).gained(req, num_tokens)
+
+    def encoded(self, req: Req, num_tokens: int) -> None:
+        """As `SchedulePolicy.encoded`."""
+        self._of(req).encoded(req, num_tokens)
 
     def planned(self, chunks: Sequence[Chunk], decodes: Sequence[Req], *, has_background: bool) -> None:
         """As `SchedulePolicy.planned`; `has_background`: there are requests of both classes, or of the background."""

@@ -28,6 +28,38 @@ def test_an_adapter_too_many_waits_and_blocks_nobody(make_scheduler):
     assert harness.answers["r2"].finish.kind is FinishKind.LENGTH
 
 
+def test_an_adapter_slot_is_taken_from_the_background_at_once(make_scheduler):
+    """Of the adapters that only lines use, the one of the fewest lines gives its slot."""
+    harness = make_scheduler(max_loras_per_batch=3)
+    for rid in ("a0", "a1", "b0", "c1"):
+        harness.submit(rid, max_new_tokens=40, message={"lora_id": rid[0], "background": True})
+    for _ in range(8):
+        harness.step()
+    harness.submit("c0", max_new_tokens=40, message={"lora_id": "c"})
+    harness.step()
+    harness.submit("late", max_new_tokens=2, message={"lora_id": "d"})
+
+    retracted = []
+    for _ in range(2):
+        harness.step()
+        retracted += harness.last_pass.retracted
+
+    assert retracted == ["b0"]
+    assert harness.scheduler._parts.requests.by_id["late"].row >= 0
+    harness.run_until_idle()
+
+
+def test_a_new_request_takes_no_slot_while_one_is_free_or_its_adapter_has_one(make_scheduler):
+    harness = make_scheduler(max_loras_per_batch=2)
+    harness.submit("line", max_new_tokens=20, message={"lora_id": "a", "background": True})
+    harness.step()
+    for lora in ("a", "b"):
+        harness.submit(lora, max_new_tokens=2, message={"lora_id": lora})
+        harness.step()
+        assert not harness.last_pass.retracted
+    harness.run_until_idle()
+
+
 @settings(max_examples=examples(40), deadline=None)
 @given(
     loras=st.lists(st.sampled_from(["", "a", "b", "c", "d"]), min_size=1, max_size=12),

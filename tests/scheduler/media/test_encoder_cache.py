@@ -245,6 +245,44 @@ def test_half_a_tile_is_not_given_away():
     assert encodes(harness) == {"cat": 1, "dog": 1}
 
 
+def test_rows_are_taken_from_the_background_at_once():
+    """One tile, which a line has promised or reads: it gives its rows to another class at once."""
+    harness = make(num_tiles=1, chunked_prefill_size=8)
+    line = {"background": True}
+    harness.submit("a", prompt=list(range(1, 40)), images=[Image("cat", 1, 30)], message=line)
+    harness.step()
+    harness.submit("b", prompt=[4, 6, 7], images=[Image("dog", 1, 2)])
+    harness.step()
+    assert [rid for record in harness.scheduler.decisions.passes for rid in record.retracted] == ["a"]
+    assert harness.scheduler._parts.requests.by_id["b"].row >= 0
+    harness.run_until_idle()
+
+
+def test_an_image_is_encoded_beside_a_waiting_line():
+    """The walk over the background comes second and drops no tile; the runner checks what each position reads."""
+    harness = make(max_running_requests=1)
+    harness.submit("line", message={"background": True})
+    harness.submit("a", prompt_len=6, images=[Image("cat", 1, 2)])
+    harness.run_until_idle()
+    assert encodes(harness) == {"cat": 1}
+
+
+def test_images_are_charged_to_the_class_of_their_request():
+    """A tenant's lines do not delay its other requests under `fair`."""
+    counters = []
+    for background in (False, True):
+        harness = make(schedule_policy="fair")
+        harness.scheduler._parts.target.tokens_of = lambda num_parts: 100 * num_parts
+        harness.submit(prompt_len=20, message={"tenant": "a"})
+        harness.run_until_idle()
+        before = harness.scheduler._parts.policy._counters["a"]
+        fields = {"tenant": "a", "background": background}
+        harness.submit(prompt=[1, 2, 3], images=[Image("cat", 1, 2)], message=fields)
+        harness.run_until_idle()
+        counters.append(harness.scheduler._parts.policy._counters["a"] - before)
+    assert counters[0] > 100 and counters[1] == 0, counters
+
+
 def test_an_idle_image_leaves_when_rows_are_short_the_longest_idle_one_first():
     harness = make(num_tiles=3)
     for name in ("cat", "dog", "cow", "cat", "elk", "dog"):
