@@ -380,6 +380,16 @@ def test_a_regular_expression_ends_the_text_after_its_first_match(
         assert request.token_ids == spell(word[num:end])
 
 
+def test_the_match_that_ends_first_wins_and_a_repetition_leaves_no_bytes_behind(make_tokens):
+    request = Request(Detokenizer(make_tokens([b"xaby"])), stop_regex=("b", "a"))
+    request.send([0])
+    assert (request.text, request.rows[-1].finish) == ("xa", Finish(FinishKind.STOP, matched="a"))
+    wanted = RepetitionDetection(max_pattern_size=1, min_count=2)
+    request = Request(Detokenizer(make_tokens([b"\xc3"])), repetition_detection=wanted)
+    request.send([0, 0])
+    assert request.text == "\ufffd\ufffd"
+
+
 def test_a_match_within_a_token_cuts_its_text(make_tokens):
     request = Request(Detokenizer(make_tokens([b"xaby"])), stop_regex=("b",), stop=("zz",))
     request.send([0])
