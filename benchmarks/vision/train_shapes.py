@@ -1,6 +1,6 @@
 """A small model that sees: a tower trained through the frozen default model, on pictures of shapes.
 
-    python benchmarks/vision/train_shapes.py [--aligned 160000] [--trained 12000] [--folder FOLDER]
+    python benchmarks/vision/train_shapes.py [--aligned 160000] [--trained 2000] [--folder FOLDER]
 
 There are no weights of a tower in any package that can be installed offline, so the engine's images are proved on one
 that is trained here. A picture has one to four equal shapes of one color in one half. The tower is SigLIP's (4 layers,
@@ -11,7 +11,9 @@ share of right answers about pictures that were not trained on; `--compare` prin
 each with its own code, and how many of their answers are equal.
 
 `--aligned 6000 --trained 480` takes three minutes of CPU time (2026-11-29, an AMD EPYC under load: 0.69 of the answers
-about 25 pictures were right; 0.31 are by chance). The defaults, 25 times as much, were not run.
+about 25 pictures were right; 0.31 are by chance). `--aligned 160000 --trained 12000` (2026-11-30, Zen 5, one thread,
+half an hour of CPU time) was ended after 1,664 trained pictures, when the loss was 0.002; `--compare --pictures 100`
+of that model: 1.000 of the 400 answers right in the engine and in transformers, all 400 equal.
 """
 
 from __future__ import annotations
@@ -426,7 +428,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--aligned", type=int, default=160_000, help="pictures to align rows on")
-    parser.add_argument("--trained", type=int, default=12_000, help="pictures to train through the model on")
+    parser.add_argument("--trained", type=int, default=2_000, help="pictures to train through the model on")
     parser.add_argument("--pictures", type=int, default=100, help="to evaluate on")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--folder", type=Path, default=cache_dir() / "benchmarks" / "vision" / "shapes")

@@ -65,5 +65,5 @@ def test_the_keys_of_a_gguf_file(make_gguf: MakeGGUF, caplog: Any):
         "predicate": 1.3,
         "choice.4": 0.7,
     }
-    assert "'score' is -1, but it must be a number above 0" in caplog.text
+    assert "'score' is -1.0, but it must be a number above 0" in caplog.text
     assert "'mood' is no type of question" in caplog.text

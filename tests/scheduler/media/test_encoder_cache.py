@@ -16,6 +16,7 @@ from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import StepPlan
 from engine.scheduler.journal.log_file import read_runs
 from engine.scheduler.journal.replay import replay
+from engine.scheduler.policy.fair import Fair
 from engine.scheduler.queries.why import explain
 from engine.scheduler.records.verdict import Reason
 from engine.scheduler.speculation.speculation import NgramSpeculation
@@ -267,19 +268,21 @@ def test_an_image_is_encoded_beside_a_waiting_line():
     assert encodes(harness) == {"cat": 1}
 
 
-def test_images_are_charged_to_the_class_of_their_request():
+def test_images_are_charged_to_the_class_of_their_request(monkeypatch: pytest.MonkeyPatch):
     """A tenant's lines do not delay its other requests under `fair`."""
     counters = []
     for background in (False, True):
         harness = make(schedule_policy="fair")
-        harness.scheduler._parts.target.tokens_of = lambda num_parts: 100 * num_parts
+        policy, target = harness.scheduler._parts.policy, harness.scheduler._parts.target
+        assert isinstance(policy, Fair)
+        monkeypatch.setattr(target, "tokens_of", lambda num_parts: 100 * num_parts)
         harness.submit(prompt_len=20, message={"tenant": "a"})
         harness.run_until_idle()
-        before = harness.scheduler._parts.policy._counters["a"]
+        before = policy._counters["a"]
         fields = {"tenant": "a", "background": background}
         harness.submit(prompt=[1, 2, 3], images=[Image("cat", 1, 2)], message=fields)
         harness.run_until_idle()
-        counters.append(harness.scheduler._parts.policy._counters["a"] - before)
+        counters.append(policy._counters["a"] - before)
     assert counters[0] > 100 and counters[1] == 0, counters
 
 

@@ -117,6 +117,7 @@ NULLABLE = {
     "Completion.prompt_logprobs",
     "CompletionChoice.prompt_logprobs",
     "PromptTokenLogprob.rank",
+    "Classification.label",  # vLLM's: null where the model's files name no labels
     # OpenAI's chat completions and completions
     "ErrorObject.param",
     "ErrorObject.code",
