@@ -261,6 +261,7 @@ def main() -> None:
                 flush=True,
             )
             server.ask("POST", "/flush_cache")
+            llm.flush_cache()
         del llm
         alone = statistics.median(flex for flex, _ in pairs[1:])
         offline = statistics.median(rate for _, rate in pairs[1:])
