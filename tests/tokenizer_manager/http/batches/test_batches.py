@@ -411,8 +411,10 @@ def test_a_batch_expires(serve_kept):
 
 def test_a_restart_answers_what_is_left_with_the_same_seeds(serve: Serve, tmp_path):
     served = serve(state_dir=str(tmp_path / "state"))
-    batch = create(served, as_file([line("a"), line("b", seed=5), line("c")]))
-    requests = [served.engine.next_request() for _ in range(3)]
+    lines = [line("a", max_tokens=1), line("b", max_tokens=2, seed=5), line("c", max_tokens=3)]
+    batch = create(served, as_file(lines))
+    arrived = [served.engine.next_request() for _ in lines]  # in any order: threads read the bodies
+    requests = sorted(arrived, key=lambda request: request.sampling.max_new_tokens)
     served.engine.say(*echo(requests[0]))
     while served.client.get(f"/v1/batches/{batch['id']}").json()["request_counts"]["completed"] == 0:
         pass
