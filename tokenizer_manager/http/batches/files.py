@@ -121,6 +121,8 @@ async def list_files(exchange: Exchange, services: Services) -> None:
     files = services.required_files
     owner, query = exchange.caller.owner, exchange.query
     where = {"purpose": query["purpose"]} if "purpose" in query else {}
+    if where and where["purpose"] not in ("batch", "batch_output"):
+        raise refused("purpose", f"is {show(where['purpose'])}, but it must be one of batch, batch_output")
     limit = checked_page_limit(query, MAX_LISTED, MAX_LISTED)
     after, newest_first = query.get("after"), is_newest_first(query)
     rows = await files.store.read(

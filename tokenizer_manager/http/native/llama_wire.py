@@ -58,15 +58,17 @@ class LlamaCompletionRequest(LlamaFields, kw_only=True):
 
 
 class LlamaBody(msgspec.Struct, kw_only=True):
-    """An answer, or a part of one in a stream; the fields after `tokens_evaluated` are in the last part only."""
+    """An answer, or a part of one in a stream; the fields after `tokens_evaluated` are in the last part only,
+    and `response_fields` leaves out any.
+    """
 
     index: int = 0
-    content: str
-    tokens: list[int]
+    content: str | UnsetType = UNSET
+    tokens: list[int] | UnsetType = UNSET
     id_slot: int = -1
-    stop: bool
-    tokens_predicted: int
-    tokens_evaluated: int
+    stop: bool | UnsetType = UNSET
+    tokens_predicted: int | UnsetType = UNSET
+    tokens_evaluated: int | UnsetType = UNSET
     model: str | UnsetType = UNSET
     generation_settings: dict[str, Any] | UnsetType = UNSET
     prompt: str | UnsetType = UNSET
