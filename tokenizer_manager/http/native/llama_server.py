@@ -260,8 +260,8 @@ class LineRules:
 
 async def _answer(exchange: Exchange, engine: Engine, read: tuple[LlamaFields, GenerationRequest]) -> None:
     body, request = read
-    if (body.n_indent or 0) < 0:
-        raise refused("n_indent", f"is {body.n_indent}, but it must be 0 or more")
+    if not 0 <= (body.n_indent or 0) < 2**31:
+        raise refused("n_indent", f"is {body.n_indent}, but it must lie in [0, 2147483647]")
     rules = LineRules(body.n_indent or 0, max(0, body.t_max_predict_ms or 0) / 1e3)
     async with exchange.abort_on_disconnect():
         with await engine.start(exchange, request) as generation:  # its end ends what still runs
