@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -18,9 +18,9 @@ import pytest
 from tests.browser import CHROMIUM, MISSING, Browser
 from tests.certificates import read_certificates_once
 from tests.e2e.serving import EngineServe
-from tests.selection import pytest_addoption, pytest_configure, select
+from tests.selection import pytest_addoption, pytest_configure, pytest_ignore_collect, select
 
-__all__ = ["pytest_addoption", "pytest_configure"]
+__all__ = ["pytest_addoption", "pytest_configure", "pytest_ignore_collect"]
 
 # The machine may be busy with other things; `timeout` in pyproject.toml ends what really hangs. Every run has the same
 # examples, so that a red run is somebody's change; to look for new ones: make test ARGS=--hypothesis-profile=explore
@@ -50,6 +50,10 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 read_certificates_once()
+
+# Passes of the garbage collector over what tests make, syntax trees and items foremost, took a fifth of all time. Tests
+# that look for cycles collect them themselves.
+gc.set_threshold(200_000, 20, 20)
 
 # `nohup make test` has SIGHUP ignored, `make test &` in a script SIGINT, by the tests' engines too, which mean them.
 for signum, usual in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
@@ -89,16 +93,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: item.get_closest_marker("real_process") is None)
     _skip_gpu_tests(items)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
-    """Collect the tests without the collector of garbage, whose passes over what stays took a third of the time."""
-    gc.disable()
-    try:
-        return (yield)
-    finally:
-        gc.enable()
 
 
 def pytest_collection_finish() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Final
 
 import pytest
 
+_ALL_SLOW: Final = re.compile(r"^pytestmark = .*\bpytest\.mark\.slow\b", re.MULTILINE)
 FAST_SHARE: Final = 3  # `make test` draws one of so many examples
 _leaves_slow_tests_out = (
     False  # known before the first test file is imported, which is when `examples` is called
@@ -31,6 +34,13 @@ def pytest_configure(config: pytest.Config) -> None:
     """Know what `examples` must know."""
     global _leaves_slow_tests_out
     _leaves_slow_tests_out = "not slow" in config.option.markexpr
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave a file unread if all its tests are slow and the run leaves slow tests out."""
+    if not _leaves_slow_tests_out or collection_path.suffix != ".py":
+        return None
+    return True if _ALL_SLOW.search(collection_path.read_text()) else None
 
 
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:
