@@ -47,7 +47,7 @@ from .http.guards.auth import Authorizer, read_keys
 from .http.openai.tools import ToolSchemas
 from .http.port import BACKLOG, bind, is_loopback, tls_context
 from .http.responses.background import keep_responses
-from .http.services import Services
+from .http.services import ClientState, Services
 from .manager import TokenizerManager
 from .media.image_store import ImageStore
 from .media.placement import ImagePlacement
@@ -96,7 +96,7 @@ def main(child: Child) -> None:
 
 
 def open_state(config: ServerConfig) -> StateStore | None:
-    """What clients store, if `--state-dir` names a folder for it."""
+    """The database of the state of clients, if `--state-dir` names a folder for it."""
     if config.state_dir is None:
         return None
     return StateStore.open(config.state_dir, int(config.state_max_gb * 2**30))
@@ -203,7 +203,6 @@ async def _serve(
         users=manager,
         order_all=child.order_all,
     )
-    files = None if state is None else StoredFiles(state)
     services = Services(
         manager=manager,
         adapters=adapters,
@@ -223,15 +222,12 @@ async def _serve(
         created_s=int(time.time()),
         build=build,
         traces=traces,
-        state=state,
-        responses=stored_responses(state, settings.config.server),
-        files=files,
-        batches=None if files is None else batch_runner(files, settings.config, capacity),
+        state=None if state is None else client_state(state, settings.config, capacity),
     )
     app = App(services)
     server = HttpServer(app, settings.config.server)
-    if services.batches is not None:
-        await services.batches.start(app.answer_line, app.check_line)
+    if services.state is not None:
+        await services.state.batches.start(app.answer_line, app.check_line)
     listener.listen(BACKLOG)
     http = asyncio.create_task(server.serve(sockets=[listener]))
     duties = [
@@ -243,8 +239,8 @@ async def _serve(
             obey(child, manager, settings.config.server.drain_timeout, stop_batches=services.stop_batches)
         ),
     ]
-    if services.responses is not None:
-        duties.append(asyncio.create_task(keep_responses(services, services.responses)))
+    if services.state is not None:
+        duties.append(asyncio.create_task(keep_responses(services, services.state.responses)))
     child.ready(url=_url(settings.config.server, listener.getsockname()[1]))
     compile_queue.start()  # now, so that it delays neither the start of the server nor the first grammar
     try:
@@ -265,21 +261,30 @@ async def _serve(
             outbox.close()
 
 
-def stored_responses(state: StateStore | None, config: ServerConfig) -> ResponseStore | None:
-    """The responses of `--state-dir`."""
-    if state is None:
-        return None
-    max_chain_bytes = int(config.max_body_mb * 2**20)
-    return ResponseStore(state, keep_s=config.response_retention_s, max_chain_bytes=max_chain_bytes)
+def client_state(
+    store: StateStore,
+    config: EngineConfig,
+    capacity: Capacity,
+    wall_clock: Callable[[], float] = time.time,
+) -> ClientState:
+    """The state of clients; a few lines of batches are in flight for each row.
 
-
-def batch_runner(files: StoredFiles, config: EngineConfig, capacity: Capacity) -> BatchRunner:
-    """The runner of batches, which keeps a few lines in flight for each row."""
-    return BatchRunner(
+    Args:
+        store: of `open_state`.
+        config, capacity: of the server.
+        wall_clock: Unix time, for the age of files.
+    """
+    files, max_body_bytes = StoredFiles(store, wall_clock), int(config.server.max_body_mb * 2**20)
+    return ClientState(
+        store,
         files,
-        num_slots=BACKGROUND_PER_ROW * config.parallel.dp * capacity.max_running_requests,
-        limits=config.limits,
-        max_body_bytes=int(config.server.max_body_mb * 2**20),
+        BatchRunner(
+            files,
+            num_slots=BACKGROUND_PER_ROW * config.parallel.dp * capacity.max_running_requests,
+            limits=config.limits,
+            max_body_bytes=max_body_bytes,
+        ),
+        ResponseStore(store, keep_s=config.server.response_retention_s, max_chain_bytes=max_body_bytes),
     )
 
 

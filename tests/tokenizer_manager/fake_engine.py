@@ -97,10 +97,9 @@ from engine.tokenizer_manager.http.services import Services
 from engine.tokenizer_manager.manager import TokenizerManager
 from engine.tokenizer_manager.media.image_store import ImageStore
 from engine.tokenizer_manager.media.placement import ImagePlacement
-from engine.tokenizer_manager.process import batch_runner, open_state, overload_limits, stored_responses
+from engine.tokenizer_manager.process import client_state, open_state, overload_limits
 from engine.tokenizer_manager.prompt_encoder import PromptEncoder
 from engine.tokenizer_manager.prompt_images import PromptImages
-from engine.tokenizer_manager.state.files import StoredFiles
 from engine.tokenizer_manager.telemetry.metrics import BuildInfo, Metrics
 from engine.tokenizer_manager.telemetry.request_record import NoTraces, Traces
 
@@ -460,7 +459,6 @@ def make_services(
         vision=vision,
         decision_temperatures=calibration or {},
     )
-    files = None if state is None else StoredFiles(state, lambda: 1.7e9 + clock.now_s)
     return Services(
         manager=manager,
         adapters=AdapterRegistry(
@@ -498,10 +496,7 @@ def make_services(
         created_s=1_700_000_000,
         build=BuildInfo("0.0.0", torch="2.0", device="cpu"),
         traces=traces,
-        state=state,
-        responses=stored_responses(state, config.server),
-        files=files,
-        batches=None if files is None else batch_runner(files, config, capacity),
+        state=None if state is None else client_state(state, config, capacity, lambda: 1.7e9 + clock.now_s),
     )
 
 
@@ -562,10 +557,9 @@ class ServerThread:
         self._engine.loop = asyncio.get_running_loop()
         self._tick()
         services, keeping = self._services, None
-        if services.responses is not None:
-            keeping = asyncio.create_task(keep_responses(services, services.responses))
-        if services.batches is not None:
-            await services.batches.start(self._app.answer_line, self._app.check_line)
+        if services.state is not None:
+            keeping = asyncio.create_task(keep_responses(services, services.state.responses))
+            await services.state.batches.start(self._app.answer_line, self._app.check_line)
         with self._listener:
             await self._server.serve(sockets=[self._listener])
         if keeping is not None:

@@ -145,6 +145,10 @@ class Exchange:
             if not message.get("more_body", False):
                 return
 
+    def id_after(self, path: str) -> str:
+        """The id in the request's path, `path/{id}` or `path/{id}/...`."""
+        return self.path.removeprefix(f"{path}/").partition("/")[0]
+
     def abort_on_disconnect(self) -> DisconnectScope:
         """A scope that is canceled when the client disconnects. Only after the body has been read."""
         return DisconnectScope(self._receive)

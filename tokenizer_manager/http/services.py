@@ -107,6 +107,23 @@ class ServerFacts:
         return f"engine-{self.version}-{self.config.model.dtype}"
 
 
+@dataclass(frozen=True, slots=True)
+class ClientState:
+    """The state of clients that outlives the server, in `--state-dir`.
+
+    Attributes:
+        store: its database.
+        files: uploads and results of batches.
+        batches: runs them.
+        responses: of `/v1/responses`.
+    """
+
+    store: StateStore
+    files: StoredFiles
+    batches: BatchRunner
+    responses: ResponseStore
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine(ServerFacts):
     """The served model, as an endpoint that answers from it sees it.
@@ -122,7 +139,6 @@ class Engine(ServerFacts):
         body_reader: parses them.
         recent_items: of answers of `/v1/responses`.
         state: what clients store; None without `--state-dir`.
-        responses: of `/v1/responses` there; None without `--state-dir`.
     """
 
     manager: TokenizerManager
@@ -134,8 +150,7 @@ class Engine(ServerFacts):
     body_budget: BodyBudget = field(default_factory=BodyBudget)
     body_reader: BodyReader = field(default_factory=BodyReader)
     recent_items: RecentItems = field(default_factory=RecentItems)
-    state: StateStore | None = None
-    responses: ResponseStore | None = None
+    state: ClientState | None = None
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -143,8 +158,8 @@ class Engine(ServerFacts):
         return self.encoder.tokenizer
 
     @property
-    def required_state(self) -> StateStore:
-        """What clients store.
+    def required_state(self) -> ClientState:
+        """The state of clients.
 
         Raises:
             RequestError: 404, the server stores nothing.
@@ -461,8 +476,6 @@ class Services(Engine):
         metrics: of `/metrics`.
         traces: takes requests that have ended.
         page_worker: renders answers for the chat page.
-        files: uploads and results of batches; None without `--state-dir`.
-        batches: runs them; None without `--state-dir`.
     """
 
     all_processes: AllProcesses
@@ -470,37 +483,11 @@ class Services(Engine):
     metrics: Metrics
     traces: Traces = NoTraces()  # noqa: RUF009  (immutable)
     page_worker: PageWorker = field(default_factory=PageWorker)
-    files: StoredFiles | None = None
-    batches: BatchRunner | None = None
-
-    @property
-    def required_batches(self) -> BatchRunner:
-        """The batches of clients.
-
-        Raises:
-            RequestError: 404, see `required_state`.
-        """
-        if self.batches is None:
-            _ = self.required_state
-            raise AssertionError("a server with a state runs batches")
-        return self.batches
-
-    @property
-    def required_files(self) -> StoredFiles:
-        """The files of clients.
-
-        Raises:
-            RequestError: 404, see `required_state`.
-        """
-        if self.files is None:
-            _ = self.required_state
-            raise AssertionError("a server with a state has files")
-        return self.files
 
     async def stop_batches(self) -> None:
         """Stop the lines of batches in flight."""
-        if self.batches is not None:
-            await self.batches.stop()
+        if self.state is not None:
+            await self.state.batches.stop()
 
     def close(self) -> None:
         """Let the threads of its parts end."""
@@ -510,7 +497,7 @@ class Services(Engine):
         self.encoder.close()
         self.body_reader.close()
         if self.state is not None:
-            self.state.close()
+            self.state.store.close()
         if self.renderer is not None:
             self.renderer.close()
 

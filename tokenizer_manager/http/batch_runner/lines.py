@@ -47,7 +47,7 @@ class InputLine(NamedTuple):
 
 
 class InputReader:
-    """Reads and checks the lines of an input; blocks, hence on a thread."""
+    """Reads and checks the lines of an input; blocks, so it is called on a thread."""
 
     def __init__(
         self,

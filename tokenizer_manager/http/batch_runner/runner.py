@@ -30,15 +30,12 @@ from ...state.store import StateError
 from ...state.tables import BATCH_LINES, BATCHES, Row
 from .line_runner import AnswerLine, LineRunner, count
 from .lines import InputLine, InputReader, unanswered
-from .wire import FINAL, BatchBody, BatchUsage, LineErrors, RequestCounts, Status, batch_of, live_user
+from .wire import FINAL, KEPT_S, BatchBody, BatchUsage, LineErrors, RequestCounts, Status, batch_of, live_user
 
 CheckLine = Callable[[str, dict[str, Any], str], None]
 
 logger = logging.getLogger(__name__)
 
-DAY_S: Final = 86_400
-KEPT_S: Final = 30 * DAY_S
-"""Time for which a finished batch and its files are kept, unless the client says another one for the files."""
 _INSERTED_LINES: Final = 2048
 _TICK_S: Final = 1.0
 _SWEEP_S: Final = 60.0

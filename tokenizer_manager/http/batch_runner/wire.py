@@ -21,6 +21,11 @@ ENDPOINTS: Final = (
 )
 """Endpoints of lines; OpenAI's first, then ours."""
 
+DAY_S: Final = 86_400
+"""The window of a batch."""
+KEPT_S: Final = 30 * DAY_S
+"""Time for which a finished batch is kept, and a file of which the client says nothing else; also the longest."""
+
 Status = Literal[
     "validating",
     "in_progress",

@@ -10,8 +10,8 @@ from msgspec import UNSET
 
 from ....runtime.errors import QueueFullError, RequestError
 from ...state.tables import BATCHES, FILES
-from ..batch_runner.runner import DAY_S
 from ..batch_runner.wire import (
+    DAY_S,
     ENDPOINTS,
     FINAL,
     BatchBody,
@@ -22,9 +22,9 @@ from ..batch_runner.wire import (
 )
 from ..exchange import Exchange
 from ..schema.field_policy import FieldPolicy
-from ..schema.values import Body, convert, refused, show
+from ..schema.values import Body, convert, number_of, refused, show
 from ..services import Services
-from .files import checked_expiry, checked_page_limit, id_in, no_such_file
+from .files import checked_expiry, no_such_file
 
 BATCHES_PATH: Final = "/v1/batches"
 _POLICY: Final = FieldPolicy(
@@ -45,7 +45,7 @@ _RETRY_AFTER_S: Final = 60
 
 async def create_batch(exchange: Exchange, services: Services) -> None:
     """Begin to answer the requests of a file."""
-    runner, owner = services.required_batches, exchange.caller.owner
+    runner, owner = services.required_state.batches, exchange.caller.owner
 
     def build(body: Body) -> BatchRequest:
         _POLICY.check(body, strict=True)
@@ -105,7 +105,7 @@ async def get_batch(exchange: Exchange, services: Services) -> None:
 async def cancel_batch(exchange: Exchange, services: Services) -> None:
     """End a batch; what is answered stays."""
     batch = await _found(exchange, services)
-    cancelled = await services.required_batches.cancel(batch.id)
+    cancelled = await services.required_state.batches.cancel(batch.id)
     if cancelled is None and batch.status != "cancelled":
         raise RequestError(
             f"the batch is {batch.status}, too late to cancel it; its results are kept",
@@ -117,8 +117,8 @@ async def cancel_batch(exchange: Exchange, services: Services) -> None:
 
 async def list_batches(exchange: Exchange, services: Services) -> None:
     """The owner's batches, the newest first."""
-    runner, owner, query = services.required_batches, exchange.caller.owner, exchange.query
-    limit, after = checked_page_limit(query, _USUAL_LISTED, _MAX_LISTED), query.get("after")
+    runner, owner, query = services.required_state.batches, exchange.caller.owner, exchange.query
+    limit, after = number_of(query, "limit", 1, _MAX_LISTED, _USUAL_LISTED), query.get("after")
     rows = await runner.files.store.read(lambda db: BATCHES.page(db, owner, limit=limit + 1, after=after))
     if rows is None:
         raise refused("after", f"is {show(after)}, but there is no such batch; use the id of the last one")
@@ -130,8 +130,8 @@ async def list_batches(exchange: Exchange, services: Services) -> None:
 
 
 async def _found(exchange: Exchange, services: Services) -> BatchBody:
-    runner, owner = services.required_batches, exchange.caller.owner
-    batch_id = id_in(exchange.path, BATCHES_PATH)
+    runner, owner = services.required_state.batches, exchange.caller.owner
+    batch_id = exchange.id_after(BATCHES_PATH)
     row = await runner.files.store.read(lambda db: BATCHES.get(db, owner, batch_id))
     if row is None:
         raise RequestError(

@@ -11,17 +11,15 @@ from msgspec import UNSET, UnsetType
 from ....runtime.errors import RequestError
 from ...state.files import StoredFiles
 from ...state.tables import FILES, Row
-from ..batch_runner.wire import ExpiresAfter, live_user
+from ..batch_runner.wire import KEPT_S, ExpiresAfter, live_user
 from ..exchange import Exchange
-from ..schema.values import refused, show
+from ..schema.values import is_newest_first, number_of, one_of, refused, show
 from ..services import Services
 from .upload import FORM_BYTES, Upload
 
 FILES_PATH: Final = "/v1/files"
 MAX_LISTED: Final = 10_000
-DAY_S: Final = 86_400
-KEPT_S: Final = 30 * DAY_S
-"""Time after which a file is deleted that says nothing else, as OpenAI's batch files; also the longest."""
+PURPOSES: Final = ("batch", "batch_output")
 _LEAST_KEPT_S: Final = 3600
 _MAX_ID_CHARS: Final = 100
 _PART_BYTES: Final = 1 << 20
@@ -69,7 +67,7 @@ class FileDeletedBody(msgspec.Struct, kw_only=True):
 
 async def upload_file(exchange: Exchange, services: Services) -> None:
     """Store the input of a batch."""
-    files = services.required_files
+    files = services.required_state.files
     owner = exchange.caller.owner
     max_bytes = int(services.config.server.max_file_mb * 2**20)
     announced = exchange.headers.get(b"content-length", b"0")
@@ -118,12 +116,10 @@ def checked_expiry(anchor: object, seconds: object, param: str = "expires_after"
 
 async def list_files(exchange: Exchange, services: Services) -> None:
     """The owner's files."""
-    files = services.required_files
+    files = services.required_state.files
     owner, query = exchange.caller.owner, exchange.query
-    where = {"purpose": query["purpose"]} if "purpose" in query else {}
-    if where and where["purpose"] not in ("batch", "batch_output"):
-        raise refused("purpose", f"is {show(where['purpose'])}, but it must be one of batch, batch_output")
-    limit = checked_page_limit(query, MAX_LISTED, MAX_LISTED)
+    where = {name: one_of(query[name], PURPOSES, name) for name in ("purpose",) if name in query}
+    limit = number_of(query, "limit", 1, MAX_LISTED, MAX_LISTED)
     after, newest_first = query.get("after"), is_newest_first(query)
     rows = await files.store.read(
         lambda db: FILES.page(db, owner, limit=limit + 1, after=after, newest_first=newest_first, **where)
@@ -137,39 +133,15 @@ async def list_files(exchange: Exchange, services: Services) -> None:
     )
 
 
-def checked_page_limit(query: dict[str, str], usual: int, most: int) -> int:
-    """The number of rows that a list may have, from its parameter `limit`.
-
-    Raises:
-        RequestError: it is out of range.
-    """
-    given = query.get("limit", str(usual))
-    if not (given.isdecimal() and len(given) < 10 and 1 <= int(given) <= most):
-        raise refused("limit", f"is {show(given)}, but it must lie in [1, {most}]")
-    return int(given)
-
-
-def is_newest_first(query: dict[str, str]) -> bool:
-    """The order of a list, from its parameter `order`.
-
-    Raises:
-        RequestError: it is neither asc nor desc.
-    """
-    order = query.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise refused("order", f"is {show(order)}, but it must be asc or desc")
-    return order == "desc"
-
-
 async def get_file(exchange: Exchange, services: Services) -> None:
     """One file."""
-    await exchange.send_json(file_body(await _found(exchange, services.required_files)))
+    await exchange.send_json(file_body(await _found(exchange, services.required_state.files)))
 
 
 async def delete_file(exchange: Exchange, services: Services) -> None:
     """Delete a file."""
-    files = services.required_files
-    file_id = id_in(exchange.path, FILES_PATH)
+    files = services.required_state.files
+    file_id = exchange.id_after(FILES_PATH)
 
     owner = exchange.caller.owner
 
@@ -188,7 +160,7 @@ async def delete_file(exchange: Exchange, services: Services) -> None:
 
 async def file_content(exchange: Exchange, services: Services) -> None:
     """The bytes of a file."""
-    files = services.required_files
+    files = services.required_state.files
     row = await _found(exchange, files)
     with files.path(row["id"]).open("rb") as opened:
         async with exchange.abort_on_disconnect():
@@ -196,15 +168,10 @@ async def file_content(exchange: Exchange, services: Services) -> None:
 
 
 async def _found(exchange: Exchange, files: StoredFiles) -> Row:
-    file_id = id_in(exchange.path, FILES_PATH)
+    file_id = exchange.id_after(FILES_PATH)
     if (row := await files.find(exchange.caller.owner, file_id)) is None:
         raise no_such_file(file_id)
     return row
-
-
-def id_in(path: str, prefix: str) -> str:
-    """The id in a path such as /v1/files/{id}/content."""
-    return path.removeprefix(f"{prefix}/").partition("/")[0]
 
 
 def no_such_file(file_id: str) -> RequestError:

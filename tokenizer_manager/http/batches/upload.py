@@ -16,7 +16,7 @@ from ..schema.values import refused, show
 _MAX_FIELD_BYTES: Final = 1024
 _MAX_PARTS: Final = 16
 _MAX_HEADER_BYTES: Final = 8192
-"""Of the headers of a part."""
+"""The most of the headers of a part."""
 _BUFFER_BYTES: Final = 1 << 20
 FORM_BYTES: Final = 64 << 10
 """Room for the fields around the file."""

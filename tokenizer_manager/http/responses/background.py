@@ -61,7 +61,7 @@ _CHANGED: Final = RequestError(
 
 
 class Resume(msgspec.Struct, frozen=True):
-    """What a running response goes on with, beside its rows.
+    """The facts with which a running response goes on, beside its rows.
 
     Attributes:
         request: the body, without its input.
@@ -78,8 +78,7 @@ async def answer_in_background(exchange: Exchange, engine: Engine, read: ReadReq
     Raises:
         RequestError: too many of them run, or the disk fails.
     """
-    store = engine.responses
-    assert store is not None
+    store = engine.required_state.responses
     if sum(live.cancel is not None for live in store.live.values()) >= MAX_LIVE:
         raise QueueFullError(f"{MAX_LIVE} responses run in the background; retry later", retry_after_s=10)
     digits = uuid.uuid4().hex

@@ -8,9 +8,8 @@ from typing import Any, Final
 
 import msgspec
 
-from ....runtime.errors import RequestError
 from ...state.responses import Response
-from ..schema.values import Body, one_of, refused, show
+from ..schema.values import Body, is_newest_first, number_of, refused, show
 from .wire import ItemsBody
 
 _PREFIXES: Final = {
@@ -23,7 +22,6 @@ _PREFIXES: Final = {
 }
 _DIGEST_BYTES: Final = 16
 _MAX_LIMIT: Final = 100
-_ORDERS: Final = ("asc", "desc")
 
 
 def input_items(value: object, find_item: Callable[[str], Body | None]) -> list[Any]:
@@ -73,9 +71,8 @@ def page_of(items: Sequence[Body], query: Mapping[str, str]) -> ItemsBody:
     Raises:
         RequestError: one of these is wrong.
     """
-    order = one_of(query.get("order", "desc"), _ORDERS, "order")
     limit = number_of(query, "limit", 1, _MAX_LIMIT, 20)
-    ordered = list(items) if order == "asc" else list(items)[::-1]
+    ordered = list(items)[::-1] if is_newest_first(query) else list(items)
     if after := query.get("after"):
         place = next((i for i, item in enumerate(ordered) if item["id"] == after), None)
         if place is None:
@@ -88,24 +85,6 @@ def page_of(items: Sequence[Body], query: Mapping[str, str]) -> ItemsBody:
         last_id=page[-1]["id"] if page else "",
         has_more=len(ordered) > limit,
     )
-
-
-def number_of(query: Mapping[str, str], name: str, least: int, most: int, default: int) -> int:
-    """An integer of a query.
-
-    Raises:
-        RequestError: it is none, or out of range.
-    """
-    text = query.get(name)
-    if text is None:
-        return default
-    if not (text.isascii() and text.isdecimal() and len(text) < 20 and least <= int(text) <= most):
-        raise RequestError(
-            f"{name} is {show(text)}, but it must be an integer in [{least}, {most}]",
-            param=name,
-            code="invalid_value",
-        )
-    return int(text)
 
 
 def derived_id(response_id: str, number: int) -> str:

@@ -40,7 +40,7 @@ class ReadRequest(NamedTuple):
     body: Body
 
     def response(self, response_id: str, status: Status = "queued", **more: Any) -> Response:
-        """What is stored of it before its end."""
+        """The row that is stored before its end."""
         parent = self.parent
         return Response(
             owner=self.generation.scheduling.owner,
@@ -65,17 +65,14 @@ async def read_request(exchange: Exchange, engine: Engine) -> ReadRequest:
 
     def build(body: Body) -> ReadRequest | Body:
         if exchange.line_seed is not None and body.get("store") is None:
-            body["store"] = (
-                False  # a batch has its results in a file, and a rerun of a line would store another one
-            )
-        continues = isinstance(body.get(PREVIOUS), str) and body[PREVIOUS] and engine.responses is not None
+            body["store"] = False  # a batch has its results in a file; a rerun would store a second response
+        continues = isinstance(body.get(PREVIOUS), str) and body[PREVIOUS] and engine.state is not None
         return body if continues else read_body(body, engine, caller)
 
     read = await engine.read(exchange, build)
     if isinstance(read, ReadRequest):
         return read
-    assert engine.responses is not None
-    body, chain = read, await engine.responses.continued(caller.owner, read[PREVIOUS])
+    body, chain = read, await engine.required_state.responses.continued(caller.owner, read[PREVIOUS])
     declared = exchange.headers.get(b"content-length", b"")
     num_bytes = chain[-1].chain_bytes + (int(declared) if declared.isdigit() else SMALL_BYTES)
     return await engine.body_reader.run(
@@ -100,11 +97,11 @@ def read_body(body: Body, engine: Engine, caller: Caller, chain: Sequence[Respon
         find_item,
         items_of(chain),
         sees_images=engine.images.are_seen,
-        is_stored=engine.responses is not None,
+        is_stored=engine.state is not None,
     )
     engine.check_model(request.model)
     items = b""
-    if engine.responses is not None and request.store is not False:
+    if engine.state is not None and request.store is not False:
         items = msgspec.json.encode(input_items(request.input, find_item))
     request.input = []  # the conversation has them; an answer may take long, and images are megabytes
     root = chain[0].id if chain else None

@@ -10,38 +10,16 @@ from ....runtime.errors import RequestError
 from ...state.response_store import ResponseStore
 from ...state.responses import Response
 from ..exchange import Exchange
-from ..schema.values import one_of, refused
+from ..schema.values import number_of, one_of, refused
 from ..services import Engine
 from .background import follow
-from .items import context_items, number_of, page_of
+from .items import context_items, page_of
 from .wire import DeletedBody
 
-PATH: Final = "/v1/responses/"
-ITEMS: Final = "/input_items"
-CANCEL: Final = "/cancel"
+PATH: Final = "/v1/responses"
 MAX_EVENTS: Final = 1 << 40
 """Above the number of any event."""
 _JSON: Final = b"application/json"
-
-
-def required(engine: Engine) -> ResponseStore:
-    """The stored responses.
-
-    Raises:
-        RequestError: 404, the server stores none.
-    """
-    if engine.responses is None:
-        raise RequestError(
-            "this server stores no responses, because a store has texts of its users; start it with --state-dir DIR",
-            code="no_state_dir",
-            status=404,
-        )
-    return engine.responses
-
-
-def id_of(exchange: Exchange, ending: str = "") -> str:
-    """The id in the path of a request."""
-    return exchange.path.removeprefix(PATH).removesuffix(ending)
 
 
 def whole_body(response: Response) -> bytes:
@@ -52,7 +30,11 @@ def whole_body(response: Response) -> bytes:
 
 async def get_response(exchange: Exchange, engine: Engine) -> None:
     """A response as it was answered, or as it is now; with `stream` the events of one in the background."""
-    store, owner, response_id = required(engine), exchange.caller.owner, id_of(exchange)
+    store, owner, response_id = (
+        engine.required_state.responses,
+        exchange.caller.owner,
+        exchange.id_after(PATH),
+    )
     first = number_of(exchange.query, "starting_after", 0, MAX_EVENTS, -1) + 1
     if one_of(exchange.query.get("stream", "false"), ("true", "false"), "stream") == "true":
         live = store.live.get((owner, response_id))
@@ -75,20 +57,24 @@ async def send_response(exchange: Exchange, store: ResponseStore, owner: str, re
 
 async def delete_response(exchange: Exchange, engine: Engine) -> None:
     """Delete a response; those that continue it stay, and can no longer be continued."""
-    response_id = id_of(exchange)
-    await required(engine).delete(exchange.caller.owner, response_id)
+    response_id = exchange.id_after(PATH)
+    await engine.required_state.responses.delete(exchange.caller.owner, response_id)
     await exchange.send_json(DeletedBody(id=response_id))
 
 
 async def list_input_items(exchange: Exchange, engine: Engine) -> None:
     """A page of the items that a response was made from, those of the responses that it continues included."""
-    chain = await required(engine).context(exchange.caller.owner, id_of(exchange, ITEMS))
+    chain = await engine.required_state.responses.context(exchange.caller.owner, exchange.id_after(PATH))
     await exchange.send_json(page_of(context_items(chain), exchange.query))
 
 
 async def cancel_response(exchange: Exchange, engine: Engine) -> None:
     """End a response in the background; one that has ended stays as it is."""
-    store, owner, response_id = required(engine), exchange.caller.owner, id_of(exchange, CANCEL)
+    store, owner, response_id = (
+        engine.required_state.responses,
+        exchange.caller.owner,
+        exchange.id_after(PATH),
+    )
     response = None if (owner, response_id) in store.live else await store.find(owner, response_id)
     live = store.live.get((owner, response_id))  # of a server that begins, it may be there only now
     in_background = (

@@ -69,11 +69,11 @@ class ResponseWriter:
 
     def running(self) -> AbstractContextManager[None]:
         """While it is entered, clients find the response as one that runs, if it is to be stored."""
-        store = self._engine.responses
-        if store is None or not self._read.items:
+        state = self._engine.state
+        if state is None or not self._read.items:
             return nullcontext()
         live = LiveResponse(lambda: msgspec.json.encode(self.stream.snapshot()))
-        return store.running(self._generation.scheduling.owner, self.stream.body.id, live)
+        return state.responses.running(self._generation.scheduling.owner, self.stream.body.id, live)
 
     def events(self, row: Row, deltas: Sequence[Delta]) -> bytes:
         """The events for a row, after the first ones."""
@@ -105,10 +105,10 @@ class ResponseWriter:
     async def end(self) -> None:
         """Complete the response, and store it, so that it can be continued when its client has it."""
         self._last_events = self.complete()
-        body, store = self.stream.body, self._engine.responses
-        if store is not None and body.store and body.status != "failed":
+        body, state = self.stream.body, self._engine.state
+        if state is not None and body.store and body.status != "failed":
             try:
-                await store.add(with_answer(self._read.response(body.id), body))
+                await state.responses.add(with_answer(self._read.response(body.id), body))
             except StateError as error:
                 body.store = False
                 body.warnings = [*(body.warnings or ()), f"the response was not stored: {error}"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -277,6 +277,29 @@ def one_of(value: object, allowed: Sequence[str], at: str) -> str:
     if isinstance(value, str) and value in allowed:
         return value
     raise refused(at, f"is {show(value)}, but it must be one of {', '.join(allowed)}")
+
+
+def number_of(query: Mapping[str, str], name: str, least: int, most: int, default: int) -> int:
+    """An integer of a query.
+
+    Raises:
+        RequestError: it is none, or out of range.
+    """
+    text = query.get(name)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdecimal() and len(text) < 20 and least <= int(text) <= most):
+        raise refused(name, f"is {show(text)}, but it must be an integer in [{least}, {most}]")
+    return int(text)
+
+
+def is_newest_first(query: Mapping[str, str]) -> bool:
+    """The order of a list, from `order` in its query: desc, which is the default, or asc.
+
+    Raises:
+        RequestError: it is neither.
+    """
+    return one_of(query.get("order", "desc"), ("asc", "desc"), "order") == "desc"
 
 
 def optional_text(value: object, at: str) -> str | None:

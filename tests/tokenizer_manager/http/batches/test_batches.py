@@ -306,7 +306,7 @@ def test_a_cancelled_batch_keeps_what_is_answered(serve_kept):
 def test_a_batch_is_finished_when_its_files_are_there(serve_kept, monkeypatch):
     """Until the final state is committed the batch has the one before, and it is too late to cancel it."""
     served = serve_kept()
-    runner = served.services.batches
+    runner = served.services.required_state.batches
     batch = msgspec.convert(create(served, as_file([line("a")])), BatchBody)
     loop = served.engine.loop
     assert runner is not None and loop is not None
@@ -331,7 +331,7 @@ def test_a_batch_is_finished_when_its_files_are_there(serve_kept, monkeypatch):
 def test_a_slow_disk_at_the_end_loses_no_result(serve_kept, monkeypatch):
     """The commit of the final state deletes the rows of the results; as long as it may yet happen, the files stay."""
     served = serve_kept()
-    runner = served.services.batches
+    runner = served.services.required_state.batches
     assert runner is not None
     runner._lines.retry_s = 0.001
     batch = create(served, as_file([line("a")]))
@@ -363,7 +363,7 @@ def test_a_slow_disk_at_the_end_loses_no_result(serve_kept, monkeypatch):
 
 def test_a_batch_that_is_cancelled_while_its_files_are_written(serve_kept, monkeypatch):
     served = serve_kept()
-    runner = served.services.batches
+    runner = served.services.required_state.batches
     assert runner is not None
     batch = create(served, as_file([line("a")]))
     page = runner._lines.page
@@ -397,10 +397,10 @@ def test_a_batch_expires(serve_kept):
     served = serve_kept()
     batch = create(served, as_file([line("a")]))
     served.engine.next_request()
-    files = served.services.files
+    files = served.services.required_state.files
     assert files is not None
     files._wall_clock = lambda: batch["expires_at"]
-    runner = served.services.batches
+    runner = served.services.required_state.batches
     assert isinstance(runner, BatchRunner) and served.engine.loop is not None
     asyncio.run_coroutine_threadsafe(runner.tick(), served.engine.loop).result()
     done = wait(served, batch["id"])
@@ -414,7 +414,7 @@ def test_a_restart_answers_what_is_left_with_the_same_seeds(serve: Serve, tmp_pa
     lines = [line("a", max_tokens=1), line("b", max_tokens=2, seed=5), line("c", max_tokens=3)]
     batch = create(served, as_file(lines))
     arrived = [served.engine.next_request() for _ in lines]  # in any order: threads read the bodies
-    requests = sorted(arrived, key=lambda request: request.sampling.max_new_tokens)
+    requests = sorted(arrived, key=lambda request: request.sampling.max_new_tokens or 0)
     served.engine.say(*echo(requests[0]))
     while served.client.get(f"/v1/batches/{batch['id']}").json()["request_counts"]["completed"] == 0:
         pass
@@ -438,8 +438,9 @@ def restart(served: Served) -> None:
 
 
 def runs_of(served: Served, batch_id: str) -> list[int]:
-    assert served.services.state is not None
-    rows = served.services.state.submit(lambda db: BATCH_LINES.parts(db, "", batch_id), writes=False).result()
+    rows = served.services.required_state.store.submit(
+        lambda db: BATCH_LINES.parts(db, "", batch_id), writes=False
+    ).result()
     return [row["runs"] for row in rows]
 
 
@@ -504,8 +505,7 @@ def test_any_input_has_lines_or_errors(tmp_path_factory, parts):
 
 def set_runs(served: Served, batch_id: str, runs: list[int]) -> None:
     """Change the rows of a server that has stopped."""
-    assert served.services.state is not None
-    store = StateStore.open(served.services.state.folder, 1 << 30)
+    store = StateStore.open(served.services.required_state.store.folder, 1 << 30)
 
     def update(db: sqlite3.Connection) -> None:
         for number, count in enumerate(runs):
@@ -529,7 +529,7 @@ def test_an_ordered_stop_blames_no_line(serve_kept):
 
 def test_a_full_queue_delays_a_line(serve_kept):
     served = serve_kept(max_queued_requests=1)
-    runner = served.services.batches
+    runner = served.services.required_state.batches
     assert runner is not None
     runner._lines.retry_s = 0.001
     batch = create(served, as_file([line(str(i)) for i in range(40)]))
@@ -546,7 +546,7 @@ def test_a_full_queue_delays_a_line(serve_kept):
 
 def test_a_full_disk_delays_a_batch(serve_kept):
     served = serve_kept()
-    runner, state = served.services.batches, served.services.state
+    runner, state = served.services.required_state.batches, served.services.required_state.store
     assert runner is not None and state is not None
     runner._lines.retry_s = 0.001
     batch = create(served, as_file([line("a")]))

@@ -39,8 +39,7 @@ def upload(served: Served, content: bytes = LINES, **fields: str) -> httpx.Respo
 
 
 def on_disk(served: Served) -> list[str]:
-    assert served.services.files is not None
-    return [path.name for path in served.services.files.path("x").parent.iterdir()]
+    return [path.name for path in served.services.required_state.files.path("x").parent.iterdir()]
 
 
 def test_a_file_comes_back_as_it_was_sent(kept):
@@ -97,9 +96,9 @@ def test_a_list_has_pages(kept):
 @pytest.mark.parametrize(
     ("query", "message"),
     [
-        ({"limit": "0"}, 'limit is "0", but it must lie in [1, 10000]'),
+        ({"limit": "0"}, 'limit is "0", but it must be an integer in [1, 10000]'),
         ({"limit": "many"}, 'limit is "many", but'),
-        ({"order": "up"}, 'order is "up", but it must be asc or desc'),
+        ({"order": "up"}, 'order is "up", but it must be one of asc, desc'),
         ({"after": "file-9"}, 'after is "file-9", but there is no such file'),
     ],
 )
@@ -196,10 +195,9 @@ def test_the_parameters_of_lists_are_described(empty):
 
 def test_a_large_file_and_a_full_state_are_refused(serve: Serve, tmp_path):
     served = serve(say_all("x"), state_dir=str(tmp_path / "state"), max_file_mb=0.001)
-    assert served.services.state is not None
 
     too_large = upload(served, b"x" * 2000)
-    served.services.state.max_bytes = 100
+    served.services.required_state.store.max_bytes = 100
     full = upload(served, b"x" * 60)
 
     assert (too_large.status_code, full.status_code) == (413, 507)
@@ -226,7 +224,7 @@ def test_files_are_their_owners(serve: Serve, tmp_path):
 
 def test_an_expired_file_is_gone_at_once_and_deleted_later(serve: Serve, tmp_path):
     served = serve(say_all("x"), state_dir=str(tmp_path / "state"))
-    files = served.services.files
+    files = served.services.required_state.files
     assert files is not None
     sent = upload(served, expires_after__anchor="created_at", expires_after__seconds="3600").json()
     file_id = sent["id"]
@@ -241,7 +239,7 @@ def test_an_expired_file_is_gone_at_once_and_deleted_later(serve: Serve, tmp_pat
 
 def test_a_restart_keeps_files_and_removes_what_an_upload_left(kept):
     file_id = upload(kept).json()["id"]
-    files = kept.services.files
+    files = kept.services.required_state.files
     assert files is not None
     files.path(".partial-file-9").write_bytes(b"half")
     files.path("file-8").write_bytes(b"no row")

@@ -1,4 +1,4 @@
-"""`LineRunner`: lines that wake together take turns on the event loop."""
+"""`LineRunner`: lines that wake together take turns on the event loop, and some are sent again."""
 
 from __future__ import annotations
 
@@ -66,3 +66,37 @@ def test_each_line_has_a_turn_of_the_loop_for_itself(files):
 
     assert len(set(begun)) == NUM_LINES
     assert batch.request_counts.completed == NUM_LINES
+
+
+def test_a_line_is_sent_again_after_an_answer_that_says_nothing_about_it(files):
+    batch = BatchBody(id="batch", endpoint="/v1/completions", input_file_id="in", created_at=0, expires_at=9)
+    runner = LineRunner(files, NUM_LINES, retry_s=0)
+    codes: dict[str, list[str]] = {}
+    asked: list[str] = []
+
+    async def answer(*_: Any, request_id: str, **__: Any) -> LineAnswer:
+        asked.append(request_id)
+        if left := codes.setdefault(request_id, ["queue_full", "engine_dead", "shutting_down"]):
+            return LineAnswer(503, b'{"error": {}}', left.pop())
+        return LineAnswer(200, b"{}", "")
+
+    runner.answer = answer
+    asyncio.run(runner.answer_all("", batch))
+
+    assert batch.request_counts.completed == NUM_LINES and batch.request_counts.failed == 0
+    assert len(asked) == 4 * NUM_LINES
+
+
+def test_any_other_error_is_the_answer_of_the_line(files):
+    batch = BatchBody(id="batch", endpoint="/v1/completions", input_file_id="in", created_at=0, expires_at=9)
+    runner = LineRunner(files, NUM_LINES, retry_s=0)
+    asked: list[str] = []
+
+    async def answer(*_: Any, request_id: str, **__: Any) -> LineAnswer:
+        asked.append(request_id)
+        return LineAnswer(400, b'{"error": {}}', "invalid_value")
+
+    runner.answer = answer
+    asyncio.run(runner.answer_all("", batch))
+
+    assert batch.request_counts.failed == len(asked) == NUM_LINES

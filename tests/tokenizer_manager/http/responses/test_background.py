@@ -36,8 +36,7 @@ def start(serve: Serve, tmp_path: Path) -> Start:
 
 def crash(served: Served) -> None:
     """End the server's use of the folder as `kill -9` does: its tasks write nothing any more."""
-    assert served.services.state is not None
-    served.services.state.close()
+    served.services.required_state.store.close()
 
 
 def begin(served: Served, **body: Any) -> str:
@@ -105,7 +104,7 @@ def test_a_disconnect_ends_nothing(start: Start):
         request = served.engine.next_request()
         next(stream.iter_lines())
     served.engine.say(row(request, "yes", finish=STOP))
-    [(_, response_id)] = served.services.responses.live if served.services.responses else []
+    [(_, response_id)] = served.services.required_state.responses.live
     assert events_of(served, response_id)[-1][0] == "response.completed"
     assert served.engine.aborts.empty()
 
@@ -138,7 +137,7 @@ def test_one_that_is_canceled_while_its_events_are_stored_ends(start: Start, mon
     monkeypatch.setattr(table, "advance", slow)
     served = start()
     response_id = begin(served)
-    loop, store = served.engine.loop, served.services.responses
+    loop, store = served.engine.loop, served.services.required_state.responses
     assert loop is not None and store is not None
     [live] = store.live.values()
     assert live.cancel is not None
@@ -282,7 +281,7 @@ def test_a_server_that_stops_leaves_it_to_the_next_one(start: Start):
         response_id = response_id or begin(served)
         served.engine.next_request()
         first_events(served, response_id, 3)
-        assert served.engine.loop is not None and served.services.responses is not None
+        assert served.engine.loop is not None
         served.engine.loop.call_soon_threadsafe(served.services.manager.abort_all, "it stops")
         assert (
             events_of(served, response_id)[-1][0] == "response.in_progress"
@@ -314,9 +313,10 @@ def test_what_another_version_has_begun_fails_and_ends_no_server(start: Start):
     response_id = begin(first)
     first.engine.next_request()
     first_events(first, response_id, 3)
-    assert first.services.state is not None
     resume = b'{"later": 1}'
-    change = first.services.state.submit(lambda db: RESPONSES.update(db, "", response_id, resume=resume))
+    change = first.services.required_state.store.submit(
+        lambda db: RESPONSES.update(db, "", response_id, resume=resume)
+    )
     assert change.result()
     crash(first)
     second = start(say_all("yes"))
@@ -378,8 +378,7 @@ def test_a_disk_that_fails_later_ends_no_stream(start: Start, monkeypatch: pytes
         assert (events[-1][0], body["status"]) == ("response.completed", "completed")
         assert served.client.post(f"{PATH}/{response_id}/cancel").json() == body
         assert served.client.post(PATH, json={"input": "hi", "background": True}).status_code == 200
-        assert served.services.responses is not None
-        [live, _] = served.services.responses.live.values()
+        [live, _] = served.services.required_state.responses.live.values()
     assert live.task is not None and served.engine.loop is not None
     asyncio.run_coroutine_threadsafe(asyncio.wait([live.task]), served.engine.loop).result(WAIT_S)
 

@@ -81,8 +81,9 @@ def test_a_chain_has_the_prompt_of_all_its_items(keeping: Served, stream: bool):
     assert answer["previous_response_id"] == first["id"]
     assert "be long" in with_long and "be brief" not in with_long
     assert by_id == whole and third["previous_response_id"] == answer["id"]
-    assert keeping.services.state is not None
-    row_of = keeping.services.state.submit(lambda db: table.find(db, "", third["id"]), writes=False).result()
+    row_of = keeping.services.required_state.store.submit(
+        lambda db: table.find(db, "", third["id"]), writes=False
+    ).result()
     assert row_of is not None and (row_of.root, row_of.depth) == (first["id"], 3)
 
 
@@ -146,8 +147,7 @@ def test_a_running_response_is_found_and_cannot_be_continued_or_deleted(serve: S
     reply = served.post_later(PATH, json={"input": "hi", "stream": True})
     request = served.engine.next_request()
     served.engine.say(row(request, "ye"))
-    assert served.services.responses is not None
-    [(_, response_id)] = served.services.responses.live
+    [(_, response_id)] = served.services.required_state.responses.live
     path = f"{PATH}/{response_id}"
     seen = served.client.get(path).json()
     continued = served.client.post(PATH, json={"input": "hi", "previous_response_id": response_id})
@@ -168,9 +168,8 @@ def test_a_running_response_is_found_and_cannot_be_continued_or_deleted(serve: S
 def test_one_whose_client_disconnects_or_that_fails_is_not_stored(serve: Serve, tmp_path: Path):
     served = serve(lambda request: [row(request, "some")], state_dir=str(tmp_path))
     body = {"input": "hi", "stream": True}
-    assert served.services.responses is not None
     with served.client.stream("POST", PATH, json=body):
-        [(_, left)] = served.services.responses.live
+        [(_, left)] = served.services.required_state.responses.live
     assert served.engine.next_abort().rid == served.engine.next_request().rid
     served.engine.script = lambda request: [row(request, "some"), row(request, "", finish=FAILED)]
     name, data = sse(served.client.post(PATH, json=body).content)[-1]
@@ -178,7 +177,7 @@ def test_one_whose_client_disconnects_or_that_fails_is_not_stored(serve: Serve, 
     assert name == "response.failed"
     for response_id in (left, data["response"]["id"]):
         assert served.client.get(f"{PATH}/{response_id}").status_code == 404
-    assert not served.services.responses.live
+    assert not served.services.required_state.responses.live
 
 
 def test_the_items_that_a_response_was_made_from(keeping: Served, client_of: ClientOf):
