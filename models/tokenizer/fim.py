@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
+import msgspec
+
 CUT_TOKENS: Final = 256
 _NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "pre": (
@@ -61,8 +63,8 @@ _FILE: Final = "filename\n"
 _SNIPPET: Final = "\n\n--- snippet ---\n\n"
 
 
-class Extra(NamedTuple):
-    """Part of another file."""
+class Extra(msgspec.Struct):
+    """Part of another file, in llama-server's form."""
 
     text: str
     filename: str = "tmp"
@@ -120,9 +122,9 @@ class FimTokens(NamedTuple):
 
     def _others(self, encode: Callable[[str], list[int]], extra: Sequence[Extra]) -> list[int]:
         ids = [] if self.rep is None else [self.rep, *encode(_PROJECT)]
-        for text, filename in extra:
-            ids += encode(_SNIPPET) if self.sep is None else [self.sep, *encode(f"{filename}\n")]
-            ids += encode(text)
+        for each in extra:
+            ids += encode(_SNIPPET) if self.sep is None else [self.sep, *encode(f"{each.filename}\n")]
+            ids += encode(each.text)
         return ids if self.sep is None else [*ids, self.sep, *encode(_FILE)]
 
 

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from ....models.tokenizer.fim import Extra
 from ....runtime.messages import FinishKind
 from ....runtime.sampling_defaults import SamplingDefaults
-from ....runtime.sampling_params import NUMBERS, SamplingParams
+from ....runtime.sampling_params import MAX_COUNT, NUMBERS, SamplingParams
 from ...generation import Choice, Generation, GenerationRequest, warm_up_of
 from ...prompt_encoder import NO_BOS
 from ..exchange import Exchange
@@ -26,12 +26,12 @@ from ..schema.constraints import check_room, constraint_of
 from ..schema.errors import renamed_fields
 from ..schema.field_policy import SAMPLING_NOT_YET, FieldPolicy
 from ..schema.field_types import NO_LIMIT
-from ..schema.fim import fim_prompt, fim_tokens
+from ..schema.fim import fill_in
 from ..schema.generation_fields import prompts_of
 from ..schema.values import Body, convert, refused, show
 from ..services import Engine
 from ..token_logprobs import int32s
-from .llama_wire import ExtraInput, InfillRequest, LlamaBody, LlamaCompletionRequest, LlamaFields
+from .llama_wire import InfillRequest, LlamaBody, LlamaCompletionRequest, LlamaFields
 
 DEFAULTS: Final = SamplingDefaults(
     temperature=0.8, top_k=40, top_p=0.95, min_p=0.05, source="llama-server's default"
@@ -68,7 +68,7 @@ _INFILL_POLICY: Final = FieldPolicy(
     InfillRequest,
     _NOT_YET,
     no_effect=_NO_EFFECT,
-    nested={"input_extra": FieldPolicy(ExtraInput, {}, no_effect=("time",))},
+    nested={"input_extra": FieldPolicy(Extra, {}, no_effect=("time",))},
 )
 _COMPLETION_POLICY: Final = FieldPolicy(LlamaCompletionRequest, _NOT_YET, no_effect=_NO_EFFECT)
 
@@ -98,22 +98,20 @@ def read_infill(body: Body, engine: Engine, caller: Caller) -> tuple[LlamaFields
         RequestError: it is refused, or the model has no tokens for it.
     """
     warnings = _INFILL_POLICY.check(body, strict=engine.config.server.strict)
-    ends = fim_tokens(engine.tokenizer, "input_prefix").ends
     request = convert(body, InfillRequest)
     context = engine.manager.capacity.max_model_len
     sampling, warnings = _sampling(request, engine, warnings)
-    ids = fim_prompt(
+    prompts, sampling = fill_in(
         engine.tokenizer,
-        request.input_prefix,
-        request.input_suffix,
+        [(request.input_prefix, request.input_suffix)],
+        sampling,
         room=context - min(sampling.max_new_tokens or context // 4, context // 2),
         param="input_prefix",
         written=request.prompt or "",
-        extra=[Extra(each.text, each.filename) for each in request.input_extra or ()],
+        extra=request.input_extra or (),
         suffix_first=engine.config.answers.spm_infill,
     )
-    sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *ends))
-    return request, _generation(request, [ids], sampling, warnings, engine, caller)
+    return request, _generation(request, prompts, sampling, warnings, engine, caller)
 
 
 def _read_completion(body: Body, engine: Engine, caller: Caller) -> tuple[LlamaFields, GenerationRequest]:
@@ -130,6 +128,8 @@ def _sampling(request: LlamaFields, engine: Engine, warnings: list[str]) -> tupl
         raise refused(
             "n_predict", f"is {n_predict}, but it must be -1 (no limit), 0 (prompt only) or a count"
         )
+    if not 0 <= (request.n_indent or 0) <= MAX_COUNT:
+        raise refused("n_indent", f"is {request.n_indent}, but it must lie in [0, {MAX_COUNT}]")
     if request.n not in (None, 1):
         raise refused("n", f"is {request.n}, but this route has one answer; use /v1/completions for more")
     if request.temperature_last is None:
@@ -260,8 +260,6 @@ class LineRules:
 
 async def _answer(exchange: Exchange, engine: Engine, read: tuple[LlamaFields, GenerationRequest]) -> None:
     body, request = read
-    if not 0 <= (body.n_indent or 0) < 2**31:
-        raise refused("n_indent", f"is {body.n_indent}, but it must lie in [0, 2147483647]")
     rules = LineRules(body.n_indent or 0, max(0, body.t_max_predict_ms or 0) / 1e3)
     async with exchange.abort_on_disconnect():
         with await engine.start(exchange, request) as generation:  # its end ends what still runs

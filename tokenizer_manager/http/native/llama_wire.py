@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from ....models.tokenizer.fim import Extra
 from ....runtime.sampling_params import MAX_TEMPERATURE
 from ..schema.accounting import Timings
 from ..schema.field_types import CountOrNone, Int, Priority, Salt, Seconds, WideTemperature
@@ -35,19 +36,12 @@ class LlamaFields(SamplingFields, kw_only=True):
     timeout: Seconds | None = None
 
 
-class ExtraInput(msgspec.Struct, kw_only=True):
-    """Part of another file."""
-
-    text: str
-    filename: str = "tmp"
-
-
 class InfillRequest(LlamaFields, kw_only=True):
     """Body of `POST /infill`."""
 
     input_prefix: str
     input_suffix: str
-    input_extra: list[ExtraInput] | None = None
+    input_extra: list[Extra] | None = None
     prompt: str | None = None
 
 

@@ -13,7 +13,7 @@ from ..delivery import collect_deltas, stream
 from ..exchange import Exchange
 from ..guards.auth import Caller
 from ..schema.accounting import timings_of, usage_of
-from ..schema.fim import fim_prompt, fim_tokens
+from ..schema.fim import fill_in
 from ..services import Engine
 from .convert import CONTENT_TYPE, Durations, OllamaStream, read_chat, read_generate
 from .wire import OllamaChatRequest, OllamaFields, OllamaGenerateRequest
@@ -35,17 +35,15 @@ async def ollama_generate(exchange: Exchange, engine: Engine) -> None:
 def _filling_in(generation: GenerationRequest, prefix: str, suffix: str, engine: Engine) -> GenerationRequest:
     """The request for the text between two others, without the template; the prompt leaves a quarter of the context."""
     sampling, context = generation.sampling, engine.manager.capacity.max_model_len
-    ids = fim_prompt(
+    prompts, sampling = fill_in(
         engine.tokenizer,
-        prefix,
-        suffix,
+        [(prefix, suffix)],
+        sampling,
         room=context - (sampling.max_new_tokens or context // 4),
         param="suffix",
         suffix_first=engine.config.answers.spm_infill,
     )
-    ends = fim_tokens(engine.tokenizer, "suffix").ends
-    sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *ends))
-    return replace(generation, prompts=[ids], conversation=None, sampling=sampling)
+    return replace(generation, prompts=prompts, conversation=None, sampling=sampling)
 
 
 async def _answer(

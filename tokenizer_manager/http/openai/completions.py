@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Final
 
 from msgspec import UNSET, UnsetType
-from msgspec.structs import replace
 
 from ....grammar.answer_report import Truncated
 from ....models.tokenizer.tokenizer import Tokenizer
@@ -21,7 +20,7 @@ from ..schema.accounting import truncated_of
 from ..schema.constraints import check_room, constraint_of
 from ..schema.errors import OPENAI_NAMES, renamed_fields
 from ..schema.field_policy import COMPLETION_NO_EFFECT, COMPLETION_NOT_YET, FieldPolicy
-from ..schema.fim import fim_prompt, fim_tokens
+from ..schema.fim import fill_in
 from ..schema.generation_fields import BACKGROUND_POLICY, StreamOptions, answer_limit, prompts_of
 from ..schema.values import Body, convert, refused
 from ..services import Engine
@@ -94,20 +93,16 @@ def read_completion(
         if request.echo:
             raise refused("echo", "cannot be combined with suffix; leave out one", "unsupported_value")
         room = engine.manager.capacity.max_model_len - (sampling.max_new_tokens or DEFAULT_MAX_TOKENS)
-        prompts = [
-            fim_prompt(
-                engine.tokenizer,
-                prompt,
-                request.suffix,
-                room=room,
-                param="suffix",
-                add_special_tokens=request.add_special_tokens is not False,
-                suffix_first=engine.config.answers.spm_infill,
-            )
-            for prompt in prompts
-        ]
-        ends = fim_tokens(engine.tokenizer, "suffix").ends
-        sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *ends))
+        filled, sampling = fill_in(
+            engine.tokenizer,
+            [(prompt, request.suffix) for prompt in prompts],
+            sampling,
+            room=room,
+            param="suffix",
+            add_special_tokens=request.add_special_tokens is not False,
+            suffix_first=engine.config.answers.spm_infill,
+        )
+        prompts = [*filled]
     constraint = constraint_of(
         request, engine.config.answers, limits, strict_server=engine.config.server.strict
     )
