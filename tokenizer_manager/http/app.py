@@ -24,7 +24,8 @@ from .guards.origins import Hosts, Origins
 from .page.endpoints import PAGE_ENDPOINTS
 from .page.files import PageFiles
 from .reference.openapi import ApiDocs
-from .routes import ROUTES, Handler, Route
+from .route import Handler, Route
+from .routes import ROUTES
 from .schema.cache_fields import session_header
 from .schema.errors import MethodNotAllowedError, reply_to, shape_of
 from .services import Services
@@ -51,7 +52,7 @@ _NOT_SERVED: Final = {
     "/sleep": _MEMORY_STAYS,
     "/wake_up": _MEMORY_STAYS,
 }
-"""What trainers call of SGLang and vLLM that is not here, and what to do instead."""
+"""Paths of SGLang and vLLM that trainers call and that are not here -> what to do instead."""
 
 
 class App:

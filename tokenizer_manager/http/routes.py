@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Any, Final, NamedTuple
-
-import msgspec
+from typing import Final
 
 from ..telemetry.metrics import BuildInfo
 from .anthropic.endpoint import count_tokens, messages
@@ -76,7 +73,6 @@ from .endpoints.wire import (
     WhyBody,
     WorldSizeBody,
 )
-from .exchange import Exchange
 from .native.convert import generate
 from .native.llama_server import infill, llama_completion
 from .native.llama_wire import InfillRequest, LlamaBody, LlamaCompletionRequest
@@ -136,74 +132,13 @@ from .responses.wire import (
     ResponseEvent,
     ResponsesRequest,
 )
+from .route import Route, answering, get, post
 from .schema.kv_hints import HintResult, HintsBody
-from .services import Services
 
-Handler = Callable[[Exchange, Services], Awaitable[None]]
-
-
-class Route(NamedTuple):
-    """One method of one path; `{...}` matches any text at its place.
-
-    Attributes:
-        request: the type of the body; None for no body.
-        answer: the type of a successful JSON response; None for another media type.
-        events: the type of the JSON of each event, if it can stream.
-        fails: statuses of failures beyond those of every route, or of every route with a body.
-        admin: it affects all requests, and needs an admin.
-        stream_type: media type of the stream.
-        media_type: of a successful response.
-        bodiless: the body may be left out.
-        request_type: media type of the body.
-        query: the parameters after the path.
-    """
-
-    method: str
-    path: str
-    handler: Handler
-    summary: str
-    request: type[msgspec.Struct] | None = None
-    answer: Any = None
-    events: type[msgspec.Struct] | None = None
-    fails: tuple[int, ...] = ()
-    admin: bool = False
-    stream_type: str = "text/event-stream"
-    media_type: str = "application/json"
-    bodiless: bool = False
-    request_type: str = "application/json"
-    query: tuple[str, ...] = ()
-
-
-_GENERATING: Final = (404, 504)
 _STORED: Final = (404, 507)
 _NDJSON: Final = "application/x-ndjson"
 _PAGED: Final = ("after", "limit", "order")
 _FORM: Final = "multipart/form-data"
-
-
-def _get(paths: str, handler: Handler, summary: str, answer: Any = None, **more: Any) -> list[Route]:
-    """A route for each of these paths, which blanks separate; the first one is the usual one."""
-    return [Route("GET", path, handler, summary, None, answer, **more) for path in paths.split()]
-
-
-def _post(
-    paths: str, handler: Handler, summary: str, request: type[msgspec.Struct] | None, answer: Any, **more: Any
-) -> list[Route]:
-    """As `_get`, with a body."""
-    return [Route("POST", path, handler, summary, request, answer, **more) for path in paths.split()]
-
-
-def _answering(
-    paths: str,
-    handler: Handler,
-    summary: str,
-    request: type[msgspec.Struct],
-    answer: Any,
-    events: type[msgspec.Struct] | None = None,
-    **more: Any,
-) -> list[Route]:
-    """As `_post`, for what the model is asked for."""
-    return _post(paths, handler, summary, request, answer, events=events, fails=_GENERATING, **more)
 
 
 def _unavailable(method: str, *paths: str) -> list[Route]:
@@ -213,7 +148,7 @@ def _unavailable(method: str, *paths: str) -> list[Route]:
 
 
 ROUTES: Final = (
-    *_answering(
+    *answering(
         "/v1/chat/completions",
         chat_completions,
         "Answer a chat (OpenAI).",
@@ -221,7 +156,7 @@ ROUTES: Final = (
         ChatCompletion,
         ChatChunk,
     ),
-    *_answering(
+    *answering(
         "/v1/completions",
         completions,
         "Continue prompts (OpenAI).",
@@ -229,14 +164,14 @@ ROUTES: Final = (
         Completion,
         Completion,
     ),
-    *_answering(
+    *answering(
         "/v1/chat/completions/render",
         rendering.render_chat,
         "The prompt of a chat as token ids; nothing is generated.",
         ChatRequest,
         RenderedBody,
     ),
-    *_post(
+    *post(
         "/v1/completions/render",
         rendering.render_completions,
         "The prompts of completions as token ids; nothing is generated.",
@@ -244,40 +179,38 @@ ROUTES: Final = (
         list[RenderedBody],
         fails=(404,),
     ),
-    *_answering(
-        "/v1/embeddings", embeddings, "Vectors of texts (OpenAI).", EmbeddingsRequest, EmbeddingsBody
-    ),
-    *_answering(
+    *answering("/v1/embeddings", embeddings, "Vectors of texts (OpenAI).", EmbeddingsRequest, EmbeddingsBody),
+    *answering(
         "/v1/rerank /rerank /v2/rerank",
         rerank,
         "Documents by relevance to a query (Jina, Cohere).",
         RerankRequest,
         RerankBody,
     ),
-    *_answering(
+    *answering(
         "/v1/score /score",
         score,
         "Scores of pairs of texts, or of labels as the next token.",
         ScoreRequest,
         ScoreBody,
     ),
-    *_answering("/classify", classify, "The labels of texts (vLLM).", ClassifyRequest, ClassificationsBody),
-    *_answering("/pooling", pooled, "Vectors or scores of texts (vLLM).", PoolingRequest, PooledBody),
-    *_answering(
+    *answering("/classify", classify, "The labels of texts (vLLM).", ClassifyRequest, ClassificationsBody),
+    *answering("/pooling", pooled, "Vectors or scores of texts (vLLM).", PoolingRequest, PooledBody),
+    *answering(
         "/v1/decisions",
         decisions,
         "Answer typed questions about an input (OpenAI's Decisions).",
         DecisionsRequest,
         DecisionsBody,
     ),
-    *_answering(
+    *answering(
         "/v1/systemone",
         system_one,
         "Answer typed questions about a state (System One).",
         SystemOneRequest,
         SystemOneBody,
     ),
-    *_answering(
+    *answering(
         "/v1/responses",
         responses,
         "Answer a chat (OpenAI's Responses).",
@@ -285,7 +218,7 @@ ROUTES: Final = (
         ResponseBody,
         ResponseEvent,
     ),
-    *_post(
+    *post(
         "/v1/responses/input_tokens",
         response_input_tokens,
         "The tokens of a response's prompt.",
@@ -293,7 +226,7 @@ ROUTES: Final = (
         InputTokensBody,
         fails=(404,),
     ),
-    *_get(
+    *get(
         "/v1/responses/{response_id}/input_items",
         stored.list_input_items,
         "The items that a stored response was made from.",
@@ -301,7 +234,7 @@ ROUTES: Final = (
         fails=(404,),
         query=_PAGED,
     ),
-    *_post(
+    *post(
         "/v1/responses/{response_id}/cancel",
         stored.cancel_response,
         "End a response in the background.",
@@ -309,7 +242,7 @@ ROUTES: Final = (
         ResponseBody,
         fails=(404,),
     ),
-    *_get(
+    *get(
         "/v1/responses/{response_id}",
         stored.get_response,
         "A stored response, or the events of one in the background.",
@@ -326,10 +259,10 @@ ROUTES: Final = (
         answer=DeletedBody,
         fails=(404, 409),
     ),
-    *_answering(
+    *answering(
         "/v1/messages", messages, "Answer a chat (Anthropic).", MessagesRequest, MessageBody, MessageEvent
     ),
-    *_post(
+    *post(
         "/v1/messages/count_tokens",
         count_tokens,
         "The tokens of a message's prompt.",
@@ -337,7 +270,7 @@ ROUTES: Final = (
         CountBody,
         fails=(404,),
     ),
-    *_post(
+    *post(
         FILES_PATH,
         upload_file,
         "Store the input of a batch (OpenAI).",
@@ -346,7 +279,7 @@ ROUTES: Final = (
         fails=(404, 507),
         request_type=_FORM,
     ),
-    *_get(
+    *get(
         FILES_PATH,
         list_files,
         "The stored files (OpenAI).",
@@ -354,14 +287,14 @@ ROUTES: Final = (
         fails=_STORED,
         query=(*_PAGED, "purpose"),
     ),
-    *_get(
+    *get(
         f"{FILES_PATH}/{{file_id}}/content",
         file_content,
         "The bytes of a file (OpenAI).",
         media_type="application/octet-stream",
         fails=_STORED,
     ),
-    *_get(f"{FILES_PATH}/{{file_id}}", get_file, "A stored file (OpenAI).", FileBody, fails=_STORED),
+    *get(f"{FILES_PATH}/{{file_id}}", get_file, "A stored file (OpenAI).", FileBody, fails=_STORED),
     Route(
         "DELETE",
         f"{FILES_PATH}/{{file_id}}",
@@ -371,7 +304,7 @@ ROUTES: Final = (
         FileDeletedBody,
         fails=(404, 409, 507),
     ),
-    *_post(
+    *post(
         BATCHES_PATH,
         create_batch,
         "Answer the requests of a file (OpenAI).",
@@ -379,7 +312,7 @@ ROUTES: Final = (
         BatchBody,
         fails=_STORED,
     ),
-    *_get(
+    *get(
         BATCHES_PATH,
         list_batches,
         "The batches (OpenAI).",
@@ -387,7 +320,7 @@ ROUTES: Final = (
         fails=_STORED,
         query=("after", "limit"),
     ),
-    *_post(
+    *post(
         f"{BATCHES_PATH}/{{batch_id}}/cancel",
         cancel_batch,
         "End a batch (OpenAI).",
@@ -395,16 +328,16 @@ ROUTES: Final = (
         BatchBody,
         fails=(404, 409, 507),
     ),
-    *_get(f"{BATCHES_PATH}/{{batch_id}}", get_batch, "A batch (OpenAI).", BatchBody, fails=_STORED),
-    *_get(operations.MODELS_PATH, operations.models, "The served model (OpenAI).", ModelsBody),
-    *_get(
+    *get(f"{BATCHES_PATH}/{{batch_id}}", get_batch, "A batch (OpenAI).", BatchBody, fails=_STORED),
+    *get(operations.MODELS_PATH, operations.models, "The served model (OpenAI).", ModelsBody),
+    *get(
         f"{operations.MODELS_PATH}/{{model}}",
         operations.model,
         "One model by name (OpenAI).",
         ModelBody,
         fails=(404,),
     ),
-    *_answering(
+    *answering(
         "/generate",
         generate,
         "Generate from texts or token ids.",
@@ -412,7 +345,7 @@ ROUTES: Final = (
         GenerateBody | list[GenerateBody],
         GenerateBody,
     ),
-    *_answering(
+    *answering(
         "/infill",
         infill,
         "Write the text between two others (llama-server).",
@@ -420,7 +353,7 @@ ROUTES: Final = (
         LlamaBody,
         LlamaBody,
     ),
-    *_answering(
+    *answering(
         "/completion",
         llama_completion,
         "Continue a prompt (llama-server).",
@@ -428,7 +361,7 @@ ROUTES: Final = (
         LlamaBody,
         LlamaBody,
     ),
-    *_post(
+    *post(
         "/tokenize",
         tokenizing.tokenize,
         "Token ids of a text or a chat.",
@@ -436,24 +369,24 @@ ROUTES: Final = (
         TokensBody,
         fails=(404,),
     ),
-    *_post(
+    *post(
         "/detokenize", tokenizing.detokenize, "Text of token ids.", DetokenizeRequest, TextBody, fails=(404,)
     ),
-    *_get(
+    *get(
         operations.REQUESTS_PATH,
         operations.live_requests,
         "The live requests, in numbers.",
         LiveRequestsBody,
         admin=True,
     ),
-    *_get(
+    *get(
         f"{operations.REQUESTS_PATH}/{{id}}/why",
         operations.why,
         "Why a request waited, was retracted or missed the cache.",
         WhyBody,
         fails=(404,),
     ),
-    *_post(
+    *post(
         "/v1/cache/pins",
         pin_prefix,
         "Keep a cached prefix for a time, or unpin it.",
@@ -461,29 +394,29 @@ ROUTES: Final = (
         PinnedBody,
         fails=(404,),
     ),
-    *_get("/v1/sessions", sessions, "The sessions with the latest turns.", SessionsBody, admin=True),
-    *_post(
+    *get("/v1/sessions", sessions, "The sessions with the latest turns.", SessionsBody, admin=True),
+    *post(
         "/open_session",
         open_session,
         "Keep a session before its first turn; the answer is its id.",
         OpenSessionRequest,
         str,
     ),
-    *_post(
+    *post(
         "/close_session",
         close_session,
         "End a session: what only its conversations have cached is evicted first.",
         CloseSessionRequest,
         HintResult,
     ),
-    *_post(
+    *post(
         "/v1/kv_hints",
         kv_hints,
         "Release, demote, retain or pin what the conversations of a session have cached.",
         HintsRequest,
         HintsBody,
     ),
-    *_post(
+    *post(
         "/v1/grammar/check",
         check_grammar,
         "What is enforced of a JSON Schema or another constraint.",
@@ -491,8 +424,8 @@ ROUTES: Final = (
         GrammarCheckBody,
         fails=(404,),
     ),
-    *_post("/abort_request", operations.abort_request, "End running requests.", AbortBody, AbortedBody),
-    *_post(
+    *post("/abort_request", operations.abort_request, "End running requests.", AbortBody, AbortedBody),
+    *post(
         "/flush_cache /reset_prefix_cache",
         operations.flush_cache,
         "Empty the prefix cache.",
@@ -500,7 +433,7 @@ ROUTES: Final = (
         FlushedBody,
         admin=True,
     ),
-    *_post(
+    *post(
         "/pause_generation",
         pause_generation,
         "Stop generating until /continue_generation.",
@@ -509,12 +442,12 @@ ROUTES: Final = (
         admin=True,
         bodiless=True,
     ),
-    *_post("/continue_generation", continue_generation, "Go on after a pause.", None, PauseBody, admin=True),
-    *_post("/pause", pause, "Stop generating until /resume.", None, PauseStatusBody, admin=True),
-    *_post("/resume", resume, "Go on after a pause.", None, PauseStatusBody, admin=True),
-    *_get("/is_paused", is_paused, "Whether the server is paused.", IsPausedBody),
-    *_get("/flush_cache", operations.flush_cache, "As POST, as older routers ask.", FlushedBody, admin=True),
-    *_post(
+    *post("/continue_generation", continue_generation, "Go on after a pause.", None, PauseBody, admin=True),
+    *post("/pause", pause, "Stop generating until /resume.", None, PauseStatusBody, admin=True),
+    *post("/resume", resume, "Go on after a pause.", None, PauseStatusBody, admin=True),
+    *get("/is_paused", is_paused, "Whether the server is paused.", IsPausedBody),
+    *get("/flush_cache", operations.flush_cache, "As POST, as older routers ask.", FlushedBody, admin=True),
+    *post(
         "/clear_hicache_storage_backend",
         operations.clear_storage,
         "Empty what outlives the process, as SGLang's clients ask.",
@@ -522,7 +455,7 @@ ROUTES: Final = (
         FlushedBody,
         admin=True,
     ),
-    *_get(
+    *get(
         diagnosis.LOG_LEVEL_PATH,
         diagnosis.log_level,
         "The lowest severity that is logged.",
@@ -538,7 +471,7 @@ ROUTES: Final = (
         LogLevelBody,
         admin=True,
     ),
-    *_post(
+    *post(
         "/start_profile",
         diagnosis.start_profile,
         "Profile every process.",
@@ -548,7 +481,7 @@ ROUTES: Final = (
         admin=True,
         bodiless=True,
     ),
-    *_post(
+    *post(
         "/stop_profile",
         diagnosis.stop_profile,
         "End the profile early.",
@@ -557,32 +490,32 @@ ROUTES: Final = (
         fails=(409,),
         admin=True,
     ),
-    *_get(
+    *get(
         "/health /ping", operations.health, "Whether requests are expected to work; needs no key.", HealthBody
     ),
-    *_get("/version", operations.version, "The version that runs.", BuildInfo),
-    *_get("/health_generate", operations.health_generate, "Whether a token can be generated.", HealthBody),
-    *_get(
+    *get("/version", operations.version, "The version that runs.", BuildInfo),
+    *get("/health_generate", operations.health_generate, "Whether a token can be generated.", HealthBody),
+    *get(
         "/server_info /get_server_info",
         operations.server_info,
         "Settings, capacity and state.",
         ServerInfoBody,
     ),
-    *_get("/get_world_size", operations.world_size, "Ranks of all replicas.", WorldSizeBody),
-    *_get(
+    *get("/get_world_size", operations.world_size, "Ranks of all replicas.", WorldSizeBody),
+    *get(
         "/model_info /get_model_info",
         worker.model_info,
         "The model and the folder of its tokenizer, for routers.",
         worker.ModelInfoBody,
     ),
-    *_get(
+    *get(
         "/v1/loads /loads",
         worker.loads,
         "Running and waiting requests and tokens, for routers.",
         worker.LoadsBody,
     ),
-    *_get("/get_load", worker.old_load, "The load, for older routers.", list[worker.OldLoadBody]),
-    *_answering(
+    *get("/get_load", worker.old_load, "The load, for older routers.", list[worker.OldLoadBody]),
+    *answering(
         "/api/chat",
         ollama_chat,
         "Answer a chat (Ollama).",
@@ -591,7 +524,7 @@ ROUTES: Final = (
         OllamaChatBody,
         stream_type=_NDJSON,
     ),
-    *_answering(
+    *answering(
         "/api/generate",
         ollama_generate,
         "Answer a prompt (Ollama).",
@@ -600,9 +533,9 @@ ROUTES: Final = (
         OllamaGenerateBody,
         stream_type=_NDJSON,
     ),
-    *_get("/api/tags", ollama_models.tags, "The served model (Ollama).", TagsBody),
-    *_get("/api/ps", ollama_models.running, "The loaded model (Ollama).", RunningBody),
-    *_post(
+    *get("/api/tags", ollama_models.tags, "The served model (Ollama).", TagsBody),
+    *get("/api/ps", ollama_models.running, "The loaded model (Ollama).", RunningBody),
+    *post(
         "/api/show",
         ollama_models.show,
         "Facts about the model (Ollama).",
@@ -610,19 +543,17 @@ ROUTES: Final = (
         ShowBody,
         fails=(404,),
     ),
-    *_get("/api/version", ollama_models.ollama_version, "The version (Ollama).", VersionBody),
-    *_get("/", ollama_models.greeting, "Whether a server is there.", media_type="text/plain"),
-    *_answering(
-        "/api/embed", ollama_embed, "Vectors of texts (Ollama).", OllamaEmbedRequest, OllamaEmbedBody
-    ),
-    *_answering(
+    *get("/api/version", ollama_models.ollama_version, "The version (Ollama).", VersionBody),
+    *get("/", ollama_models.greeting, "Whether a server is there.", media_type="text/plain"),
+    *answering("/api/embed", ollama_embed, "Vectors of texts (Ollama).", OllamaEmbedRequest, OllamaEmbedBody),
+    *answering(
         "/api/embeddings",
         ollama_embeddings,
         "The vector of a text (Ollama, older form).",
         OllamaOldEmbedRequest,
         OllamaOldEmbedBody,
     ),
-    *_post(
+    *post(
         "/v1/load_lora_adapter /load_lora_adapter",
         load_adapter,
         "Load a LoRA adapter.",
@@ -631,7 +562,7 @@ ROUTES: Final = (
         fails=(409,),
         admin=True,
     ),
-    *_post(
+    *post(
         "/v1/unload_lora_adapter /unload_lora_adapter",
         unload_adapter,
         "Unload a LoRA adapter.",
@@ -640,8 +571,8 @@ ROUTES: Final = (
         fails=(404, 409),
         admin=True,
     ),
-    *_get("/metrics", operations.metrics, "Prometheus metrics.", media_type="text/plain"),
-    *_post(
+    *get("/metrics", operations.metrics, "Prometheus metrics.", media_type="text/plain"),
+    *post(
         "/api/pull",
         ollama_models.pull,
         "Whether the model is there (Ollama).",

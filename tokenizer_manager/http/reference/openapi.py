@@ -15,7 +15,7 @@ from ..exchange import Exchange
 from ..guards.auth import KEY_HEADER_PATHS, OPEN_PATHS
 from ..native.wire import NativeSampling
 from ..page.files import security_headers
-from ..routes import Route
+from ..route import Route
 from ..schema.errors import shape_of
 from ..schema.field_types import OVERRIDES
 from .field_notes import BODIES, PATH_PARTS, with_notes
