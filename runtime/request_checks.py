@@ -123,3 +123,64 @@ def check_text(field: str, value: object) -> None:
             value.encode()
         except UnicodeEncodeError:
             raise refused(field, value, "must be valid Unicode; it has a lone surrogate") from None
+
+
+def check_texts(field: str, strings: object, most: int, most_chars: int) -> None:
+    """Check a tuple of at most `most` strings, each of 1 to `most_chars` characters.
+
+    Raises:
+        RequestError: it is none.
+    """
+    if type(strings) is not tuple:
+        raise wrong_type(field, strings, "a list of strings")
+    if len(strings) > most:
+        raise too_long(field, len(strings), f"{most} strings")
+    for string in strings:
+        check_text(field, string)
+        if not 1 <= len(string) <= most_chars:
+            raise refused(field, string, f"must have strings of 1 to {most_chars} characters")
+
+
+def check_sequences(field: str, sequences: object, most: int, vocab_size: int) -> None:
+    """Check a tuple of token sequences, each of 1 to `most` tokens; as many as a front end finds in a vocabulary.
+
+    Raises:
+        RequestError: it is none.
+    """
+    if type(sequences) is not tuple or not all(type(each) is tuple for each in sequences):
+        raise wrong_type(field, sequences, "a list of lists of token ids")
+    for each in sequences:
+        if not each:
+            raise refused(field, list(each), "must have no empty sequence")
+        check_token_ids(field, each, most, vocab_size)
+
+
+def check_token_ids(field: str, token_ids: object, most: int, vocab_size: int) -> None:
+    """Check a tuple of at most `most` token ids.
+
+    Raises:
+        RequestError: it is none.
+    """
+    if type(token_ids) is not tuple:
+        raise wrong_type(field, token_ids, "a list of token ids")
+    if len(token_ids) > most:
+        raise too_long(field, len(token_ids), f"{most} entries")
+    for token_id in token_ids:
+        check_token_id(field, token_id, vocab_size)
+
+
+def check_token_id(field: str, token_id: object, vocab_size: int) -> None:
+    """Check a token id.
+
+    Raises:
+        RequestError: it is none of the vocabulary.
+    """
+    if type(token_id) is not int:
+        raise wrong_type(field, token_id, "made of token ids, which are integers")
+    if not 0 <= token_id < vocab_size:
+        raise refused(field, token_id, f"must name token ids in [0, {vocab_size})")
+
+
+def too_long(field: str, count: int, limit: str) -> RequestError:
+    """The error for a value with too many parts; `limit`: the most."""
+    return RequestError(f"{field} has {count}, but it has at most {limit}", param=field, code="invalid_value")

@@ -19,10 +19,15 @@ from .request_checks import (
     check_flag,
     check_integer,
     check_number,
+    check_sequences,
     check_text,
+    check_texts,
+    check_token_id,
+    check_token_ids,
     plain,
     plain_items,
     refused,
+    too_long,
     wrong_type,
 )
 
@@ -342,31 +347,31 @@ class SamplingParams(
                 check_number(name, value, bounds.low, bounds.high, low_open=bounds.low_open)
             elif value is not None or name not in _OPTIONAL:
                 check_integer(name, value, int(bounds.low), int(bounds.high), bounds.rule)
-        _check_texts(
+        check_texts(
             "dry_sequence_breakers", self.dry_sequence_breakers, MAX_DRY_BREAKERS, MAX_DRY_BREAKER_CHARS
         )
-        _check_sequences("dry_breaker_ids", self.dry_breaker_ids, vocab_size)
+        check_sequences("dry_breaker_ids", self.dry_breaker_ids, MAX_STOP_STRINGS, vocab_size)
         check_flag("temperature_last", self.temperature_last)
-        _check_texts("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
-        _check_sequences("bad_words_ids", self.bad_words_ids, vocab_size)
+        check_texts("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
+        check_sequences("bad_words_ids", self.bad_words_ids, MAX_STOP_STRINGS, vocab_size)
         if self.allowed_token_ids is not None:
-            _check_token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKENS, vocab_size)
+            check_token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKENS, vocab_size)
             if not self.allowed_token_ids:
                 raise refused("allowed_token_ids", [], "must have a token; leave it out to allow all")
-        _check_texts("stop_regex", self.stop_regex, MAX_STOP_REGEXES, MAX_STOP_REGEX_CHARS)
+        check_texts("stop_regex", self.stop_regex, MAX_STOP_REGEXES, MAX_STOP_REGEX_CHARS)
         _check_regexes(self.stop_regex)
         _check_repetition(self.repetition_detection)
         if self.logit_bias is not None:
             _check_logit_bias(self.logit_bias, vocab_size)
         _check_stop(self.stop)
-        _check_token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_STRINGS, vocab_size)
+        check_token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_STRINGS, vocab_size)
         check_flag("ignore_eos", self.ignore_eos)
         if self.logprobs is not None:
             check_integer("logprobs", self.logprobs, 0, min(MAX_TOP_LOGPROBS, vocab_size))
         if self.prompt_logprobs is not None:
             check_integer("prompt_logprobs", self.prompt_logprobs, 0, min(MAX_TOP_LOGPROBS, vocab_size))
         check_integer("prompt_logprobs_start", self.prompt_logprobs_start, 0, MAX_COUNT)
-        _check_token_ids("logprob_token_ids", self.logprob_token_ids, MAX_LOGPROB_TOKEN_IDS, vocab_size)
+        check_token_ids("logprob_token_ids", self.logprob_token_ids, MAX_LOGPROB_TOKEN_IDS, vocab_size)
         if self.logprob_token_ids and self.logprobs is None and self.prompt_logprobs is None:
             rule = "needs logprobs or prompt_logprobs, at whose places they are returned"
             raise refused("logprob_token_ids", list(self.logprob_token_ids), rule)
@@ -390,9 +395,9 @@ def _check_logit_bias(entries: object, vocab_size: int) -> None:
     if type(entries) is not dict:
         raise wrong_type("logit_bias", entries, "a dict from token ids to numbers")
     if len(entries) > MAX_LOGIT_BIAS_ENTRIES:
-        raise _too_long("logit_bias", len(entries), f"{MAX_LOGIT_BIAS_ENTRIES} entries")
+        raise too_long("logit_bias", len(entries), f"{MAX_LOGIT_BIAS_ENTRIES} entries")
     for token_id, bias in entries.items():
-        _check_token_id("logit_bias", token_id, vocab_size)
+        check_token_id("logit_bias", token_id, vocab_size)
         check_number("logit_bias", bias, -100.0, 100.0)
 
 
@@ -400,25 +405,14 @@ def _check_stop(strings: object) -> None:
     if type(strings) is not tuple:
         raise wrong_type("stop", strings, "a string or a list of strings")
     if len(strings) > MAX_STOP_STRINGS:
-        raise _too_long("stop", len(strings), f"{MAX_STOP_STRINGS} strings")
+        raise too_long("stop", len(strings), f"{MAX_STOP_STRINGS} strings")
     for string in strings:
         check_text("stop", string)
         if not string:
             message = "stop contains an empty string, which would match everywhere; leave it out"
             raise RequestError(message, param="stop", code="invalid_value")
         if len(string) > MAX_STOP_STRING_CHARS:
-            raise _too_long("stop", len(string), f"{MAX_STOP_STRING_CHARS} characters in a string")
-
-
-def _check_texts(field: str, strings: object, most: int, most_chars: int) -> None:
-    if type(strings) is not tuple:
-        raise wrong_type(field, strings, "a list of strings")
-    if len(strings) > most:
-        raise _too_long(field, len(strings), f"{most} strings")
-    for string in strings:
-        check_text(field, string)
-        if not 1 <= len(string) <= most_chars:
-            raise refused(field, string, f"must have strings of 1 to {most_chars} characters")
+            raise too_long("stop", len(string), f"{MAX_STOP_STRING_CHARS} characters in a string")
 
 
 def _check_regexes(patterns: tuple[str, ...]) -> None:
@@ -441,36 +435,6 @@ def _check_repetition(value: object) -> None:
     check_integer(f"{field}.max_pattern_size", value.max_pattern_size, 0, MAX_PATTERN)
     check_integer(f"{field}.min_pattern_size", value.min_pattern_size, 0, value.max_pattern_size)
     check_integer(f"{field}.min_count", value.min_count, 2 if value.max_pattern_size else 0, MAX_PATTERN)
-
-
-def _check_sequences(field: str, sequences: object, vocab_size: int) -> None:
-    """Check a tuple of token sequences; as many as a front end finds in a vocabulary."""
-    if type(sequences) is not tuple or not all(type(each) is tuple for each in sequences):
-        raise wrong_type(field, sequences, "a list of lists of token ids")
-    for each in sequences:
-        if not each:
-            raise refused(field, list(each), "must have no empty sequence")
-        _check_token_ids(field, each, MAX_STOP_STRINGS, vocab_size)
-
-
-def _check_token_ids(field: str, token_ids: object, most: int, vocab_size: int) -> None:
-    if type(token_ids) is not tuple:
-        raise wrong_type(field, token_ids, "a list of token ids")
-    if len(token_ids) > most:
-        raise _too_long(field, len(token_ids), f"{most} entries")
-    for token_id in token_ids:
-        _check_token_id(field, token_id, vocab_size)
-
-
-def _check_token_id(field: str, token_id: object, vocab_size: int) -> None:
-    if type(token_id) is not int:
-        raise wrong_type(field, token_id, "made of token ids, which are integers")
-    if not 0 <= token_id < vocab_size:
-        raise refused(field, token_id, f"must name token ids in [0, {vocab_size})")
-
-
-def _too_long(field: str, count: int, limit: str) -> RequestError:
-    return RequestError(f"{field} has {count}, but it has at most {limit}", param=field, code="invalid_value")
 
 
 # ---------------------------------------------------------------- the constructor's conversions
