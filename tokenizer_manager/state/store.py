@@ -2,7 +2,7 @@
 
     folder/           mode 0700
       lock            held with `flock` as long as the manager lives: two servers cannot share a folder
-      state.sqlite    and its write-ahead log; only the tokenizer manager opens it
+      state.sqlite    mode 0600, and its write-ahead log; only the tokenizer manager opens it
       files/          uploaded files
 
 All calls run on one thread, in order. A caller passes a function of the connection, which uses the tables of
@@ -109,10 +109,10 @@ class StateStore:
             except OSError as error:
                 raise ConfigError(f"state_dir is {path}, but it cannot be used: {error.strerror}") from None
             stack.callback(os.close, lock_fd)
+            database = path / "state.sqlite"
+            database.touch(mode=0o600)  # SQLite gives its log the same mode
             try:
-                db = sqlite3.connect(
-                    path / "state.sqlite", timeout=_BUSY_S, isolation_level=None, check_same_thread=False
-                )
+                db = sqlite3.connect(database, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
                 stack.callback(db.close)
                 _prepare(db, path, max_bytes)
             except sqlite3.Error as error:
@@ -221,10 +221,8 @@ class StateStore:
             for call in changes:
                 self._db.execute("SAVEPOINT change")
                 result = self._result_of(call)
-                if result.error is not None:
-                    self._db.execute(
-                        "ROLLBACK TO change"
-                    )  # fails if SQLite has rolled back the whole transaction
+                if result.error is not None:  # fails if SQLite has rolled back the whole transaction
+                    self._db.execute("ROLLBACK TO change")
                 self._db.execute("RELEASE change")
                 results.append(result)
             self._db.execute("COMMIT")

@@ -57,6 +57,7 @@ def test_changes_survive_the_store(store):
 
 def test_a_folder_is_private_and_belongs_to_one_server(store):
     assert stat.S_IMODE(store.folder.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in store.folder.glob("state.sqlite*")} == {0o600}
     with pytest.raises(ConfigError, match="another server uses it"):
         StateStore.open(store.folder, MAX_BYTES)
     store.close()
