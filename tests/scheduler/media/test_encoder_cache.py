@@ -690,6 +690,20 @@ def test_an_image_of_any_size_is_encoded_once_into_blocks_that_need_not_follow_e
     assert hits(harness) == 1
 
 
+def test_an_image_of_several_blocks_is_charged_for_each(monkeypatch: pytest.MonkeyPatch):
+    charged = []
+    for num_blocks in (1, 3):
+        harness = any_size(3)
+        parts: list[int] = []
+        monkeypatch.setattr(
+            harness.scheduler._parts.target, "tokens_of", lambda num, parts=parts: parts.append(num) or 0
+        )
+        harness.submit(prompt=[1, 2, 3], images=[Image("cat", num_blocks, 1)], max_new_tokens=1)
+        harness.run_until_idle()
+        charged.append(sum(parts))
+    assert charged[0] > 0 and charged[1] == 3 * charged[0]
+
+
 def test_blocks_of_images_are_promised_together():
     harness = any_size(5)
     harness.submit("a", prompt=[1, 2], images=[Image("three", 3, 1)], max_new_tokens=8)
