@@ -225,7 +225,7 @@ def p99_ms(port: int, seed: int, work: Callable[[], object] | None) -> float:
 
 
 class Setup(NamedTuple):
-    """What all parts need: the engine, words of an input, and facts of the model."""
+    """The engine, words of an input and facts of the model, for all parts."""
 
     engine: Target
     num_words: int

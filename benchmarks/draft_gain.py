@@ -56,7 +56,7 @@ class OwnWork:
         self._depth = 0
 
     def patches(self) -> Iterator[Any]:
-        """What lets the calls be counted."""
+        """A context in which the calls are counted."""
         for part, names in _OWN_WORK.items():
             for name in names:
                 yield mock.patch.object(part, name, self._timed(getattr(part, name)))

@@ -1,4 +1,4 @@
-"""What one request with a rare sampler among many costs the others: the CPU time of a decode step with and without it.
+"""The cost of one request with a rare sampler for many others: the CPU time of a decode step with and without it.
 
     python benchmarks/rare_samplers.py [--threads 1] [--rounds 30] [--requests 64] [--kinds xtc dry]
 

@@ -198,7 +198,7 @@ class TokenRelay:
         return self._last_np
 
     def last_token(self, row: int) -> int:
-        """The token of one row; waits for the device, hence for the step before."""
+        """The token of one row; waits for the device, and so for the step before."""
         return int(self._last[row]) if self._last_np is None else int(self._last_np[row])
 
     def store(self, rows: Tensor, token_ids: Tensor) -> None:

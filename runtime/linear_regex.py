@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 MAX_STATES: Final = 256
-"""Of all expressions of a request: 0.1 ms for a character in the worst case."""
+"""The most states of all expressions of a request: 0.1 ms for a character in the worst case."""
 _MAX_KNOWN: Final = 4096
 """Transitions that are kept; an expression over a large alphabet would fill the memory otherwise."""
 _KNOWN_CHARS: Final = 64
@@ -185,7 +185,7 @@ class LinearRegex:
         self._known: dict[tuple[frozenset[int], str], frozenset[int]] = {}
         self._current = self._closed([self._start], at_start=True)
         if self._accepts in self._current:
-            raise UnsupportedRegexError("matches the empty text, hence everywhere")
+            raise UnsupportedRegexError("matches the empty text, so it matches everywhere")
 
     def push(self, text: str) -> int | None:
         """Read the next piece; returns the characters of it up to the end of the first match, None without any."""

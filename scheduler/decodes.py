@@ -130,7 +130,7 @@ class Decodes:
     def _with_pages(
         self, rows: IntArray, reqs: list[Req], others: list[Req], state: PassState
     ) -> tuple[IntArray, list[Req]]:
-        """Those of [B] requests that decode in this step, each with a page; `others`: of their class, with a row."""
+        """The decodes of this step among [B] requests, each with a page; `others`: of their class, with a row."""
         to_decode = self._states.num_computed[rows] < self._states.max_kv_len[rows]
         # The last token of some requests may be in flight: they need no step, and their pages are freed when it is
         # settled.
@@ -229,7 +229,7 @@ def still_decoding(rows: IntArray, reqs: list[Req]) -> tuple[IntArray, list[Req]
 def _of_class(
     rows: IntArray, reqs: list[Req], states: RowStates, *, is_background: bool
 ) -> tuple[IntArray, list[Req]]:
-    """Those of [B] requests with rows that are of a class."""
+    """The requests of a class among [B] requests with rows."""
     mask = states.background[rows] == is_background
     return rows[mask], list(itertools.compress(reqs, mask.tolist()))
 

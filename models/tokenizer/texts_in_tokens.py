@@ -19,7 +19,7 @@ from ...runtime.request_checks import refused
 Int64s = npt.NDArray[np.int64]
 
 MAX_DRY_SEQUENCES: Final = 32_768
-"""Of a request: they are kept with each request, and single letters are in half of a vocabulary."""
+"""The most of a request: they are kept with each one, and single letters are in half of a vocabulary."""
 MAX_TAIL_TOKENS: Final = 20
 """As in llama.cpp."""
 _CACHED_TEXTS: Final = 64

@@ -100,7 +100,7 @@ class Thirds(NamedTuple):
 
 
 def find_parts(file: GGUFFile, spec: ModelSpec) -> dict[str, Frames | Thirds]:
-    """What a file stores in parts, by the Hugging Face name of the whole; only Qwen's towers are stored so."""
+    """Tensors that a file stores in parts, by the Hugging Face name of the whole; only Qwen's towers are stored so."""
     if spec.vision is None or spec.vision.family not in QWEN_FORMS:
         return {}
     found: dict[str, Frames | Thirds] = {}

@@ -1,11 +1,11 @@
 """`LabelGroups`: the input of questions, kept in the prefix cache from its first question to its last.
 
 The prompts of a call for probabilities of labels begin alike (`PoolingParams.shared_len`). One request computes that
-beginning, the others wait for it, and each ends with the step that computes its rest. Between two of them nobody leases
-the beginning, and the pages of a prompt that is unlikely to be repeated are evicted first. So the group wants it, as
-waiting requests do, from its computation until its last request ends: eviction takes it after all that no request
-wants. It is no lease: pages that cannot be evicted would be held by requests that wait, and a running request could
-have to end for them.
+beginning, the others wait for it, and each ends with the step that computes its rest. Between two of them no request
+leases the beginning, and the pages of a prompt that is unlikely to be repeated are evicted first. So the group wants
+it, as waiting requests do, from its computation until its last request ends: eviction takes it after all that no
+request wants. It is no lease: pages that cannot be evicted would be held by requests that wait, and a running request
+could have to end for them.
 """
 
 from __future__ import annotations

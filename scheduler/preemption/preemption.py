@@ -1,9 +1,9 @@
 """`Preemption`: how a running request is retracted, and which ones a more urgent request may preempt.
 
-Four causes: KV memory ran out (`Decodes` chooses), a more urgent request or one of a better class came (`victims_for`
-and `background_for` choose), the device
-had no memory for a step (`out_of_memory.py`), or `--chaos` asked for a fault (`chaos.py`). In each case the request
-returns to a queue with its output so far; its KV is swapped to the host or computed again (`PreemptionMode`).
+Six causes: KV memory ran out (`Decodes` chooses), a more urgent request came (`victims_for` chooses), an interactive
+one needs the place of the background (`background_for`), the device had no memory for a step (`out_of_memory.py`), an
+admin paused (`pause.py`), or `--chaos` asked for a fault (`chaos.py`). In each case the request returns to a queue with
+its output so far; its KV is swapped to the host or computed again (`PreemptionMode`).
 Sampling noise is keyed by position, so the request's text does not change.
 """
 

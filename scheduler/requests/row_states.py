@@ -27,7 +27,7 @@ class RowStates:
         single_step: [R] no multi-step decode: it has its own stop tokens or allowed ones, or wants log-probabilities.
         has_grammar: [R].
         adapter_slot: [R].
-        background: [R]
+        background: [R] as in `GenerateRequest`.
         needs_host_check: [R] `settle` must read the `Req`: one of the two.
     """
 

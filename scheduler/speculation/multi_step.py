@@ -79,9 +79,8 @@ class MultiStepDecode:
             return 1
         requests = self._requests
         num_waiting, num_partial = requests.num_waiting, len(requests.partial)
-        if (
-            requests.num_background and not work.decode_reqs[0].background
-        ):  # then those of the background can wait
+        # Beside interactive decodes, those of the background can wait.
+        if requests.num_background and not work.decode_reqs[0].background:
             num_waiting -= len(requests.background)
             num_partial = sum(not req.background for req in requests.partial)
         if num_waiting or num_partial:

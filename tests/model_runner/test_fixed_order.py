@@ -368,7 +368,7 @@ class TestThroughTheWholeEngine:
 
     @pytest.mark.slow
     def test_neither_do_they_with_rare_samplers_and_masks(self, outputs):
-        """Of each request with one of them beside others, also with what a host finds from the tokens before."""
+        """Each request with one of them, beside others, also with what a host finds from the tokens before."""
         kinds: list[dict[str, Any]] = [
             {"top_n_sigma": 1.2},
             {"typical_p": 0.7},

@@ -207,7 +207,7 @@ def test_the_input_of_questions_is_computed_once_and_kept_for_the_next_call(make
 
 
 def test_the_input_is_wanted_from_its_first_question_to_its_last(make_scheduler):
-    """Between the first two nobody leases it; without the group all of it would go before the conversation."""
+    """Between the first two no request leases it; without the group all of it would go before the conversation."""
     harness = make_scheduler(page_size=4, num_pages=40, max_model_len=160, max_running_requests=1)
     harness.submit(prompt=PROMPT, max_new_tokens=1)
     harness.run_until_idle()

@@ -29,7 +29,7 @@ def test_an_adapter_too_many_waits_and_blocks_nobody(make_scheduler):
 
 
 def test_an_adapter_slot_is_taken_from_the_background_at_once(make_scheduler):
-    """Of the adapters that only lines use, the one of the fewest lines gives its slot."""
+    """The adapter of the fewest lines gives its slot, among those that only lines use."""
     harness = make_scheduler(max_loras_per_batch=3)
     for rid in ("a0", "a1", "b0", "c1"):
         harness.submit(rid, max_new_tokens=40, message={"lora_id": rid[0], "background": True})

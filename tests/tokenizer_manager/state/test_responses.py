@@ -74,7 +74,7 @@ class Chains(RuleBasedStateMachine):
         self.used_s = dict(sorted(self.used_s.items(), key=lambda each: each[0] == (owner, response.root)))
 
     def _make_room(self, new: Response) -> None:
-        """What the table has deleted must be idle chains, the least recently used first."""
+        """The chains that the table has deleted must be idle, the least recently used first."""
         left = {row["id"] for row in self.db.execute("SELECT id FROM responses")} - {new.id}
         gone = {key for key in self.model if key[1] not in left}
         roots = {(owner, self.model[owner, each].root) for owner, each in gone}

@@ -151,7 +151,7 @@ def _read(
 
 
 def _params(request: ClassifyRequest, spec: ModelSpec) -> PoolingParams:
-    """What is computed of each text.
+    """The parameters of each text.
 
     Raises:
         RequestError: the model does something else.
