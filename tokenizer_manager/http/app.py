@@ -27,7 +27,7 @@ from .reference.openapi import ApiDocs
 from .route import Handler, Route
 from .routes import ROUTES
 from .schema.cache_fields import session_header
-from .schema.errors import MethodNotAllowedError, reply_to, shape_of
+from .schema.errors import ErrorObject, MethodNotAllowedError, reply_to, shape_of
 from .services import Services
 
 logger = logging.getLogger(__name__)
@@ -233,6 +233,14 @@ def _without_services(answer: Callable[[Exchange], Awaitable[None]]) -> Handler:
     return lambda exchange, _: answer(exchange)
 
 
+def _logged_param(error: ErrorObject) -> str | None:
+    """The field at fault as the log has it: an unknown one, which the client named, as the object that has it."""
+    param = error.param
+    if param is not None and error.code == "unknown_field":
+        param = param.rpartition(".")[0] or None
+    return None if param is None else show_word(param)
+
+
 async def _answer(exchange: Exchange, error: Exception) -> None:
     """Send an error: as a response with a status, or as an event if the stream has begun."""
     reply = reply_to(error, exchange.request_id)
@@ -247,7 +255,7 @@ async def _answer(exchange: Exchange, error: Exception) -> None:
         show_word(exchange.path),
         reply.status,
         reply.body.error.code,
-        None if reply.body.error.param is None else show_word(reply.body.error.param),
+        _logged_param(reply.body.error),
     )
     shape = shape_of(exchange.path)
     if exchange.streaming:

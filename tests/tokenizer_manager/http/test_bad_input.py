@@ -194,7 +194,7 @@ COMPLETIONS_ONLY = [
     ({"prompt": ["a", "x" * 256]}, "prompt[1]", "prompt[1] has 256 tokens"),
     ({"prompt": [[1], [258]]}, "prompt[1]", "token id 258"),
     ({"prompt": ["a"] * 2048, "n": 128}, "n", "262144 answers"),
-    ({"suffix": "x"}, "suffix", "not supported yet"),
+    ({"suffix": "x"}, "suffix", "this model has no tokens for it (fim_prefix, fim_suffix, fim_middle)"),
     ({"best_of": 2, "n": 3}, "best_of", "best_of is 2, but n is 3"),
     ({"best_of": 0}, "best_of", "best_of is 0, but it must lie in [1, 128]"),
     ({"best_of": 129}, "best_of", "best_of is 129, but it must lie in [1, 128]"),
