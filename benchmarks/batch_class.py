@@ -152,12 +152,13 @@ class Beside:
 
 
 def run_beside(server: Server, options: Sequence[str], num_flex: int, seed: int) -> Beside:
-    """Run the workload once, beside `num_flex` flex requests."""
+    """Run the workload once, beside `num_flex` flex requests, with nothing of an earlier run in the cache."""
+    server.ask("POST", "/flush_cache")
     with server.with_flex(num_flex, seed) if num_flex else contextlib.nullcontext():
         if num_flex:
             time.sleep(3.0)
         before, start_s = server.totals(), time.monotonic()
-        summary, rows = run_client(server.url, options, _LIMIT_S)
+        summary, rows = run_client(server.url, (*options, "--seed", str(seed)), _LIMIT_S)
         wall_s, after = time.monotonic() - start_s, server.totals()
     busy = (after[0] - before[0]) / wall_s
     rate = max(0, after[1] - before[1] - sum(row.output_tokens for row in rows)) / wall_s

@@ -124,7 +124,10 @@ def text_of(rng: random.Random, num_words: int) -> str:
 
 
 def load(url: str, num_requests: int, *, store: bool, seed: int) -> tuple[float, list[float]]:
-    """Send all requests at once; output tokens a second, and the seconds of each last event."""
+    """Send all requests at once, none of them cached; output tokens a second, and the seconds of each last event."""
+    connection = connect(url)
+    call(connection, "POST", "/flush_cache")
+    connection.close()
     rng = random.Random(seed)
     bodies = [
         {

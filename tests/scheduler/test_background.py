@@ -144,3 +144,36 @@ def test_pages_of_a_finished_line_are_evicted_first(make_scheduler, phases):
     harness.run_until_idle()
 
     assert harness.answers[again].rows[-1].usage.cached_tokens == 20
+
+
+def test_a_waiting_interactive_request_starts_in_the_pass_that_retracts_a_line_for_a_decode(make_scheduler):
+    def running():
+        """A line and two interactive requests, which will not fit together."""
+        limits = {"page_size": 4, "num_pages": 26, "max_model_len": 64, "max_running_requests": 4}
+        harness = make_scheduler(**limits, schedule_conservativeness=0.01, eos=())
+        options = {"prompt_len": 8, "max_new_tokens": 40, "ignore_eos": False}
+        submit_lines(harness, 1, **options)
+        for _ in range(24):
+            harness.step()
+        for rid in ("first", "second"):
+            harness.submit(rid, **options)
+            harness.step()
+            assert not harness.last_pass.retractions
+        return harness
+
+    harness, num_steps = running(), 0
+    while not harness.last_pass.retractions:
+        assert harness.step()
+        num_steps += 1
+    again = running()
+    for _ in range(num_steps - 1):
+        again.step()
+    again.submit("late", prompt_len=4, max_new_tokens=2)
+
+    again.step()
+
+    assert {each.cause for each in again.last_pass.retractions} == {"background"}
+    assert [each.rid for each in again.last_pass.retractions] == [
+        each.rid for each in harness.last_pass.retractions
+    ]
+    assert live(again, "late").row >= 0
