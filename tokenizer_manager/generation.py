@@ -107,6 +107,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         generation_id: the request's id; "": a new one that begins with `id_prefix`. With one, the ids of its calls
             follow from it, without what stands behind a dot: that tells the lives of a request apart.
         delivered: the part of the only answer that was generated before this server; None: it begins.
+        earlier_ids: int32, the tokens of the turn that a chat continues, if they are kept: of its prompt and answer.
     """
 
     prompts: Sequence[Prompt] = ()
@@ -141,6 +142,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     media: tuple[MediaItem, ...] = ()
     generation_id: str = ""
     delivered: Delivered | None = None
+    earlier_ids: array[int] = array("i")
 
     @property
     def is_ranked(self) -> bool:
@@ -161,6 +163,7 @@ class Choice:
         rid: its id in every process.
         index: position among the choices of the generation.
         prompt_ids: [prompt_len] int32.
+        answer_ids: int32, of the rows that were read.
         seed: of its sampling.
         abort_asked: an abort was requested, so an ABORT row is an answer and not a failure.
         first_token_s, last_token_s: CLOCK_MONOTONIC when its tokens arrived here; None before the first.
@@ -177,6 +180,7 @@ class Choice:
         "_num_ended_calls",
         "_parser",
         "abort_asked",
+        "answer_ids",
         "finish",
         "finish_reason",
         "first_token_s",
@@ -206,6 +210,7 @@ class Choice:
         self.rid = rid
         self.index = index
         self.prompt_ids = prompt_ids
+        self.answer_ids = array("i")
         self.seed = seed
         self.abort_asked = False
         self.first_token_s: float | None = None
@@ -239,6 +244,7 @@ class Choice:
                 self.finish = finish
                 self.finish_reason = "abort" if finish.kind is FinishKind.ABORT else "length"
             return []
+        self.answer_ids.frombytes(output.token_ids)
         if self.guided is not None:
             self.guided.read(
                 output.token_ids, output.usage.grammar, output.usage.completion_tokens, output.finish

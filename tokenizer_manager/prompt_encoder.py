@@ -75,6 +75,31 @@ class PromptEncoder:
                 )
         return result
 
+    async def encode_after(self, earlier: array[int], text: str, *, param: str) -> list[int] | None:
+        """Token ids of a text that begins with the text of earlier tokens: these, then those of the rest.
+
+        The tokens of an answer that a tokenizer makes of its text are often others than those that were generated,
+        and only equal ones are found in the prefix cache.
+
+        Returns:
+            None if the text does not begin so (the tokens may be another model's), or if no special token is before or
+            after its end, where a text can be cut.
+
+        Raises:
+            RequestError: the text cannot be tokenized.
+        """
+        if max(earlier) >= self._vocab_size:
+            return None
+        ids, special = list(earlier), self.tokenizer.is_special
+        begin = await self.decode(ids, skip_special_tokens=False, param=param)
+        if not text.startswith(begin):
+            return None
+        mark = self.tokenizer.decode(ids[-1:], skip_special_tokens=False) if special(ids[-1]) else ""
+        [rest] = await self.encode([mark + text[len(begin) :]], add_special_tokens=False, param=param)
+        if mark:
+            return ids + rest[1:].tolist() if rest[0] == ids[-1] else None
+        return ids + rest.tolist() if rest and special(rest[0]) else None
+
     async def encode_pairs(self, pairs: Sequence[tuple[str, str]], max_len: int | None) -> list[EncodedPair]:
         """Token ids of pairs of texts, and the position of the second text's first token; see `Tokenizer.encode_pairs`.
 

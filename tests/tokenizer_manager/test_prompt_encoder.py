@@ -11,7 +11,7 @@ from engine.runtime.errors import QueueFullError, RequestError
 from engine.tokenizer_manager import prompt_encoder
 from engine.tokenizer_manager.prompt_encoder import PromptEncoder
 
-from .fake_engine import TOKENIZER, WAIT_S
+from .fake_engine import EOS, TOKENIZER, WAIT_S, make_tokenizer
 
 
 def encode(prompt: str | list[int]) -> list[int]:
@@ -42,6 +42,17 @@ def test_ids_outside_the_vocabulary_are_named(bad):
 
 def test_ids_pass_unchanged():
     assert encode([0, 257, 5]) == [0, 257, 5]
+
+
+@pytest.mark.parametrize(("others", "is_cut"), [((), True), (("<|im_end|>\n",), False)])
+def test_a_text_is_cut_at_a_special_token_unless_a_longer_one_begins_there(others, is_cut):
+    tokenizer = make_tokenizer(others=others)
+    encoder = PromptEncoder(tokenizer, vocab_size=300)
+    earlier = array("i", [tokenizer.encode("<|im_start|>")[0], *tokenizer.encode("hi"), EOS])
+    found = asyncio.run(encoder.encode_after(earlier, "<|im_start|>hi<|im_end|>\nhi", param="prompt"))
+    encoder.close()
+
+    assert found == ([*earlier, *tokenizer.encode("\nhi")] if is_cut else None)
 
 
 def test_tokenizing_a_long_text_leaves_the_event_loop_running():

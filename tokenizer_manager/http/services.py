@@ -313,9 +313,14 @@ class Engine(ServerFacts):
         plan = await self._plan(request, conversation, max_tokens)
         placed = await self.placed(plan, request.prompt_param)
         free_images(conversation.messages)
+        ids = None if placed.ids is None else placed.ids.tolist()
+        if ids is None and request.earlier_ids:
+            ids = await self.encoder.encode_after(
+                request.earlier_ids, placed.text, param=request.prompt_param
+            )
         return replace(
             request,
-            prompts=[placed.text if placed.ids is None else placed.ids.tolist()],
+            prompts=[placed.text if ids is None else ids],
             media=placed.media,
             add_special_tokens=False,
             grammar=None if request.warm_up else chat_grammar(plan, constraint),

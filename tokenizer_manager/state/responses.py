@@ -37,6 +37,7 @@ class Response(NamedTuple):
         output, input: JSON lists of items, its own only.
         body: JSON of the response object without its output.
         resume: of a running background response, what it goes on with; b"" of others.
+        tokens: of its prompt and answer (`http/responses/chain_tokens.py`); b"": they are not kept.
     """
 
     owner: str
@@ -51,6 +52,7 @@ class Response(NamedTuple):
     input: bytes = b"[]"
     body: bytes = b"{}"
     resume: bytes = b""
+    tokens: bytes = b""
 
     @classmethod
     def of(cls, row: Row) -> Self:
@@ -116,7 +118,7 @@ def add(
     Args:
         now_s: Unix time, when its chain is used.
     """
-    size = _size(response.output, response.input, response.body, response.resume)
+    size = _size_of(response)
     _make_room(db, response, size, retention.max_bytes)
     columns = response._asdict()
     owner, response_id = columns.pop("owner"), columns.pop("id")
@@ -148,9 +150,9 @@ def finish(db: sqlite3.Connection, response: Response, now_s: float, groups: Ite
     """Give a running response its last events, its end and its output; a second call changes nothing."""
     if (found := find(db, response.owner, response.id)) is None or not found.is_running:
         return
-    ended = {name: getattr(response, name) for name in ("chain_bytes", "status", "output", "body", "resume")}
-    size = _size(response.output, response.input, response.body, response.resume)
-    advance(db, response, now_s, groups, num_bytes=size, **ended)
+    names = ("chain_bytes", "status", "output", "body", "resume", "tokens")
+    ended = {name: getattr(response, name) for name in names}
+    advance(db, response, now_s, groups, num_bytes=_size_of(response), **ended)
     if (row := CHAINS.get(db, response.owner, response.root)) is not None:
         CHAINS.update(db, response.owner, response.root, num_live=row["num_live"] - 1)
 
@@ -221,6 +223,10 @@ def _add_groups(db: sqlite3.Connection, response: Response, now_s: float, groups
             events=events,
             outputs=outputs,
         )
+
+
+def _size_of(response: Response) -> int:
+    return _size(response.output, response.input, response.body, response.resume, response.tokens)
 
 
 def _size(*contents: bytes) -> int:

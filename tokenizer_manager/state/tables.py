@@ -192,5 +192,7 @@ _RESPONSES: Final = f"""
     CREATE INDEX responses_unfinished ON responses (status) WHERE status IN ('queued', 'in_progress');
 """
 
-MIGRATIONS: Final[tuple[str, ...]] = (_USAGE, _RESPONSES, FILES.creation, _BATCHES)
+_TOKENS: Final = "ALTER TABLE responses ADD COLUMN tokens BLOB NOT NULL DEFAULT x'';"
+
+MIGRATIONS: Final[tuple[str, ...]] = (_USAGE, _RESPONSES, FILES.creation, _BATCHES, _TOKENS)
 """Scripts in the order in which they are run; `user_version` of a database is the number that it has had."""

@@ -29,6 +29,7 @@ from ..exchange import Exchange
 from ..guards.auth import Caller
 from ..schema.errors import reply_to
 from ..services import Engine
+from .chain_tokens import tokens_of
 from .convert import namespaces_of
 from .items import derived_id, event_texts
 from .reading import ReadRequest, body_at_beginning, read_body
@@ -236,7 +237,9 @@ class _Run:
                         self._num_losses = columns["num_losses"] = 0
                     outputs, self._waiting = self._waiting, []
                     await self._save(Group(first, events, msgspec.msgpack.encode(outputs)), **columns)
-            await self._end(Group(first, events + writer.complete(canceled=self._is_canceled)))
+            last = Group(first, events + writer.complete(canceled=self._is_canceled))
+            self._response = self._response._replace(tokens=tokens_of(generation))
+            await self._end(last)
 
     async def _started(self, read: ReadRequest) -> Generation:
         """Submit it, as soon as the queue has room."""

@@ -17,6 +17,7 @@ from ..exchange import Exchange
 from ..guards.auth import Caller
 from ..schema.values import Body
 from ..services import Engine
+from .chain_tokens import ids_of_chain
 from .convert import read_responses
 from .items import input_items, items_of
 from .wire import ResponseBody, ResponsesRequest, Status
@@ -106,8 +107,12 @@ def read_body(body: Body, engine: Engine, caller: Caller, chain: Sequence[Respon
     request.input = []  # the conversation has them; an answer may take long, and images are megabytes
     root = chain[0].id if chain else None
     scheduling = caller.scheduling(request, body=body, user_session=root)
-    generation = replace(generation, scheduling=engine.with_adapter(scheduling, request.model))
-    parent = chain[-1]._replace(input=b"", output=b"", body=b"") if chain else None
+    generation = replace(
+        generation,
+        scheduling=engine.with_adapter(scheduling, request.model),
+        earlier_ids=ids_of_chain(chain),
+    )
+    parent = chain[-1]._replace(input=b"", output=b"", body=b"", tokens=b"") if chain else None
     again = {name: value for name, value in body.items() if name != "input"} if request.background else {}
     return ReadRequest(request, generation, parent, items, again)
 

@@ -20,6 +20,7 @@ from ..prompt_parts import Comparison, compare
 from ..schema.accounting import truncated_of, usage_of
 from ..schema.errors import ErrorReply
 from ..services import Engine
+from .chain_tokens import tokens_of
 from .convert import namespaces_of
 from .reading import ReadRequest, body_at_beginning
 from .stream import ResponseStream
@@ -108,7 +109,8 @@ class ResponseWriter:
         body, state = self.stream.body, self._engine.state
         if state is not None and body.store and body.status != "failed":
             try:
-                await state.responses.add(with_answer(self._read.response(body.id), body))
+                response = self._read.response(body.id, tokens=tokens_of(self._generation))
+                await state.responses.add(with_answer(response, body))
             except StateError as error:
                 body.store = False
                 body.warnings = [*(body.warnings or ()), f"the response was not stored: {error}"]

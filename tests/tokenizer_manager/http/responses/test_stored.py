@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from engine.runtime.messages import GenerateRequest, TextOutput
 from engine.tokenizer_manager.state import responses as table
 from engine.tokenizer_manager.state.store import StateError
+from engine.tokenizer_manager.state.tables import RESPONSES
 
 from ...conftest import Serve, Served
-from ...fake_engine import MODEL, STOP, TOKENIZER, ids_of, row, say_all
+from ...fake_engine import EOS, LENGTH, MODEL, STOP, TOKENIZER, ids_of, row, say_all
 from ..answers import sse
 from ..serving import CALL, FAILED, ROOMY
 from .test_endpoint import PATH, TOOL, ClientOf, client_of
@@ -85,6 +89,85 @@ def test_a_chain_has_the_prompt_of_all_its_items(keeping: Served, stream: bool):
         lambda db: table.find(db, "", third["id"]), writes=False
     ).result()
     assert row_of is not None and (row_of.root, row_of.depth) == (first["id"], 3)
+
+
+def spelled(text: str) -> list[int]:
+    """A token for each character."""
+    return [token for char in text for token in TOKENIZER.encode(char)]
+
+
+SPELLED = [*spelled("a <|im_end|> b"), EOS]
+"""Tokens whose text a tokenizer reads as others: the special token in the middle is spelled."""
+
+
+def spell(request: GenerateRequest) -> Iterator[TextOutput]:
+    """An answer of two rows, with and without text."""
+    text = TOKENIZER.decode(SPELLED)
+    yield row(request, text, token_ids=SPELLED[:-1])
+    yield row(request, "", token_ids=SPELLED[-1:], finish=STOP, total=len(SPELLED))
+
+
+def test_a_chain_has_the_tokens_of_an_answer_that_was_cut(serve: Serve, tmp_path: Path):
+    served = serve(
+        lambda request: [row(request, "a <|im_end|> b", token_ids=SPELLED[:-1], finish=LENGTH)],
+        capacity=ROOMY,
+        state_dir=str(tmp_path),
+    )
+    ask(served, previous_response_id=ask(served)["id"])
+    first, second = (ids_of(served.engine.next_request()) for _ in range(2))
+
+    assert second[: len(first + SPELLED)] == first + SPELLED
+
+
+@pytest.mark.parametrize("body", [{"background": True}, {"stream": True}, {}])
+def test_a_chain_has_the_tokens_that_were_generated(serve: Serve, tmp_path: Path, body: dict[str, Any]):
+    served = serve(spell, capacity=ROOMY, state_dir=str(tmp_path))
+    previous: Any = None
+    requests = []
+    for text in ("hi", "and?", "so?"):
+        asked = {"input": text, "previous_response_id": previous, "background": False} | body
+        reply = served.client.post(PATH, json=asked)
+        answer = sse(reply.content)[-1][1]["response"] if body.get("stream") else reply.json()
+        previous = answer["id"]
+        if body.get("background"):
+            served.client.get(f"{PATH}/{previous}?stream=true")  # until its end
+        requests.append(ids_of(served.engine.next_request()))
+
+    first, second, third = requests
+    assert second == first + SPELLED + TOKENIZER.encode(
+        TOKENIZER.decode(second[len(first + SPELLED) :], False)
+    )
+    assert third[: len(second + SPELLED)] == second + SPELLED
+    assert [TOKENIZER.decode(ids).count("a <|im_end|> b") for ids in requests] == [0, 1, 2]
+    rows = served.services.required_state.store.submit(
+        lambda db: table.chain_of(db, "", previous), writes=False
+    ).result()
+    assert sum(len(each.tokens) for each in rows) == 4 * (len(third + SPELLED) + 3)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "why"),
+    [
+        ([], "none are kept"),
+        ([0, *spelled("other text"), EOS], "of another text"),
+        ([0, 5000, EOS], "of a model with more tokens"),
+        ([0, *spelled("<|im_start|>user\nh")], "not between special tokens"),
+    ],
+)
+def test_other_tokens_of_a_chain_are_not_used(keeping: Served, tokens: list[int], why: str):
+    first = ask(keeping)
+    stored = array("i", tokens).tobytes()
+    keeping.services.required_state.store.submit(
+        lambda db: RESPONSES.update(db, "", first["id"], tokens=stored)
+    ).result()
+    ask(keeping, previous_response_id=first["id"])
+    ask(
+        keeping,
+        input=[{"role": "user", "content": "hi"}, *first["output"], {"role": "user", "content": "hi"}],
+    )
+    _, by_id, whole = (ids_of(keeping.engine.next_request()) for _ in range(3))
+
+    assert by_id == whole, why
 
 
 def test_a_chain_goes_on_after_a_call(serve: Serve, tmp_path: Path):
