@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 import torch
 
 from ...models.weight_files.vision_tensors import (
+    ADAPTER_FIRST,
+    ADAPTER_SECOND,
     MLP_FIRST,
     MLP_NORM,
     MLP_SECOND,
@@ -108,6 +110,21 @@ class NewlineConnector(MLPConnector):
         return torch.cat((super().__call__(x), self._newline))
 
 
+class AdapterConnector:
+    """Two linear layers with an activation after each, for patches side by side, and a projection (Llama 4)."""
+
+    def __init__(self, context: ModelContext, spec: VisionSpec) -> None:
+        self._grid, self._factor, size = spec.grid, spec.scale_factor, spec.connector_size
+        self._first = Linear(context, [ADAPTER_FIRST], spec.joined_size, [size], bias=False)
+        self._second = Linear(context, [ADAPTER_SECOND], size, [size], bias=False)
+        self._projection = Linear(context, [MLP_FIRST], size, [context.spec.hidden_size], bias=False)
+        self._activate = context.ops.activate
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = self._activate(self._first(joined(x, self._grid, self._factor)), "gelu")
+        return self._projection(self._activate(self._second(x), "gelu"))
+
+
 def joined(x: Tensor, grid: int, factor: int) -> Tensor:
     """The pixel shuffle of Idefics3: each f x f patches become one row; [P, K] -> [P / f^2, f^2 * K]."""
     rows = grid // factor
@@ -120,4 +137,5 @@ CONNECTORS: Final[dict[VisionFamily, type[Connector]]] = {
     "llava": MLPConnector,
     "llava_next": NewlineConnector,
     "internvl": MLPConnector,
+    "llama4": AdapterConnector,
 }

@@ -1,16 +1,17 @@
-"""`Tower`: tiles of images to rows for a prompt: SigLIP (Zhai et al. 2023), CLIP (Radford et al. 2021)
-or InternViT (Chen et al. 2024), with the connector of a family.
+"""`Tower`: tiles of images to rows for a prompt: SigLIP (Zhai et al. 2023), CLIP (Radford et al. 2021),
+InternViT (Chen et al. 2024) or the tower of Llama 4, with the connector of a family.
 
 A tile is computed alone, always in the same shapes, so its rows have the same bits in every batch. With several ranks
 each one has the whole tower and computes all tiles. Names of tensors: `vision_tensors`.
 """
 
-# Shapes: P patches of a tile, G = sqrt(P) in each direction, S side of a patch in pixels, K width of the tower.
+# Shapes: P patches of a tile, G = sqrt(P) in each direction, S side of a patch in pixels, K width of the tower, D size
+# of a head.
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -24,6 +25,7 @@ from ...models.weight_files.vision_tensors import (
     QKV,
     SCALES,
     class_shape,
+    patches_shape,
     positions_shape,
     tower_layer,
 )
@@ -39,6 +41,9 @@ if TYPE_CHECKING:
 
     from ...models.spec.vision_spec import VisionSpec
     from ..model_context import ModelContext
+
+
+_ROPE_THETA: Final = 10_000.0
 
 
 def tower_context(context: ModelContext) -> ModelContext:
@@ -63,13 +68,15 @@ class Tower:
 
     def __init__(self, context: ModelContext, spec: VisionSpec) -> None:
         """Take the weights from a checkpoint, in the form of `tower_context`."""
-        ops, weights, size, side = context.ops, context.weights, spec.hidden_size, spec.patch_size
+        ops, weights, size = context.ops, context.weights, spec.hidden_size
         context = tower_context(context)
         self.spec, self.dtype = spec, context.dtype
         self._device, self._add = context.device, ops.add
-        kernel = weights.tensor(f"{PATCHES}.weight", (size, 3, side, side))
+        kernel = weights.tensor(f"{PATCHES}.weight", patches_shape(spec))
         self._patches = ops.pack_linear(kernel.flatten(1))
-        self._patches_bias = None if spec.body == "clip" else weights.tensor(f"{PATCHES}.bias", (size,))
+        self._patches_bias = None
+        if spec.body in ("siglip", "internvit"):
+            self._patches_bias = weights.tensor(f"{PATCHES}.bias", (size,))
         table = weights.tensor(f"{POSITIONS}.weight", positions_shape(spec)).view(-1, size)
         self._positions = (
             table[_table_rows(spec.grid).to(table.device)] if spec.family == "idefics3" else table
@@ -78,13 +85,19 @@ class Tower:
         self._class = self._first_norm = self._final_norm = None
         if spec.body != "siglip":
             self._class = weights.tensor(f"{CLASS}.{CLASS_PART}", class_shape(spec)).view(1, size)
-        if spec.body == "clip":
+        if spec.body in ("clip", "llama4"):
             self._first_norm = LayerNorm(context, FIRST_NORM, size, spec.norm_eps, bias=True)
         if spec.ends_normed:
             self._final_norm = LayerNorm(context, FINAL_NORM, size, spec.norm_eps, bias=True)
         self._connector = CONNECTORS[spec.family](context, spec)
+        self._turns = None
+        pixels = torch.float32
+        if spec.body == "llama4":
+            pixels = torch.bfloat16  # in which its processor computes
+            self._positions = self._positions.roll(1, 0)  # in files the class is the last row
+            self._turns = _turns(spec.grid, size // spec.num_heads).to(context.device)
         self._mean, self._std = (
-            torch.tensor(values, dtype=torch.float32, device=context.device)
+            torch.tensor(values, dtype=pixels, device=context.device)
             for values in (spec.processing.mean, spec.processing.std)
         )
 
@@ -108,7 +121,7 @@ class Tower:
         for layer, next_norm in zip(self._layers, norms, strict=True):
             qkv = layer.qkv(x)
             yield None
-            x, residual = layer.mlp_norm.add(layer.attend(qkv), residual)
+            x, residual = layer.mlp_norm.add(layer.attend(qkv, self._turns), residual)
             yield None
             inner = layer.up(x)
             yield None
@@ -125,7 +138,7 @@ class Tower:
         """[P, 3 * S * S] normalized values, by color, then by row; rounded as transformers' processors do."""
         grid, side = self.spec.grid, self.spec.patch_size
         seen = tile[: grid * side, : grid * side].to(self._device)
-        rescaled = (seen.to(torch.float64) * self.spec.processing.rescale_factor).to(torch.float32)
+        rescaled = (seen.to(torch.float64) * self.spec.processing.rescale_factor).to(self._mean.dtype)
         values = rescaled.sub_(self._mean).div_(self._std).to(self.dtype)
         patches = values.view(grid, side, grid, side, 3).permute(0, 2, 4, 1, 3)
         return patches.reshape(grid * grid, 3 * side * side)
@@ -149,9 +162,13 @@ class _TowerLayer:
         if spec.body == "internvit":
             self._scales = [context.weights.tensor(name + part, (size,)) for part in SCALES]
 
-    def attend(self, qkv: Tensor) -> Tensor:
-        """[P, 3 * K] -> [P, K]."""
-        x = self._out(self._attention(qkv.view(len(qkv), 3, self._num_heads, -1)))
+    def attend(self, qkv: Tensor, turns: Tensor | None) -> Tensor:
+        """[P, 3 * K], which is overwritten if there are `turns` -> [P, K]."""
+        qkv = qkv.view(len(qkv), 3, self._num_heads, -1)
+        if turns is not None:
+            pairs = torch.view_as_complex(qkv[:, :2].float().unflatten(-1, (-1, 2)))
+            qkv[:, :2] = torch.view_as_real(pairs * turns[:, None, None]).flatten(-2)
+        x = self._out(self._attention(qkv))
         return x if self._scales is None else x * self._scales[0]
 
     def up(self, x: Tensor) -> Tensor:
@@ -163,6 +180,19 @@ class _TowerLayer:
         """[P, inner] -> [P, K]."""
         x = self._down(x)
         return x if self._scales is None else x * self._scales[1]
+
+
+def _turns(grid: int, head_dim: int) -> Tensor:
+    """[1 + P, D / 2] complex64, by which pairs of dimensions are multiplied: the class is not turned.
+
+    The first half of the pairs turns by the column of a patch, the other by its row; both count from 1.
+    """
+    size = head_dim // 2
+    frequencies = 1.0 / (_ROPE_THETA ** (torch.arange(0, size, 2, dtype=torch.float32) / size))
+    by_place = torch.arange(1, grid + 1, dtype=torch.float32)[:, None] * frequencies
+    angles = torch.cat((by_place.repeat(grid, 1), by_place.repeat_interleave(grid, dim=0)), dim=1)
+    angles = torch.cat((torch.zeros(1, size), angles))
+    return torch.polar(torch.ones_like(angles), angles)
 
 
 def _table_rows(grid: int) -> Tensor:

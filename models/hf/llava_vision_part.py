@@ -16,6 +16,7 @@ from .vision_fields import (
     TEXT_ONLY,
     VisionFiles,
     expect,
+    expect_theta,
     keeps_first_row,
     layers_used,
     longest_edge,
@@ -108,10 +109,7 @@ def _pixtral(files: VisionFiles, factor: int, *, has_mlp_bias: bool) -> VisionSp
     """A tower of Pixtral, rows of which are made of `factor` x `factor` patches; `has_mlp_bias`: the default."""
     inner, outer, tokens = files.inner, files.outer, files.tokens
     expect(outer, "projector_hidden_act", "gelu")
-    rope = inner.get("rope_parameters")
-    of_rope = Fields(inner.path, rope if isinstance(rope, Mapping) else {}, "vision_config.rope_parameters.")
-    for fields in (inner, of_rope):
-        expect(fields, "rope_theta", 10_000.0)
+    expect_theta(inner, 10_000.0)
     facts = tower_facts(
         inner,
         hidden_size=1024,

@@ -26,6 +26,18 @@ _INTERNVIT: Final = {
     ".layernorm_after.": ".layer_norm2.",
 }
 """Names of InternViT, and of one module of Pixtral, in transformers, and those of SigLIP."""
+_LLAMA4: Final = {
+    "vision_model.class_embedding": "vision_model.embeddings.class_embedding",
+    "vision_model.patch_embedding.linear.": "vision_model.embeddings.patch_embedding.",
+    "vision_model.positional_embedding_vlm": "vision_model.embeddings.position_embedding.weight",
+    "vision_model.layernorm_pre.": "vision_model.pre_layrnorm.",
+    "vision_model.layernorm_post.": "vision_model.post_layernorm.",
+    "vision_model.model.layers.": "vision_model.encoder.layers.",
+    ".input_layernorm.": ".layer_norm1.",
+    ".post_attention_layernorm.": ".layer_norm2.",
+    ".self_attn.o_proj.": ".self_attn.out_proj.",
+}
+"""Names of the tower of Llama 4 in transformers, and those of CLIP."""
 _VISION: Final = (_TOWER, "multi_modal_projector.")
 _NEWLINE: Final = "image_newline"
 """A row that LLaVA-NeXT inserts; it counts as a part of the connector."""
@@ -104,11 +116,14 @@ def _usual_tower_name(name: str) -> str | None:
 
     Files have `vision_tower.vision_model.` before it, without the second part since transformers 5.
     """
-    usual = f"{_VISION[1]}{name}" if name == _NEWLINE else name
+    usual, renamed = f"{_VISION[1]}{name}" if name == _NEWLINE else name, {}
     if name.startswith(_TOWER):
         usual = _TOWER_BODY + name.removeprefix(_TOWER).removeprefix(_TOWER_BODY)
-        for own, other in _INTERNVIT.items():
-            usual = usual.replace(own, other)
+        renamed = _INTERNVIT
+    elif name.startswith(_TOWER_BODY):
+        renamed = _LLAMA4
+    for own, other in renamed.items():
+        usual = usual.replace(own, other)
     return None if usual.startswith(_TOWER_HEAD) else usual
 
 

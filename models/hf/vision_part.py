@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from msgspec import structs
 
@@ -26,6 +26,7 @@ from .vision_fields import (
     TEXT_ONLY,
     VisionFiles,
     expect,
+    expect_theta,
     keeps_first_row,
     layers_used,
     longest_edge,
@@ -143,11 +144,7 @@ def _internvl(files: VisionFiles) -> VisionSpec:
     facts["num_layers"] = layers_used(outer, facts["num_layers"], -1)
     if keeps_first_row(outer):
         raise outer.error("vision_feature_select_strategy", "full", f"only default is supported, {TEXT_ONLY}")
-    ratio = outer.number("downsample_ratio", 0.01, 1.0, default=0.5)
-    grid, factor = facts["image_size"] // facts["patch_size"], int(1 / ratio)
-    if factor * ratio != 1 or grid % factor:
-        rule = f"expected 1 divided by a number that divides the {grid} patches of a tile's side"
-        raise outer.error("downsample_ratio", ratio, rule)
+    factor = _patches_of_row(outer, "downsample_ratio", facts)
     expect(outer, "projector_hidden_act", "gelu")
     most = files.processor.integer("max_patches", 1, 1 << 10, default=12)
     image = tokens.get("context_image_token", "<IMG_CONTEXT>")
@@ -173,6 +170,57 @@ def _internvl(files: VisionFiles) -> VisionSpec:
     )
 
 
+def _llama4(files: VisionFiles) -> VisionSpec:
+    """A tower of Llama 4, each 2 x 2 patches of which become a row."""
+    inner, outer, processor = files.inner, files.outer, files.processor
+    sides = {name: _side(inner, name, default) for name, default in (("image_size", 448), ("patch_size", 14))}
+    facts = tower_facts(
+        _with(inner, sides),
+        hidden_size=768,
+        num_heads=16,
+        patch_size=14,
+        activation="gelu",
+        intermediate_size=5632,
+        num_layers=34,
+        activations={"gelu": "gelu"},
+    )
+    facts["norm_eps"] = 1e-5  # whatever `norm_eps` says
+    expect_theta(inner, 10_000.0)
+    if facts["hidden_size"] % (4 * facts["num_heads"]):
+        rule = f"they cannot divide the hidden size {facts['hidden_size']} into multiples of 4"
+        raise inner.error("num_attention_heads", facts["num_heads"], rule)
+    factor = _patches_of_row(inner, "pixel_shuffle_ratio", facts)
+    width = inner.integer("projector_input_dim", 1, 1 << 20, default=4096)
+    for name, default, wanted in (
+        ("intermediate_size", 5632, facts["hidden_size"] * factor**2),
+        ("projector_output_dim", 4096, width),
+        ("vision_output_dim", 7680, width),
+    ):
+        found = inner.integer(name, 1, 1 << 22, default=default)
+        if found != wanted:
+            raise inner.error(name, found, f"expected {wanted} by the other sizes, {TEXT_ONLY}")
+    expect(processor, "resize_to_max_canvas", False)
+    most = processor.integer("max_patches", 1, 1 << 10, default=16)
+    return VisionSpec(
+        family="llama4",
+        body="llama4",
+        scale_factor=factor,
+        connector_size=width,
+        image_token_id=outer.integer(
+            outer.given("image_token_index", "image_token_id"), 0, files.vocab_size - 1, default=200_092
+        ),
+        image_token="<|patch|>",
+        begin_token="<|image_start|>",
+        end_token="<|image_end|>",
+        global_token="<|image|>",
+        marker="<|image|>",
+        processing=structs.replace(
+            square_tile(processor, facts["image_size"]), splits=most > 1, min_tiles=1, max_tiles=most
+        ),
+        **facts,
+    )
+
+
 _READERS: Final[dict[str, Callable[[VisionFiles], VisionSpec | None]]] = {
     **dict.fromkeys(QWENS, read_qwen),
     "idefics3": _idefics3,
@@ -181,8 +229,19 @@ _READERS: Final[dict[str, Callable[[VisionFiles], VisionSpec | None]]] = {
     "llava_next": read_llava,
     "internvl": _internvl,
     "mistral3": read_mistral3,
+    "llama4": _llama4,
     "gemma3": _gemma3,
 }
+
+
+def _patches_of_row(fields: Fields, name: str, facts: Mapping[str, Any]) -> int:
+    """Patches in each direction that become a row, of which files have the inverse."""
+    ratio = fields.number(name, 0.01, 1.0, default=0.5)
+    grid, factor = facts["image_size"] // facts["patch_size"], int(1 / ratio)
+    if factor * ratio != 1 or grid % factor:
+        rule = f"expected 1 divided by a number that divides the {grid} patches of a tile's side"
+        raise fields.error(name, ratio, rule)
+    return factor
 
 
 def _side(fields: Fields, name: str, default: int) -> int:

@@ -14,10 +14,19 @@ from msgspec.structs import replace
 
 VisionActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]
 """`gelu` is the exact one, by the error function; the quick one is x * sigmoid(1.702 x)."""
-VisionBody = Literal["siglip", "clip", "internvit"]
+VisionBody = Literal["siglip", "clip", "internvit", "llama4"]
 """The layers of a tower for tiles of one size."""
 VisionFamily = Literal[
-    "idefics3", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "internvl", "pixtral"
+    "idefics3",
+    "gemma3",
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "llava",
+    "llava_next",
+    "internvl",
+    "pixtral",
+    "llama4",
 ]
 """Names the text around images (`tokenizer_manager/media/processors`) and the connector (`model_runner/vision`)."""
 
@@ -40,8 +49,8 @@ class ImageProcessing(msgspec.Struct, frozen=True, kw_only=True):
         resample: the filter of resizing, as Pillow numbers them: 1 Lanczos, 2 bilinear, 3 bicubic.
         min_pixels, max_pixels: bounds of an image of any size, which keeps its ratio; 0: tiles have one size.
         crops: the shorter side is resized to that of a tile, and the middle is kept; else the ratio changes.
-        min_tiles, max_tiles: of an image whose tiles have the ratio nearest to its own (InternVL); 0: they are chosen
-            by `longest_edge`.
+        min_tiles, max_tiles: of an image whose tiles have the ratio nearest to its own (InternVL), or hold it without
+            scaling it down (Llama 4); 0: they are chosen by `longest_edge`.
         pinpoints: heights and widths to the fittest of which an image is padded before it becomes tiles (LLaVA-NeXT).
         rescale_factor, mean, std: a value of a pixel, 0..255, becomes (value * rescale_factor - mean) / std, by color.
     """
@@ -84,11 +93,12 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
         deepstack_layers: layers after each of which a connector makes rows, too; the first of these are added to the
             tokens of the image after the first layer of the language model, and so on (DeepStack, Meng et al. 2024).
         body: the kind of its layers. SigLIP has patches only; the others begin with a row for the class of the image,
-            and InternViT scales what its layers add.
+            InternViT scales what its layers add, and that of Llama 4 turns queries and keys by the place of a patch.
         ends_normed: a norm follows the last layer.
         keeps_class: the row of the class is one of the rows of a tile.
         has_qkv_bias: of its layers.
         has_mlp_bias: of the connector, if that is an MLP.
+        connector_size: width between the layers of the connector of Llama 4.
         rope_sections: of a language model in which a token has a position on each of three axes (M-RoPE, Qwen2-VL,
             2024): time, row and column of images, all equal for text. Pairs of rotated dimensions that turn by each
             axis; empty: a token has one position.
@@ -125,6 +135,7 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
     keeps_class: bool = False
     has_qkv_bias: bool = True
     has_mlp_bias: bool = True
+    connector_size: int = 0
 
     @property
     def num_tower_rows(self) -> int:

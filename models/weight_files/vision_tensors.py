@@ -24,7 +24,7 @@ POSITIONS: Final = "vision_model.embeddings.position_embedding"
 FINAL_NORM: Final = "vision_model.post_layernorm"
 CLASS, CLASS_PART = "vision_model.embeddings", "class_embedding"
 FIRST_NORM: Final = "vision_model.pre_layrnorm"
-"""Norm before the layers of CLIP, misspelled in its files."""
+"""Norm before the layers of CLIP, misspelled in its files, and of Llama 4."""
 SCALES: Final = ("lambda_1", "lambda_2")
 """Parameters of a layer of InternViT."""
 MLP_NORM, MLP_FIRST, MLP_SECOND = (
@@ -33,6 +33,8 @@ MLP_NORM, MLP_FIRST, MLP_SECOND = (
 """Connector of LLaVA, and with the norm of InternVL."""
 NEWLINE, NEWLINE_PART = "multi_modal_projector", "image_newline"
 """The row that ends rows of patches in LLaVA-NeXT."""
+ADAPTER_FIRST, ADAPTER_SECOND = (f"vision_model.vision_adapter.mlp.{name}" for name in ("fc1", "fc2"))
+"""Connector of Llama 4, before `MLP_FIRST`."""
 PROJECTION: Final = "connector.modality_projection.proj"
 """Connector of Idefics3."""
 POOLED, POOLED_NORM, POOLED_PROJECTION = (
@@ -57,6 +59,12 @@ def is_unused_of_tower(vision: VisionSpec | None, name: str) -> bool:
         return not vision.ends_normed
     number = name.removeprefix(tower_layer(0).removesuffix("0.")).partition(".")[0]
     return number.isdecimal() and int(number) >= vision.num_layers
+
+
+def patches_shape(vision: VisionSpec) -> tuple[int, ...]:
+    """Shape of the weights of patches in files: a convolution, but in Llama 4 a product."""
+    size, side = vision.hidden_size, vision.patch_size
+    return (size, vision.patch_values) if vision.body == "llama4" else (size, 3, side, side)
 
 
 def positions_shape(vision: VisionSpec) -> tuple[int, ...]:
@@ -84,12 +92,12 @@ def vision_modules(spec: ModelSpec) -> Iterator[Module]:
     if vision.family == "pixtral":
         yield from pixtral_modules(vision, spec.hidden_size)
         return
-    size, inner, side = vision.hidden_size, vision.intermediate_size, vision.patch_size
-    yield Module(PATCHES, (size, 3, side, side), has_bias=vision.body != "clip")
+    size, inner = vision.hidden_size, vision.intermediate_size
+    yield Module(PATCHES, patches_shape(vision), has_bias=vision.body in ("siglip", "internvit"))
     yield Module(POSITIONS, positions_shape(vision))
     if vision.body != "siglip":
         yield Module(CLASS, class_shape(vision), part=CLASS_PART)
-    if vision.body == "clip":
+    if vision.body in ("clip", "llama4"):
         yield Module(FIRST_NORM, (size,), has_bias=True)
     for layer_id in range(vision.num_layers):
         name = tower_layer(layer_id)
@@ -111,6 +119,11 @@ def vision_modules(spec: ModelSpec) -> Iterator[Module]:
             yield Module(MLP_NORM, (vision.joined_size,), has_bias=True)
         yield Module(MLP_FIRST, (spec.hidden_size, vision.joined_size), has_bias=vision.has_mlp_bias)
         yield Module(MLP_SECOND, (spec.hidden_size, spec.hidden_size), has_bias=vision.has_mlp_bias)
+    elif vision.family == "llama4":
+        inner = vision.connector_size
+        yield Module(ADAPTER_FIRST, (inner, vision.joined_size))
+        yield Module(ADAPTER_SECOND, (inner, inner))
+        yield Module(MLP_FIRST, (spec.hidden_size, inner))
     elif vision.family == "gemma3":
         yield Module(POOLED, (size, spec.hidden_size), part=POOLED_PROJECTION)
         yield Module(POOLED_NORM, (size,))

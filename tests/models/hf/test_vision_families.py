@@ -95,6 +95,38 @@ MISTRAL: dict[str, Any] = {
 }
 LONGEST: dict[str, Any] = {"do_resize": True, "patch_size": 14, "resample": 3, "size": {"longest_edge": 1540}}
 
+SCOUT: dict[str, Any] = {
+    "architectures": ["Llama4ForConditionalGeneration"],
+    "model_type": "llama4",
+    "boi_token_index": 200_080,
+    "eoi_token_index": 200_081,
+    "image_token_index": 200_092,
+    "text_config": {"model_type": "llama4_text", "vocab_size": 202_048, "num_hidden_layers": 4},
+    "vision_config": {
+        "hidden_act": "gelu",
+        "hidden_size": 1408,
+        "image_size": 336,
+        "intermediate_size": 5632,
+        "model_type": "llama4_vision_model",
+        "norm_eps": 1e-5,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 34,
+        "patch_size": 14,
+        "pixel_shuffle_ratio": 0.5,
+        "projector_input_dim": 4096,
+        "projector_output_dim": 4096,
+        "rope_theta": 10_000,
+        "vision_feature_layer": -1,
+        "vision_output_dim": 4096,
+    },
+}
+SCOUT_TILES: dict[str, Any] = {
+    "max_patches": 16,
+    "resample": 2,
+    "resize_to_max_canvas": False,
+    "size": {"height": 336, "width": 336},
+}
+
 
 def test_llava_1_5(tmp_path: Path) -> None:
     vision = vision_of(tmp_path, LLAVA, CLIP)
@@ -145,6 +177,24 @@ def test_internvl_3(tmp_path: Path) -> None:
     assert (vision.begin_token, vision.image_token, vision.end_token) == ("<img>", "<IMG_CONTEXT>", "</img>")
 
 
+def test_llama_4_scout(tmp_path: Path) -> None:
+    vision = vision_of(tmp_path, SCOUT, SCOUT_TILES)
+
+    assert vision is not None and (vision.family, vision.body, vision.activation) == (
+        "llama4",
+        "llama4",
+        "gelu",
+    )
+    assert (vision.rows_per_tile, vision.num_tower_rows, vision.joined_size) == (144, 577, 5632)
+    assert (vision.most_tiles, vision.most_rows, vision.connector_size) == (17, 17 * 144, 4096)
+    assert vision.processing.splits and vision.processing.mean == vision.processing.std == (0.5, 0.5, 0.5)
+    assert (vision.image_token_id, vision.image_token, vision.marker) == (200_092, "<|patch|>", "<|image|>")
+    limited = [vision.limited(num * 336**2).most_tiles for num in (1, 2, 3, 9, 17, 99)]
+    assert limited == [1, 1, 3, 9, 17, 17]
+    one = vision_of(tmp_path, SCOUT, SCOUT_TILES | {"max_patches": 1})
+    assert one is not None and (one.most_tiles, one.processing.splits) == (1, False)
+
+
 def test_mistral_small_3_1(tmp_path: Path) -> None:
     vision = vision_of(tmp_path, MISTRAL, LONGEST)
 
@@ -169,7 +219,13 @@ PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 OF_NEXT = {"model_type": "llava_next", "architectures": ["LlavaNextForConditionalGeneration"]}
 NEXT = LLAVA | OF_NEXT | {"image_grid_pinpoints": PINPOINTS}
 NEXT_CLIP = CLIP | {"do_pad": True, "image_grid_pinpoints": PINPOINTS}
-PROCESSORS = {"llava": CLIP, "llava_next": NEXT_CLIP, "internvl": TILES, "mistral3": LONGEST}
+PROCESSORS = {
+    "llava": CLIP,
+    "llava_next": NEXT_CLIP,
+    "internvl": TILES,
+    "mistral3": LONGEST,
+    "llama4": SCOUT_TILES,
+}
 
 
 def test_llava_1_6(tmp_path: Path) -> None:
@@ -313,6 +369,40 @@ def test_pixtral_12b(tmp_path: Path) -> None:
             {},
             {"image_grid_pinpoints": [[336, 600]]},
             "expected a list of heights and widths that are multiples of 336",
+        ),
+        (SCOUT, {}, {"rope_theta": 5e5}, {}, "vision_config.rope_theta is 500000.0, expected 10000.0"),
+        (
+            SCOUT,
+            {},
+            {"hidden_act": "silu"},
+            {},
+            "hidden_act is 'silu', expected one of gelu, or serve its text",
+        ),
+        (SCOUT, {}, {"num_attention_heads": 32, "hidden_size": 1472}, {}, "1472 into multiples of 4"),
+        (
+            SCOUT,
+            {},
+            {"pixel_shuffle_ratio": 0.2},
+            {},
+            "is 0.2, expected 1 divided by a number that divides the 24",
+        ),
+        (
+            SCOUT,
+            {},
+            {"intermediate_size": 5000},
+            {},
+            "intermediate_size is 5000, expected 5632 by the other sizes",
+        ),
+        (SCOUT, {}, {"projector_output_dim": 2048}, {}, "projector_output_dim is 2048, expected 4096"),
+        (SCOUT, {}, {"vision_output_dim": None}, {}, "vision_output_dim is 7680, expected 4096"),
+        (SCOUT, {}, {}, {"resize_to_max_canvas": True}, "resize_to_max_canvas is True, expected False"),
+        (SCOUT, {}, {}, {"size": {"height": 448, "width": 448}}, "the tower sees tiles of 336 pixels"),
+        (
+            SCOUT,
+            {"image_token_index": 202_048},
+            {},
+            {},
+            "image_token_index is 202048, expected a whole number",
         ),
         (INTERNVL, {}, {}, {"min_patches": 13}, "min_patches is 13, expected a whole number from 1 to 12"),
     ],

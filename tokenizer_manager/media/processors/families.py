@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Protocol
 
-from . import gemma3, idefics3, internvl, llava, llava_next, pixtral, qwen2_vl
+from . import gemma3, idefics3, internvl, llama4, llava, llava_next, pixtral, qwen2_vl
 
 if TYPE_CHECKING:
     import numpy as np
@@ -56,4 +56,5 @@ PROCESSORS: Final[dict[VisionFamily, Processor]] = {
     "llava_next": llava_next,
     "internvl": internvl,
     "pixtral": pixtral,
+    "llama4": llama4,
 }
