@@ -30,10 +30,12 @@ from .gguf_vision_fields import (
     values_of_pixels,
 )
 from .spec.model_spec import ModelSpec
-from .spec.vision_spec import ImageProcessing, VisionSpec
+from .spec.vision_spec import LLAMA4_TEXTS, ImageProcessing, VisionSpec
 
 _LAST_PRODUCTS: Final = ("mm.2.weight", "mm.model.mlp.3.weight")
 """Products of connectors that make the rows; without them the metadata has the width of a row."""
+_ADAPTER: Final = "mm.model.mlp.1.weight"
+"""The first product of the connector of Llama 4, which has its width; a file without it is refused by its name."""
 _FOLDER: Final = "give the model's folder with safetensors, or serve its text with --language-model-only"
 
 
@@ -201,6 +203,26 @@ def _internvl(files: TowerFiles) -> VisionSpec:
     )
 
 
+def _llama4(files: TowerFiles) -> VisionSpec:
+    """A tower of Llama 4, of whose tiles the file does not say how many there may be: 16, as in published models."""
+    facts, most = _tile_facts(files, {"use_gelu": "gelu"}, BILINEAR), 16
+    if facts["hidden_size"] % (4 * facts["num_heads"]):
+        rule = f"they cannot divide the embedding length {facts['hidden_size']} into multiples of 4"
+        raise files.tower.error(f"{PREFIX}attention.head_count", facts["num_heads"], rule)
+    adapter = files.tensors.get(_ADAPTER)
+    files.ids.check(*LLAMA4_TEXTS.values(), "<|tile_x_separator|>", "<|tile_y_separator|>")
+    processing = structs.replace(facts["processing"], splits=True, min_tiles=1, max_tiles=most)
+    return VisionSpec(
+        family="llama4",
+        body="llama4",
+        scale_factor=_scale_factor(files, facts, 2),
+        connector_size=adapter.shape[0] if adapter else 1,
+        image_token_id=files.ids.of(LLAMA4_TEXTS["image_token"]),
+        **LLAMA4_TEXTS,
+        **facts | {"processing": processing},
+    )
+
+
 def _tile_facts(files: TowerFiles, activations: dict[str, Any], resample: int) -> dict[str, Any]:
     """The sizes of a tower for tiles of one size, and how an image becomes one tile."""
     fields, facts = files.tower, tower_facts(files, activations)
@@ -228,4 +250,5 @@ _READERS: Final[dict[str, Callable[[TowerFiles], VisionSpec]]] = {
     "qwen2vl_merger": read_qwen2,
     "qwen2.5vl_merger": read_qwen2_5,
     "qwen3vl_merger": read_qwen3,
+    "llama4": _llama4,
 }

@@ -121,7 +121,7 @@ def write_tower(
         "vision__feed_forward_length": tower["intermediate_size"],
         "vision__block_count": tower["num_hidden_layers"],
         "vision__attention__head_count": tower["num_attention_heads"],
-        "vision__attention__layer_norm_epsilon": tower["layer_norm_eps"],
+        "vision__attention__layer_norm_epsilon": tower.get("layer_norm_eps", 1e-5),
         "vision__image_size": tower["image_size"],
         "vision__patch_size": tower["patch_size"],
         "vision__projector__scale_factor": config.get("scale_factor", 2),
@@ -130,7 +130,7 @@ def write_tower(
         "vision__image_std": images["image_std"],
     } | keys
     add_keys(writer, values)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, tower["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 8)
     form = gguf.GGMLQuantizationType[kind]
     for name, array in tensors.items():
         if "soft_emb_norm" in name:

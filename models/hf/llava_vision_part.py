@@ -109,7 +109,7 @@ def _pixtral(files: VisionFiles, factor: int, *, has_mlp_bias: bool) -> VisionSp
     """A tower of Pixtral, rows of which are made of `factor` x `factor` patches; `has_mlp_bias`: the default."""
     inner, outer, tokens = files.inner, files.outer, files.tokens
     expect(outer, "projector_hidden_act", "gelu")
-    expect_theta(inner, 10_000.0)
+    expect_theta(inner)
     facts = tower_facts(
         inner,
         hidden_size=1024,

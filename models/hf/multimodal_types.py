@@ -112,7 +112,7 @@ class TextType(NamedTuple):
 
 
 def _usual_tower_name(name: str) -> str | None:
-    """The name of a tensor of a tower of SigLIP or CLIP; None: it belongs to the head, which pools whole images.
+    """The name of a tensor of a tower of SigLIP, CLIP or Llama 4; None: of the head, which pools whole images.
 
     Files have `vision_tower.vision_model.` before it, without the second part since transformers 5.
     """

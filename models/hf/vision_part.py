@@ -15,7 +15,7 @@ from msgspec import structs
 
 from ..fields import Fields
 from ..spec.model_spec import ModelSpec
-from ..spec.vision_spec import ImageProcessing, VisionSpec
+from ..spec.vision_spec import LLAMA4_TEXTS, ImageProcessing, VisionSpec
 from .llava_vision_part import read_llava, read_mistral3
 from .qwen_vision_part import QWENS, read_qwen
 from .special_tokens import read_special_tokens
@@ -185,7 +185,7 @@ def _llama4(files: VisionFiles) -> VisionSpec:
         activations={"gelu": "gelu"},
     )
     facts["norm_eps"] = 1e-5  # whatever `norm_eps` says
-    expect_theta(inner, 10_000.0)
+    expect_theta(inner)
     if facts["hidden_size"] % (4 * facts["num_heads"]):
         rule = f"they cannot divide the hidden size {facts['hidden_size']} into multiples of 4"
         raise inner.error("num_attention_heads", facts["num_heads"], rule)
@@ -209,14 +209,10 @@ def _llama4(files: VisionFiles) -> VisionSpec:
         image_token_id=outer.integer(
             outer.given("image_token_index", "image_token_id"), 0, files.vocab_size - 1, default=200_092
         ),
-        image_token="<|patch|>",
-        begin_token="<|image_start|>",
-        end_token="<|image_end|>",
-        global_token="<|image|>",
-        marker="<|image|>",
         processing=structs.replace(
             square_tile(processor, facts["image_size"]), splits=most > 1, min_tiles=1, max_tiles=most
         ),
+        **LLAMA4_TEXTS,
         **facts,
     )
 

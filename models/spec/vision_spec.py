@@ -7,7 +7,7 @@ have the order of its pixels: row by row of what the tower makes of `scale_facto
 from __future__ import annotations
 
 import math
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 from msgspec.structs import replace
@@ -37,6 +37,16 @@ FRAMES: Final = 2
 """Frames of a video in a patch of Qwen's towers, which see an image as so many equal frames."""
 SHOWN_PIXELS: Final = 1 << 20
 """Pixels of an image of any size whose time is told."""
+
+
+LLAMA4_TEXTS: Final[dict[str, Any]] = {
+    "image_token": "<|patch|>",
+    "begin_token": "<|image_start|>",
+    "end_token": "<|image_end|>",
+    "global_token": "<|image|>",
+    "marker": "<|image|>",
+}
+"""The special tokens of Llama 4, which no file names, as fields of `VisionSpec`."""
 
 
 class ImageProcessing(msgspec.Struct, frozen=True, kw_only=True):

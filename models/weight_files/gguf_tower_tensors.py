@@ -20,6 +20,8 @@ from .pixtral_tensors import (
 )
 from .qwen_vision_tensors import QWEN_FORMS, QWEN_PATCHES, QWEN_POSITIONS, qwen_connectors, qwen_layer
 from .vision_tensors import (
+    ADAPTER_FIRST,
+    ADAPTER_SECOND,
     CLASS,
     CLASS_PART,
     FINAL_NORM,
@@ -52,6 +54,15 @@ _LAYER: Final = {
     "self_attn.out_proj": "attn_out",
     "mlp.fc1": "ffn_up",
     "mlp.fc2": "ffn_down",
+}
+_MLP: Final = {MLP_FIRST: "mm.0", MLP_SECOND: "mm.2"}
+_CONNECTORS: Final = {
+    "idefics3": {PROJECTION: "mm.model.fc"},
+    "gemma3": {POOLED_NORM: "mm.soft_emb_norm"},
+    "llava": _MLP,
+    "llava_next": _MLP,
+    "internvl": {MLP_NORM: "mm.model.mlp.0", MLP_FIRST: "mm.model.mlp.1", MLP_SECOND: "mm.model.mlp.3"},
+    "llama4": {ADAPTER_FIRST: "mm.model.mlp.1", ADAPTER_SECOND: "mm.model.mlp.2", MLP_FIRST: "mm.model.fc"},
 }
 _PIXTRAL_LAYER: Final = {
     "attention_norm": "ln1",
@@ -145,9 +156,7 @@ def _tile_modules(vision: VisionSpec) -> dict[str, str]:
         FINAL_NORM: "v.post_ln",
         FIRST_NORM: "v.pre_ln",
     }
-    names |= {PROJECTION: "mm.model.fc", POOLED_NORM: "mm.soft_emb_norm"}  # of Idefics3, and of Gemma 3
-    connector = ("mm.0", "mm.2") if vision.body == "clip" else ("mm.model.mlp.1", "mm.model.mlp.3")
-    names |= {MLP_NORM: "mm.model.mlp.0", MLP_FIRST: connector[0], MLP_SECOND: connector[1]}
+    names |= _CONNECTORS.get(vision.family, {})
     for layer in range(vision.num_layers):
         names |= {tower_layer(layer) + hf: f"v.blk.{layer}.{gguf}" for hf, gguf in _LAYER.items()}
     return names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.models.gguf.gguf_file import GGUFFile
+from engine.models.gguf_config import read_gguf_spec
+from engine.models.gguf_vision import with_tower
 from engine.models.hf.hf_config import read_hf_spec
-from engine.models.weight_files.check_weights import check_folder_weights
+from engine.models.weight_files.check_weights import check_folder_weights, check_gguf_weights
 from engine.models.weight_files.weight_memory import num_parameters
-from tests.model_runner.conftest import Driver
+from engine.runtime.errors import ConfigError
+from tests.mmproj_files import write_tower
+from tests.model_runner.conftest import Driver, TinyModel
+from tests.model_runner.structures.families import LLAMA4_FIXED
+from tests.model_runner.weights.test_gguf_mixtures import write
 
 from .test_images import IMAGE_ID, TEXT, Pictures, Seeing, Tiles, pictures, scores
 from .test_scheduled_images import CASES, check_case
@@ -46,6 +54,12 @@ TOWER = {
     "projector_output_dim": 40,
     "vision_output_dim": 40,
 }
+RENAMED = {
+    "positional_embedding_vlm": "positional_embedding_vlm.weight",
+    "multi_modal_projector.linear_1": "model.connector.modality_projection.proj",
+    r"vision_model.model.(layers.\d+).post_attention_layernorm": r"vision_tower.encoder.\1.layer_norm2",
+}
+"""Names that the converter changes; the last of them it gave another one before it had Gemma 4."""
 MakeLlama = Callable[..., Seeing]
 
 
@@ -64,12 +78,15 @@ class Llama(Seeing):
 def make_llama(tmp_path: Path) -> MakeLlama:
     """A tiny random model, saved by transformers, with a processor's configuration."""
 
-    def make(**tower: Any) -> Seeing:
+    def make(text: Any = None, **tower: Any) -> Seeing:
         import transformers
 
         torch.manual_seed(0)
         config = transformers.AutoConfig.for_model(
-            "llama4", text_config=LLAMA4, vision_config=TOWER | tower, image_token_index=IMAGE_ID
+            "llama4",
+            text_config=LLAMA4 | (text or {}),
+            vision_config=TOWER | tower,
+            image_token_index=IMAGE_ID,
         )
         config._attn_implementation = "eager"
         reference = transformers.Llama4ForConditionalGeneration(config).eval()
@@ -190,3 +207,56 @@ def test_names_of_published_files_and_newer_ones(make_llama: MakeLlama) -> None:
     _, summary = check_folder_weights(seeing.folder, seeing.spec)
 
     assert summary.num_ignored == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "atol"), [("F32", 1e-4), ("F16", 0.03)])
+def test_a_pair_of_gguf_files(
+    make_llama: MakeLlama,
+    make_driver: Any,
+    unpack: Any,
+    pictures: Callable[[Seeing], Pictures],
+    tmp_path: Path,
+    kind: str,
+    atol: float,
+) -> None:
+    """The names of the tower's tensors as llama.cpp's converter has them, and its keys."""
+    seeing = make_llama(text=LLAMA4_FIXED)
+    text, tower = tmp_path / "model.gguf", tmp_path / "mmproj.gguf"
+    seeing.reference.language_model.save_pretrained(tmp_path / "text")
+    language = TinyModel(seeing.reference.language_model, tmp_path / "text", seeing.spec)
+    write(text, language, "llama4")
+    config = json.loads((seeing.folder / "config.json").read_text())
+    stored = load_file(seeing.folder / "model.safetensors")
+    tensors = {}
+    for name, tensor in stored.items():
+        for own, known in RENAMED.items():
+            name = re.sub(own, known, name)
+        if not name.startswith("language_model."):
+            tensors[name] = tensor.numpy()
+    keys = {"projector_type": "llama4", "vision__projector__scale_factor": 2}
+    write_tower(seeing.folder, tower, config, tensors, kind, False, keys)
+    file = GGUFFile(text)
+    special = [
+        "<|image_start|>",
+        "<|image_end|>",
+        "<|image|>",
+        "<|tile_x_separator|>",
+        "<|tile_y_separator|>",
+    ]
+    tokens = [*special, *(f"<unused{n}>" for n in range(IMAGE_ID - len(special))), "<|patch|>"]
+    file.metadata = {**file.metadata, "tokenizer.ggml.tokens": tokens}
+
+    spec = with_tower(file, read_gguf_spec(file), tower)
+
+    assert spec.vision == seeing.spec.vision and num_parameters(spec) == num_parameters(seeing.spec)
+    check_gguf_weights(file, spec)
+    driver = make_driver(spec, text, kind="gguf", tower=str(tower), num_encoder_rows=64)
+    images, kept = [seeing.tiles(1, 2), seeing.tiles(2)], pictures(seeing)
+    prompt, encodes = seeing.prompt(images), tuple(map(kept.encode, images))
+    result = driver.step([(kept.start(driver, prompt, encodes), len(prompt))], encodes=encodes)
+    expected = seeing.logprobs(prompt, images)[torch.arange(len(prompt) - 1), prompt[1:]]
+    np.testing.assert_allclose(scores(unpack, result), expected, atol=atol)
+    file.metadata = {**file.metadata, "tokenizer.ggml.tokens": [*tokens[:4], *tokens[5:]]}
+    with pytest.raises(ConfigError, match=r"has no token '<\|tile_y_separator\|>', which stands for images"):
+        with_tower(file, read_gguf_spec(file), tower)

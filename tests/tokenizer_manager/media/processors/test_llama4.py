@@ -27,6 +27,7 @@ from msgspec import structs
 from transformers.image_utils import SizeDict
 from transformers.models.llama4.processing_llama4 import Llama4Processor, chat_template
 
+from engine.models.spec.vision_spec import LLAMA4_TEXTS
 from engine.runtime.media import runs_of
 from engine.tokenizer_manager.media.decode import decode_image
 from engine.tokenizer_manager.media.placement import ImagePlacement
@@ -94,15 +95,10 @@ def expected_of(
     return found["pixel_values"][0].permute(0, 2, 3, 1).numpy(), found["aspect_ratios"][0].tolist()
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("most", [16, 5, 1])
 def test_tiles_and_text_are_those_of_transformers(theirs: Any, most: int) -> None:
-    vision: Any = SimpleNamespace(
-        image_token="<|patch|>",
-        begin_token="<|image_start|>",
-        end_token="<|image_end|>",
-        global_token="<|image|>",
-        rows_per_tile=4,
-    )
+    vision: Any = SimpleNamespace(**LLAMA4_TEXTS, rows_per_tile=4)
     for number, size in enumerate((*SIZES, (24, 24), (48, 24), (49, 24), (96, 97), (7, 100))):
         image, how = picture(*size, seed=number), structs.replace(HOW, max_tiles=most)
         expected, ratio = expected_of(theirs, image, how, most)
@@ -122,7 +118,7 @@ def test_sizes_of_many_images_are_those_of_transformers(theirs: Any) -> None:
     rng, size = random.Random(0), 336
     canvases = torch.tensor(theirs.find_supported_resolutions(16, SizeDict(height=size, width=size)))
     odd = [(2912, 1456), (1824, 3040), (1232, 3696), (2504, 1878), (616, 5742)]
-    for number in range(600):
+    for number in range(300):
         most = (400, 3000, 12_000)[number % 3]
         height, width = rng.randrange(1, most), rng.randrange(1, most)
         if number % 5 == 0:
@@ -173,8 +169,7 @@ def test_pixels_are_those_of_torch_but_for_rounding(theirs: Any) -> None:
 
 def test_the_place_of_an_image_in_a_published_prompt(tmp_path: Path) -> None:
     """A text with all special tokens takes no rows; a tile is a run of placeholders, the copy is the last one."""
-    special = [f"<|{name}|>" for name in ("image", "image_start", "image_end", "patch")]
-    special += ["<|tile_x_separator|>", "<|tile_y_separator|>"]
+    special = [*dict.fromkeys(LLAMA4_TEXTS.values()), "<|tile_x_separator|>", "<|tile_y_separator|>"]
     tokenizer = make_tokenizer(others=special)
     image_id = tokenizer.token_to_id("<|patch|>")
     assert image_id is not None
@@ -184,12 +179,8 @@ def test_the_place_of_an_image_in_a_published_prompt(tmp_path: Path) -> None:
         image_size=24,
         patch_size=6,
         image_token_id=image_id,
-        image_token="<|patch|>",
-        begin_token="<|image_start|>",
-        end_token="<|image_end|>",
-        global_token="<|image|>",
-        marker="<|image|>",
         processing=HOW,
+        **LLAMA4_TEXTS,
     )
     placement, prepared = ImagePlacement(vision, tokenizer), []
     for size in ((72, 30), (20, 10)):
