@@ -34,7 +34,7 @@ class BatchLayout:
             after the other, in the same batch.
         sees_to: [T] end of the positions to which a token attends, for tokens of an image that attend to all of it: it
             ends within the step, and is at least that of the token before it in a request; None: each token's own
-            position is the last one.
+            position is the last one, as in layers with `LayerView.causal_images`.
     """
 
     rows: Int64s

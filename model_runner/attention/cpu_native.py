@@ -107,8 +107,9 @@ class CpuNativeAttention(AttentionBackend):
         addresses = [column.ctypes.data for column in numbers]
         sees_to = None if layout.sees_to is None else _int64s(layout.sees_to)
         ends = _ONLY_ITSELF if sees_to is None else sees_to.ctypes.data
-        for plan in plans.addresses:
-            self._library.plan_attention(plan, *addresses, ends, len(layout.rows))
+        for plan, view in zip(plans.addresses, plans.views, strict=True):
+            seen = _ONLY_ITSELF if view.causal_images else ends
+            self._library.plan_attention(plan, *addresses, seen, len(layout.rows))
         step = self._step(plans, int(layout.extend_lens.sum()))
         weakref.finalize(step, self._spare.append, plans).atexit = False
         return step
@@ -158,6 +159,7 @@ class _Plans:
 
     Attributes:
         addresses: addresses of the plans.
+        views: of the plans.
         of_layer: address of each layer's plan.
     """
 
@@ -188,7 +190,7 @@ class _Plans:
             )
             for view in dict.fromkeys(views)
         }
-        self.addresses = list(by_view.values())
+        self.addresses, self.views = list(by_view.values()), list(by_view)
         self.of_layer = [by_view[view] for view in views]
         for address in self.addresses:
             weakref.finalize(self, library.free_attention_plan, address).atexit = False

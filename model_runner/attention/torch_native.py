@@ -131,7 +131,7 @@ class TorchNativeAttention(AttentionBackend):
                 extend_len=int(layout.extend_lens[idx]),
                 slots=self._req_to_token[int(layout.rows[idx]), int(firsts[idx]) : int(seq_lens[idx])],
                 sees_to=None
-                if layout.sees_to is None
+                if layout.sees_to is None or of.causal_images
                 else layout.sees_to[starts[idx] : starts[idx] + layout.extend_lens[idx]] - firsts[idx],
             )
             for idx in range(layout.num_extends)

@@ -137,7 +137,7 @@ class TritonAttention(AttentionBackend):
             view.window,
             -(-self._num_sms // shape.num_kv_heads),
             chunked=view.chunked,
-            sees_to=layout.sees_to,
+            sees_to=None if view.causal_images else layout.sees_to,
         )
 
     def capturable(self) -> CapturableAttention:

@@ -42,12 +42,14 @@ DTypeName = Literal["float32", "bfloat16", "float16"]
 class LayerView(NamedTuple):
     """Facts of a layer that attention needs: its window, see `ModelSpec.window_of`, and its heads.
 
-    `chunked`: see `AttentionForm`; False without a window.
+    `chunked`: see `AttentionForm`; False without a window. `causal_images`: tokens of images attend to earlier tokens
+    only, while in other layers of the model they attend to all of an image.
     """
 
     window: int | None
     heads: LayerHeads
     chunked: bool = False
+    causal_images: bool = False
 
 
 class FilesSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -246,7 +248,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def view_of(self, layer_id: int) -> LayerView:
         """Facts of one layer that attention needs; layers with equal views share the plan of a step."""
         window = self.window_of(layer_id)
-        return LayerView(window, self.heads_of(layer_id), self.attention.chunked and window is not None)
+        has_window = window is not None
+        causal_images = self.vision is not None and self.vision.only_in_windows and not has_window
+        return LayerView(
+            window, self.heads_of(layer_id), self.attention.chunked and has_window, causal_images
+        )
 
     @property
     def score_scale(self) -> float:

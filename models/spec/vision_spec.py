@@ -19,6 +19,8 @@ VisionBody = Literal["siglip", "clip", "internvit", "llama4"]
 VisionFamily = Literal[
     "idefics3",
     "gemma3",
+    "gemma4",
+    "gemma4_unified",
     "qwen2_vl",
     "qwen2_5_vl",
     "qwen3_vl",
@@ -35,6 +37,8 @@ BLOCK_ROWS: Final = 16
 """Rows of images of any size that are given out together."""
 FRAMES: Final = 2
 """Frames of a video in a patch of Qwen's towers, which see an image as so many equal frames."""
+GATED: Final = ("qwen2_5_vl", "pixtral", "gemma4")
+"""Families whose towers have gated MLPs."""
 SHOWN_PIXELS: Final = 1 << 20
 """Pixels of an image of any size whose time is told."""
 
@@ -90,6 +94,7 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
         patch_size: side of a patch in pixels.
         scale_factor: the connector makes one row of so many patches in each direction.
         sees_whole: the tokens of an image attend to all of it, also to those after them.
+        only_in_windows: they do so in layers with a window only (Gemma 4).
         image_token_id: the id at positions of a prompt that take rows.
         image_token, begin_token, end_token, global_token: texts of special tokens: the placeholder, the one before
             each tile (of Pixtral, after each row), the one after the last, and the one before the copy of the whole
@@ -97,7 +102,7 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
         marker: what the chat template writes for an image.
         processing: how an image becomes tiles.
         num_positions: rows of the table of positions, a square that is stretched over images of any size; 0: there is
-            none.
+            none. Gemma 4 has one such table for columns and one for rows.
         window_size: pixels in each direction that a layer attends to together, but for `whole_layers`; 0: all.
         whole_layers: layers that attend to all patches.
         deepstack_layers: layers after each of which a connector makes rows, too; the first of these are added to the
@@ -109,6 +114,10 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
         has_qkv_bias: of its layers.
         has_mlp_bias: of the connector, if that is an MLP.
         connector_size: width between the layers of the connector of Llama 4.
+        clips: inputs and outputs of linear layers have bounds, which are in the files.
+        standardizes: the means of patches have an offset and a factor, which are in the files.
+        layer_input_id: the token that stands for those of images where layers have inputs of their own
+            (`LayerInputsSpec`); None: each token for itself.
         rope_sections: of a language model in which a token has a position on each of three axes (M-RoPE, Qwen2-VL,
             2024): time, row and column of images, all equal for text. Pairs of rotated dimensions that turn by each
             axis; empty: a token has one position.
@@ -127,6 +136,7 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
     patch_size: int
     scale_factor: int
     sees_whole: bool = False
+    only_in_windows: bool = False
     image_token_id: int
     image_token: str
     begin_token: str
@@ -146,6 +156,9 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
     has_qkv_bias: bool = True
     has_mlp_bias: bool = True
     connector_size: int = 0
+    clips: bool = False
+    standardizes: bool = False
+    layer_input_id: int | None = None
 
     @property
     def num_tower_rows(self) -> int:
@@ -261,8 +274,8 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def joined_size(self) -> int:
-        """Width of the connector's input: patches side by side; Gemma 3 takes their mean."""
-        return self.hidden_size * (1 if self.family == "gemma3" else self.scale_factor**2)
+        """Width of the connector's input: patches side by side; Gemma 3 and 4 take their mean."""
+        return self.hidden_size * (1 if self.family in ("gemma3", "gemma4") else self.scale_factor**2)
 
     @property
     def workspace_bytes(self) -> int:
@@ -279,7 +292,7 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
         size, patches = self.hidden_size, self.grid**2
         if self.row_pixels:
             patches = self.shown_pixels // self.patch_size**2
-        matrices = 4 * size + (3 if self.family in ("qwen2_5_vl", "pixtral") else 2) * self.intermediate_size
+        matrices = 4 * size + (3 if self.family in GATED else 2) * self.intermediate_size
         layer = 2 * patches * size * matrices
         num_windowed = self.num_layers - len(self.whole_layers) if self.window_size else 0
         seen = (self.num_layers - num_windowed) * patches + num_windowed * (

@@ -228,6 +228,7 @@ def make_plan(
     """The plan for `cut`, with its arrays on the device."""
     partial = blocks.new_empty((cut.num_parts, shape.num_heads, shape.head_dim), dtype=torch.float32)
     lse = blocks.new_empty((cut.num_parts, shape.num_heads), dtype=torch.float32)
+    sees_to = None if view.causal_images else sees_to
     return ExtendPlan(blocks, spans, partial, lse, tile_rows, view.window, view.chunked, sees_to)
 
 

@@ -19,8 +19,37 @@ from engine.model_runner.memory.kv_pool import KVPool
 from engine.models.spec.encoder_spec import EncoderSpec
 from engine.models.spec.layer_form import PLAIN_ATTENTION, AttentionForm, WindowsSpec
 from engine.models.spec.model_spec import ModelSpec
+from engine.models.spec.vision_spec import ImageProcessing, VisionSpec
 
 CPU = torch.device("cpu")
+_NARROW_SIGHT = VisionSpec(
+    family="gemma4",
+    hidden_size=8,
+    intermediate_size=8,
+    num_layers=1,
+    num_heads=1,
+    norm_eps=1e-6,
+    activation="gelu_tanh",
+    image_size=0,
+    patch_size=1,
+    scale_factor=1,
+    sees_whole=True,
+    only_in_windows=True,
+    image_token_id=0,
+    image_token="",
+    begin_token="",
+    end_token="",
+    marker="",
+    processing=ImageProcessing(
+        longest_edge=None,
+        tile_size=1,
+        splits=True,
+        resample=3,
+        rescale_factor=1.0,
+        mean=(0.0, 0.0, 0.0),
+        std=(1.0, 1.0, 1.0),
+    ),
+)
 
 
 def spec_of(
@@ -32,8 +61,9 @@ def spec_of(
     causal: bool = True,
     query_scale: float | None = None,
     form: AttentionForm = PLAIN_ATTENTION,
+    only_in_windows: bool = False,
 ) -> ModelSpec:
-    """Two layers, the second one with the window."""
+    """Two layers, the second one with the window; `only_in_windows`: where tokens of images attend to all of it."""
     return ModelSpec(
         model_type="llama",
         vocab_size=8,
@@ -51,6 +81,7 @@ def spec_of(
         windows=None if window is None else WindowsSpec(size=window, layers=(False, True)),
         encoder=None if causal else EncoderSpec(post_norm=True, activation="gelu"),
         attention=msgspec.structs.replace(form, query_scale=query_scale),
+        vision=_NARROW_SIGHT if only_in_windows else None,
     )
 
 
@@ -142,7 +173,7 @@ class Pages:
                     *scores,
                     chunked=form.chunked,
                     causal=self.spec.causal,
-                    images=images,
+                    images=() if self.spec.view_of(layer_id).causal_images else images,
                 )
             )
         # As the model makes it: q is a view into a tensor with q and k.

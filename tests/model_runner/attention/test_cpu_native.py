@@ -118,12 +118,15 @@ def test_in_an_encoder_a_token_sees_those_after_it(
     window=st.none() | st.sampled_from([1, 7, 64, 300]),
     layer_id=st.sampled_from([0, 1, 1]),
     fixed_order=st.booleans(),
+    only_in_windows=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_tokens_of_an_image_see_all_of_it(library, batch, heads, dtypes, window, layer_id, fixed_order, seed):
+def test_tokens_of_an_image_see_all_of_it(
+    library, batch, heads, dtypes, window, layer_id, only_in_windows, fixed_order, seed
+):
     (lens, extend_lens, images), (dtype, kv_dtype) = batch, dtypes
     backend: Any = functools.partial(CpuNativeAttention, library=library, fixed_order=fixed_order)
-    spec = spec_of(*heads, window=window)
+    spec = spec_of(*heads, window=window, only_in_windows=only_in_windows)
     pages = Pages(spec, 16, lens, dtype, seed, backend=backend, kv_dtype=kv_dtype)
     pages.images = images
     ours, expected = pages.run(extend_lens, layer_id)

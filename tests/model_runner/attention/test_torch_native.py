@@ -69,11 +69,12 @@ def test_in_an_encoder_a_token_sees_those_after_it(lens, heads, dtype, window, l
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     window=st.none() | st.sampled_from([1, 7, 64, 300]),
     layer_id=st.sampled_from([0, 1, 1]),
+    only_in_windows=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_tokens_of_an_image_see_all_of_it(batch, heads, dtype, window, layer_id, seed):
+def test_tokens_of_an_image_see_all_of_it(batch, heads, dtype, window, layer_id, only_in_windows, seed):
     lens, extend_lens, images = batch
-    pages = native(spec_of(*heads, window=window), 4, lens, dtype, seed)
+    pages = native(spec_of(*heads, window=window, only_in_windows=only_in_windows), 4, lens, dtype, seed)
     pages.images = images
     ours, expected = pages.run(extend_lens, layer_id)
     assert_close(ours, expected, dtype)

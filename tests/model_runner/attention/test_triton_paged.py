@@ -75,19 +75,28 @@ def test_is_dense_attention(batch, heads, page_size, dtypes, window, layer_id, s
 
 @settings(max_examples=examples(4))
 @example(
-    ([90], [90], [[(3, 88)]]), (3, 1, 40), DTYPES[0], None, 1, 0
+    ([90], [90], [[(3, 88)]]), (3, 1, 40), DTYPES[0], None, 1, False, 0
 )  # blocks of queries end within the image
+@example(([90], [90], [[(3, 88)]]), (3, 1, 40), DTYPES[0], 50, 0, True, 0)
 @given(
     batch=seeing_batches(max_len=90),
     heads=st.sampled_from([(3, 1, 40), (4, 4, 32), (2, 1, 256)]),
     dtypes=st.sampled_from(DTYPES),
     window=st.none() | st.sampled_from([1, 50, 64]),
     layer_id=st.sampled_from([0, 1, 1]),
+    only_in_windows=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_tokens_of_an_image_see_all_of_it(batch, heads, dtypes, window, layer_id, seed):
+def test_tokens_of_an_image_see_all_of_it(batch, heads, dtypes, window, layer_id, only_in_windows, seed):
     lens, extend_lens, images = batch
-    pages = paged(spec_of(*heads, window=window), 16, lens, dtypes[0], seed, kv_dtype=dtypes[1])
+    pages = paged(
+        spec_of(*heads, window=window, only_in_windows=only_in_windows),
+        16,
+        lens,
+        dtypes[0],
+        seed,
+        kv_dtype=dtypes[1],
+    )
     pages.images = images
     ours, expected = pages.run(extend_lens, layer_id)
     assert_close(ours, expected, dtypes[0])
