@@ -72,14 +72,19 @@ class ImageEncoder(Protocol):
 def ends_of_images(positions: Int64s, chunks: Sequence[tuple[int, int, int, Int64s]]) -> Int64s:
     """`BatchLayout.sees_to` of a batch with tokens at `positions` [T], for a model that sees images whole.
 
-    `chunks`: see `ImageTokens.of`; a run of a request's media is an image.
+    `chunks`: see `ImageTokens.of`; runs of a request's media without a token between them are an image.
     """
     sees_to = positions + 1
     for first, position, length, media in chunks:
-        for start, run, _ in media.tolist():
-            if start < position + length and position < start + run:
-                assert position <= start and start + run <= position + length, "a cut within an image"
-                sees_to[first + start - position : first + start + run - position] = start + run
+        starts, ends = media[:, 0], media[:, 0] + media[:, 1]
+        between = np.flatnonzero(starts[1:] != ends[:-1])
+        images = zip(
+            starts[np.append(0, between + 1)].tolist(), ends[np.append(between, -1)].tolist(), strict=True
+        )
+        for start, end in images:
+            if start < position + length and position < end:
+                assert position <= start and end <= position + length, "a cut within an image"
+                sees_to[first + start - position : first + end - position] = end
     return sees_to
 
 

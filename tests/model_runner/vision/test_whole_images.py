@@ -109,6 +109,8 @@ def test_ends_of_images() -> None:
     found = ends_of_images(positions, chunks)
 
     assert found.tolist() == [1, 2, 3, 7, 7, 7, 7, 8, 13, 14, 9, 11, 11, 12]
+    blocks = np.array([[1, 2, 20], [3, 2, 40], [6, 1, 60]])  # the first image has rows in two places
+    assert ends_of_images(np.arange(8), [(0, 0, 8, blocks)]).tolist() == [1, 5, 5, 5, 5, 6, 7, 8]
     with pytest.raises(AssertionError, match="a cut within an image"):
         ends_of_images(np.arange(5), [(0, 0, 5, media)])
     with pytest.raises(AssertionError, match="a cut within an image"):
