@@ -175,6 +175,7 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, graph_sizes: GraphS
         pools_first=not spec.causal and spec.pooling is not None and spec.pooling.pooling == "cls",
         states_of_layers=None if state_pool is None else StatePlanner(state_pool.layout),
         images_are_whole=capacity.images_are_whole,
+        layer_input_id=None if spec.vision is None else spec.vision.layer_input_id,
         processed_logprobs=loaded.processed_logprobs,
     )
     decodes = executor.recorded_decodes

@@ -45,6 +45,7 @@ class BatchBuilder:
         pools_first: a result depends on the first token of a whole text only (an encoder with cls pooling).
         states_of_layers: plans the states; None: the model has no state layers.
         images_are_whole: tokens of an image attend to all of it.
+        layer_input_id: see `VisionSpec`.
         processed_logprobs: see `plan_sampling`.
     """
 
@@ -57,6 +58,7 @@ class BatchBuilder:
     pools_first: bool = False
     states_of_layers: StatePlanner | None = None
     images_are_whole: bool = False
+    layer_input_id: int | None = None
     processed_logprobs: bool = False
 
     def build(self, plan: StepPlan) -> InputBatch:
@@ -156,6 +158,8 @@ class BatchBuilder:
         samples_all_logits = len(sampled_tokens) == len(logits.tokens)
         seeing = self._seeing_chunks(rows, computed, scheduled, starts)
         images = ImageTokens.of(seeing) if seeing else None
+        if images is not None and self.layer_input_id is not None:
+            input_ids[images.indices] = self.layer_input_id  # rows of images replace their embeddings
         return InputBatch(
             layout=BatchLayout(
                 rows,

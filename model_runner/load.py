@@ -51,6 +51,7 @@ from .recording.programs.program_planes import MAX_TOKENS
 from .sampling import backend_selection as sampler_selection
 from .structures.causal_lm import build_model
 from .trial import measure
+from .vision.gemma4 import Gemma4Embedder, Gemma4Tower
 from .vision.pixtral import PixtralTower
 from .vision.qwen_vit import QwenTower
 from .vision.tower import Tower
@@ -61,9 +62,11 @@ from .weights.reader import TensorStore, WeightReader
 from .weights.safetensors import SafetensorsStore
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ..launch.resolve.stages import Stage
     from ..models.source import ModelSource
-    from ..models.spec.vision_spec import VisionFamily
+    from ..models.spec.vision_spec import VisionFamily, VisionSpec
     from ..runtime.config.engine_config import EngineConfig, ModelConfig
     from ..runtime.feasibility import Capacity
     from .distributed.pp_link import StageLink
@@ -74,6 +77,7 @@ if TYPE_CHECKING:
     from .ops.ops import Ops
     from .recording.graphs.graph_sizes import GraphSizes
     from .structures.causal_lm import CausalLM
+    from .vision.encoder_rows import ImageEncoder
 
 logger = logging.getLogger(__name__)
 
@@ -274,7 +278,7 @@ class _Loaded(NamedTuple):
     model: CausalLM
     pooling_head: PoolingHead | None
     make_drafter: MakeDrafter | None = None
-    tower: Tower | QwenTower | PixtralTower | None = None
+    tower: ImageEncoder | None = None
     reason: str = ""
 
 
@@ -343,9 +347,7 @@ def _load_own_model(
     model = build_model(context)
     pooling_head = _load_pooling_head(config, source, spec, weights, device)
     make_drafter = drafter_of(config, context, model, rank_spec(spec, group.size))
-    tower: Tower | QwenTower | PixtralTower | None = None
-    if spec.vision is not None:
-        tower = _tower_class(spec.vision.family)(context, spec.vision)
+    tower = None if spec.vision is None else _tower_class(spec.vision.family)(context, spec.vision)
     weights.finish()
     report.log()
     changes_experts = layers is not None and layers.change_experts
@@ -353,10 +355,15 @@ def _load_own_model(
     return _Loaded(model, pooling_head, make_drafter, tower, reason)
 
 
-def _tower_class(family: VisionFamily) -> type[Tower | QwenTower | PixtralTower]:
+def _tower_class(family: VisionFamily) -> Callable[[ModelContext, VisionSpec], ImageEncoder]:
     if family in QWEN_FORMS:
         return QwenTower
-    return PixtralTower if family == "pixtral" else Tower
+    others: dict[VisionFamily, Callable[[ModelContext, VisionSpec], ImageEncoder]] = {
+        "pixtral": PixtralTower,
+        "gemma4": Gemma4Tower,
+        "gemma4_unified": Gemma4Embedder,
+    }
+    return others.get(family, Tower)
 
 
 def drafter_of(

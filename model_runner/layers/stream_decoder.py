@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...models.spec.streams_spec import LAYER_TABLE
-from ..forward_batch import ImageRows
 from .decoder import select_last
 from .embedding import Embedding
 from .layer import kept_adapters
@@ -96,9 +95,9 @@ class StreamDecoder:
     def forward(self, batch: ForwardBatch) -> Tensor:
         """After the last layer's attention only the tokens that need logits are computed."""
         tokens = None if batch.adapters is None else batch.adapters.tokens
-        # A program is traced with a place for images, which these models, without a tower, leave unused.
-        assert not isinstance(batch.images, ImageRows), "no folder with a tower has such a language model"
         embedded = self.embedding(batch.input_ids, tokens)
+        if batch.images is not None:
+            embedded = batch.images.place(embedded)
         inputs = None if self.inputs is None else self.inputs(batch.input_ids, embedded, tokens)
         streams = embedded if self.streams is None else self.streams.begin(embedded, tokens)
         angles = self.rotary.at(batch.positions)

@@ -1,4 +1,4 @@
-"""Gemma 1, 2 and 3, text only (Gemma Team 2024, 2025).
+"""Gemma 1, 2 and 3 (Gemma Team 2024, 2025).
 
 Differences to Llama: embeddings are multiplied by sqrt(hidden size); attention and MLP have a norm before and after
 them, with weights around zero; each head of q and of k has a norm; scores have a scale of their own; GELU. Five of six

@@ -1,4 +1,4 @@
-"""Gemma 4 and Gemma 3n, text only: Gemma 3's layers with inputs of their own.
+"""Gemma 4 and Gemma 3n: Gemma 3's layers with inputs of their own.
 
 Differences to Gemma 3: weights of norms are around one; heads of v have a norm, too; layers without a window have heads
 of another size, and may take their keys as values; the last layers may attend to keys and values of earlier ones; each

@@ -45,7 +45,15 @@ _AUDIO: Final = ("audio_tower.", "multi_modal_projector.")
 _CONNECTED: Final = ("vision_model.", "connector.")
 _TEXT_MODEL: Final = ("model.text_model.", "text_model.")
 _THINKER: Final = "thinker"
-_GEMMA_TOWERS: Final = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
+_OF_AUDIO: Final = ("audio_tower.", "embed_audio.")
+"""Towers that nothing reads, also in models that see."""
+_UNIFIED: Final = {
+    "embed_vision.multimodal_embedder.": "embed_vision.",
+    "embed_vision.patch_": "vision_embedder.patch_",
+    "embed_vision.pos_": "vision_embedder.pos_",
+}
+"""Names of transformers' modules of Gemma 4 12B, and those of its files."""
+_GEMMA_TOWERS: Final = ("vision_tower.", "embed_vision.", *_OF_AUDIO)
 
 
 class Multimodal(NamedTuple):
@@ -112,7 +120,7 @@ class TextType(NamedTuple):
 
 
 def _usual_tower_name(name: str) -> str | None:
-    """The name of a tensor of a tower of SigLIP, CLIP or Llama 4; None: of the head, which pools whole images.
+    """The name of a tensor of a tower; None: of one for audio, or of SigLIP's head, which pools whole images.
 
     Files have `vision_tower.vision_model.` before it, without the second part since transformers 5.
     """
@@ -124,7 +132,10 @@ def _usual_tower_name(name: str) -> str | None:
         renamed = _LLAMA4
     for own, other in renamed.items():
         usual = usual.replace(own, other)
-    return None if usual.startswith(_TOWER_HEAD) else usual
+    for own, other in _UNIFIED.items():
+        if name.startswith(own):
+            usual = other + name.removeprefix(own)
+    return None if usual.startswith((_TOWER_HEAD, *_OF_AUDIO)) else usual
 
 
 MULTIMODAL: Final[dict[str, Multimodal]] = {

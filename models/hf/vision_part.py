@@ -16,6 +16,7 @@ from msgspec import structs
 from ..fields import Fields
 from ..spec.model_spec import ModelSpec
 from ..spec.vision_spec import LLAMA4_TEXTS, ImageProcessing, VisionSpec
+from .gemma4_vision_part import read_gemma4, read_gemma4_unified
 from .llava_vision_part import read_llava, read_mistral3
 from .qwen_vision_part import QWENS, read_qwen
 from .special_tokens import read_special_tokens
@@ -227,6 +228,8 @@ _READERS: Final[dict[str, Callable[[VisionFiles], VisionSpec | None]]] = {
     "mistral3": read_mistral3,
     "llama4": _llama4,
     "gemma3": _gemma3,
+    "gemma4": read_gemma4,
+    "gemma4_unified": read_gemma4_unified,
 }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
+from .gemma4_vision_tensors import GEMMA4_TOWERS, gemma4_modules, gemma4_unified_modules
 from .needed_tensors import Module
 from .pixtral_tensors import pixtral_modules
 from .qwen_vision_tensors import QWEN_FORMS, QWEN_TOWER, qwen_vision_modules
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from ..spec.model_spec import ModelSpec
     from ..spec.vision_spec import VisionSpec
 
-TOWER: Final = ("vision_model.", "connector.", "multi_modal_projector.", QWEN_TOWER)
+TOWER: Final = ("vision_model.", "connector.", "multi_modal_projector.", QWEN_TOWER, *GEMMA4_TOWERS)
 """The first parts of all names."""
 PATCHES: Final = "vision_model.embeddings.patch_embedding"
 """[hidden, 3, side, side]: a product with each patch, which files have as a convolution."""
@@ -91,6 +92,12 @@ def vision_modules(spec: ModelSpec) -> Iterator[Module]:
         return
     if vision.family == "pixtral":
         yield from pixtral_modules(vision, spec.hidden_size)
+        return
+    if vision.family == "gemma4":
+        yield from gemma4_modules(vision, spec.hidden_size)
+        return
+    if vision.family == "gemma4_unified":
+        yield from gemma4_unified_modules(vision, spec.hidden_size)
         return
     size, inner = vision.hidden_size, vision.intermediate_size
     yield Module(PATCHES, patches_shape(vision), has_bias=vision.body in ("siglip", "internvit"))

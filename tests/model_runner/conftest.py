@@ -417,6 +417,7 @@ def make_driver() -> Callable[..., Driver]:
             num_encoder_rows=num_encoder_rows,
             encoder_tile_rows=0 if spec.vision is None else spec.vision.rows_per_tile,
             encoder_row_pixels=0 if spec.vision is None else spec.vision.row_pixels,
+            has_rope_axes=spec.vision is not None and bool(spec.vision.rope_sections),
             images_are_whole=spec.vision is not None and spec.vision.sees_whole,
         )
         config = ModelConfig(

@@ -97,7 +97,16 @@ def load_rank(
     dtype: Literal["bfloat16", "float32"] = "float32",
     num_encoder_rows: int = 0,
 ) -> Any:
-    capacity = Capacity(256, 128, 4, 8, tiny.spec.vocab_size, num_encoder_rows=num_encoder_rows)
+    vision = tiny.spec.vision
+    capacity = Capacity(
+        256,
+        128,
+        4,
+        8,
+        tiny.spec.vocab_size,
+        num_encoder_rows=num_encoder_rows,
+        images_are_whole=vision is not None and vision.sees_whole,
+    )
     config = ModelConfig(dtype=dtype, device="cpu", num_threads=1, load_format="auto", model_impl="engine")
     source = ModelSource("hf", str(tiny.folder), "test")
     place = Place(group or SINGLE_RANK, None)

@@ -239,7 +239,7 @@ class Pictures:
                 media += [start + number * size, min(size, num_rows - number * size), block]
             items.append(MediaItem(b"", int32([start, num_rows]), encode.pixels, encode.shape))
         req.media = int32(media)
-        if items:
+        if items and self._capacity.has_rope_axes:
             req.rope = rope_axes(items, req.prompt_len, self._capacity.encoder_row_pixels)
         return req
 

@@ -49,7 +49,7 @@ class Served:
             encoder_tile_rows=per_tile,
             encoder_tile_parts=config.pop("tile_parts", seeing.num_parts),
             encoder_row_pixels=seeing.row_pixels,
-            has_rope_axes=seeing.row_pixels > 0,
+            has_rope_axes=seeing.spec.vision is not None and bool(seeing.spec.vision.rope_sections),
             images_are_whole=seeing.spec.vision is not None and seeing.spec.vision.sees_whole,
         )
         radix_cache = config.pop("radix_cache", True)

@@ -1,4 +1,4 @@
-"""The scheduler with the product's runner and tiny models of Qwen: images of any size, positions on three axes."""
+"""The scheduler with the product's runner, tiny models of Qwen and of Gemma 4: images of any size."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 from tests.model_runner.conftest import Driver
 
+from .test_gemma4 import Gemma4, make_gemma4  # noqa: F401
 from .test_images import Seeing, Tiles
 from .test_qwen_vl import MakeQwen, Qwen, make_qwen  # noqa: F401
 from .test_scheduled_images import CASES, check_case
@@ -64,4 +65,27 @@ def test_answers_are_those_of_transformers(
     case: str,
 ) -> None:
     seeing: Any = _AnySize(make_qwen(outer))
+    check_case(cast(Seeing, seeing), make_driver, tmp_path, CASES[case])
+
+
+SEEING = ("chunks of a page, one image at a time", "ahead of results", "retracted again and again", "drafts")
+WHOLE = ("chunks of a page, one image at a time", "several steps for a tile", "retracted again and again")
+
+
+@pytest.mark.parametrize(
+    ("form", "case"),
+    [
+        *(("as E2B", case) for case in SEEING),
+        *(("inputs of layers, whole images, windows last", case) for case in WHOLE),
+        ("as 31B", "too few pages"),
+    ],
+)
+def test_answers_of_gemma_4(
+    make_gemma4: Callable[[str], Gemma4],  # noqa: F811
+    make_driver: Callable[..., Driver],
+    tmp_path: Path,
+    form: str,
+    case: str,
+) -> None:
+    seeing: Any = _AnySize(make_gemma4(form))
     check_case(cast(Seeing, seeing), make_driver, tmp_path, CASES[case])

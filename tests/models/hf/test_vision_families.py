@@ -219,13 +219,87 @@ PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 OF_NEXT = {"model_type": "llava_next", "architectures": ["LlavaNextForConditionalGeneration"]}
 NEXT = LLAVA | OF_NEXT | {"image_grid_pinpoints": PINPOINTS}
 NEXT_CLIP = CLIP | {"do_pad": True, "image_grid_pinpoints": PINPOINTS}
+GEMMA4: dict[str, Any] = {
+    "architectures": ["Gemma4ForConditionalGeneration"],
+    "model_type": "gemma4",
+    "image_token_id": 258_880,
+    "text_config": {
+        "model_type": "gemma4_text",
+        "vocab_size": 262_144,
+        "hidden_size": 5376,
+        "intermediate_size": 21_504,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "hidden_size_per_layer_input": 0,
+        "use_bidirectional_attention": "vision",
+    },
+    "vision_config": {
+        "default_output_length": 280,
+        "head_dim": 72,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "model_type": "gemma4_vision",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 27,
+        "num_key_value_heads": 16,
+        "patch_size": 16,
+        "pooling_kernel_size": 3,
+        "position_embedding_size": 10_240,
+        "rope_parameters": {"rope_theta": 100.0, "rope_type": "default"},
+        "standardize": True,
+        "use_clipped_linears": False,
+    },
+}
+SOFT_TOKENS = {"do_normalize": False, "image_mean": [0.1, 0.1, 0.1], "max_soft_tokens": 560, "patch_size": 16}
 PROCESSORS = {
     "llava": CLIP,
     "llava_next": NEXT_CLIP,
     "internvl": TILES,
     "mistral3": LONGEST,
     "llama4": SCOUT_TILES,
+    "gemma4": SOFT_TOKENS,
 }
+
+
+def test_gemma_4_31b(tmp_path: Path) -> None:
+    vision = vision_of(tmp_path, GEMMA4, SOFT_TOKENS)
+
+    assert vision is not None and (vision.family, vision.activation, vision.num_layers) == (
+        "gemma4",
+        "gelu_tanh",
+        27,
+    )
+    assert vision.sees_whole and vision.only_in_windows and vision.standardizes and not vision.clips
+    assert (vision.row_pixels, vision.rows_of(48, 96), vision.most_rows) == (48, 2, 560)
+    assert vision.processing.mean == (0.0, 0.0, 0.0), "do_normalize is false"
+    assert vision.limited(100 * 48**2 + 7).most_rows == 112
+    assert (vision.image_token, vision.begin_token, vision.end_token) == ("<|image|>", "<|image>", "<image|>")
+
+
+def test_gemma_4_e2b(tmp_path: Path) -> None:
+    tower = {
+        "num_hidden_layers": 16,
+        "hidden_size": 768,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 12,
+        "head_dim": 64,
+        "intermediate_size": 3072,
+        "standardize": False,
+        "use_clipped_linears": True,
+    }
+    text = {"use_bidirectional_attention": None, "hidden_size_per_layer_input": 256, "pad_token_id": 3}
+    config = GEMMA4 | {"text_config": GEMMA4["text_config"] | text}
+
+    vision = vision_of(tmp_path, config | {"vision_config": GEMMA4["vision_config"] | tower}, {})
+    plain = vision_of(tmp_path, config | {"vision_config": {"model_type": "gemma4_vision"}}, {})
+
+    assert vision is not None and plain is not None and vision.clips and not vision.standardizes
+    assert not vision.sees_whole and not vision.only_in_windows and vision.layer_input_id == 3
+    assert vision.most_rows == 288, "280, in whole blocks"
+    defaults = (plain.hidden_size, plain.num_layers, plain.num_heads, plain.num_positions, plain.clips)
+    assert defaults == (768, 16, 12, 10_240, False)
 
 
 def test_llava_1_6(tmp_path: Path) -> None:
@@ -405,6 +479,27 @@ def test_pixtral_12b(tmp_path: Path) -> None:
             "image_token_index is 202048, expected a whole number",
         ),
         (INTERNVL, {}, {}, {"min_patches": 13}, "min_patches is 13, expected a whole number from 1 to 12"),
+        (GEMMA4, {}, {}, {"max_soft_tokens": 300}, "max_soft_tokens is 300, expected one of 70, 140, 280"),
+        (GEMMA4, {}, {}, {"patch_size": 14}, "patch_size is 14, expected 16, or serve its text"),
+        (GEMMA4, {}, {}, {"do_resize": False}, "do_resize is False, expected True"),
+        (GEMMA4, {}, {"head_dim": None}, {}, "head_dim is None, expected 72"),
+        (GEMMA4, {}, {"num_key_value_heads": 8}, {}, "num_key_value_heads is 8, expected 16"),
+        (
+            GEMMA4,
+            {},
+            {"num_attention_heads": 64},
+            {},
+            "64, they cannot divide the hidden size 1152 into mult",
+        ),
+        (GEMMA4, {}, {"rope_parameters": {"rope_theta": 1e4}}, {}, "rope_theta is 10000.0, expected 100.0"),
+        (GEMMA4, {}, {"hidden_activation": "silu"}, {}, "hidden_activation is 'silu', expected"),
+        (
+            GEMMA4,
+            {},
+            {"position_embedding_size": 900},
+            {},
+            "position_embedding_size is 900, expected .* 1680",
+        ),
     ],
 )
 def test_what_is_refused(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Protocol
 
-from . import gemma3, idefics3, internvl, llama4, llava, llava_next, pixtral, qwen2_vl
+from . import gemma3, gemma4, idefics3, internvl, llama4, llava, llava_next, pixtral, qwen2_vl
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,6 +49,8 @@ class Processor(Protocol):
 PROCESSORS: Final[dict[VisionFamily, Processor]] = {
     "idefics3": idefics3,
     "gemma3": gemma3,
+    "gemma4": gemma4,
+    "gemma4_unified": gemma4,
     "qwen2_vl": qwen2_vl,
     "qwen2_5_vl": qwen2_vl,
     "qwen3_vl": qwen2_vl,
