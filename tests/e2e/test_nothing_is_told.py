@@ -37,6 +37,8 @@ VALID: dict[str, dict[str, Any]] = {
     "/completion": {"prompt": MARK, "n_predict": 2},
     "/infill": {"input_prefix": MARK, "input_suffix": MARK},
     "/generate": {"text": MARK, "sampling_params": {"max_new_tokens": 2}},
+    "/apply-template": {"messages": [{"role": "user", "content": MARK}]},
+    "/embedding": {"content": MARK},
     "/tokenize": {"prompt": MARK},
     "/detokenize": {"tokens": [5]},
     "/v1/cache/pins": {"prompt": MARK, "ttl": 1},
@@ -146,11 +148,11 @@ def test_a_mark_in_every_field_shows_up_nowhere(start_serve, model, tmp_path, fo
             next(stream.iter_lines())
             shown = {
                 path: client.get(path).text
-                for path in ("/metrics", "/server_info", "/v1/requests", "/v1/sessions")
+                for path in ("/metrics", "/server_info", "/v1/requests", "/v1/sessions", "/slots", "/props")
             }
             folder = Path(client.post("/stop_profile").json()["folder"])
             shown |= {path.name: path.read_text() for path in folder.iterdir()}
-            assert len(shown) == 7
+            assert len(shown) == 9
             shown["titles"] = titles([engine.process.pid, *engine.pids.values()])
             os.kill(engine.pids["scheduler"], signal.SIGSEGV)
             assert engine.wait() == 1  # with the request alive, of which the report must not tell

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from ..telemetry.metrics import BuildInfo
 from .anthropic.endpoint import count_tokens, messages
@@ -73,9 +73,20 @@ from .endpoints.wire import (
     WhyBody,
     WorldSizeBody,
 )
+from .native import llama_facts
 from .native.convert import generate
 from .native.llama_server import infill, llama_completion
-from .native.llama_wire import InfillRequest, LlamaBody, LlamaCompletionRequest
+from .native.llama_wire import (
+    AppliedTemplateBody,
+    InfillRequest,
+    LlamaBody,
+    LlamaCompletionRequest,
+    LlamaEmbedding,
+    LlamaEmbeddingRequest,
+    LoraBody,
+    PropsBody,
+    SlotBody,
+)
 from .native.wire import GenerateBody, NativeRequest
 from .ollama import models as ollama_models
 from .ollama.embed import (
@@ -141,10 +152,15 @@ _PAGED: Final = ("after", "limit", "order")
 _FORM: Final = "multipart/form-data"
 
 
-def _unavailable(method: str, *paths: str) -> list[Route]:
-    """Routes of Ollama's that answer 501."""
-    summary = f"Not available: {ollama_models.OTHER_MODELS}."
-    return [Route(method, path, ollama_models.unavailable(path), summary, fails=(501,)) for path in paths]
+def _unavailable(
+    method: str, *paths: str, why: str = ollama_models.OTHER_MODELS, api: str = "ollama", **more: Any
+) -> list[Route]:
+    """Routes of another server that answer 501."""
+    handlers = [ollama_models.unavailable(path, why, api) for path in paths]
+    return [
+        Route(method, path, handler, f"Not available: {why}.", fails=(501,), **more)
+        for path, handler in zip(paths, handlers, strict=True)
+    ]
 
 
 ROUTES: Final = (
@@ -360,6 +376,33 @@ ROUTES: Final = (
         LlamaCompletionRequest,
         LlamaBody,
         LlamaBody,
+    ),
+    *get("/props", llama_facts.props, "The model and the settings (llama-server).", PropsBody),
+    *get(
+        "/slots",
+        llama_facts.slots,
+        "The running requests, in numbers (llama-server).",
+        list[SlotBody],
+        query=("fail_on_no_slot",),
+    ),
+    *_unavailable(
+        "POST", "/slots/{slot}", why=llama_facts.NO_SLOT_FILES, api="llama_server", query=("action",)
+    ),
+    *get("/lora-adapters", llama_facts.lora_adapters, "The LoRA adapters (llama-server).", list[LoraBody]),
+    *post(
+        "/apply-template",
+        llama_facts.apply_template,
+        "The prompt of a chat (llama-server).",
+        ChatRequest,
+        AppliedTemplateBody,
+        fails=(404,),
+    ),
+    *answering(
+        "/embedding",
+        llama_facts.embedding,
+        "Vectors of texts (llama-server).",
+        LlamaEmbeddingRequest,
+        list[LlamaEmbedding],
     ),
     *post(
         "/tokenize",

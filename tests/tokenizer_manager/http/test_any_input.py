@@ -50,6 +50,8 @@ VALID: dict[str, dict[str, Any]] = {
     "/generate": {"text": "hi", "sampling_params": {"max_new_tokens": 3}},
     "/infill": {"input_prefix": "hi", "input_suffix": "ho"},
     "/completion": {"prompt": "hi"},
+    "/apply-template": {"messages": [{"role": "user", "content": "hi"}]},
+    "/embedding": {"content": "hi"},
     "/tokenize": {"prompt": "hi"},
     "/detokenize": {"tokens": [71, 72]},
     "/v1/cache/pins": {"prompt": "hi", "ttl": 1},

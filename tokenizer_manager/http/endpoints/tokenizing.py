@@ -7,6 +7,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from ....models.tokenizer.tokenizer import Tokenizer
 from ....runtime.errors import RequestError
 from ...conversation.conversation import Conversation
 from ...prompt_encoder import NO_BOS, second_bos
@@ -14,11 +15,18 @@ from ..exchange import Exchange
 from ..openai.messages import checked_template_variables, template_messages
 from ..openai.tools import tools_of
 from ..schema.field_policy import FieldPolicy
-from ..schema.values import Body, convert
+from ..schema.values import Body, convert, refused
 from ..services import Engine
-from .wire import DetokenizeRequest, PinRequest, TextBody, TokenizeRequest, TokensBody
+from .wire import (
+    DetokenizeRequest,
+    PinRequest,
+    TextBody,
+    TokenizeRequest,
+    TokenPiece,
+    TokensBody,
+)
 
-_TOKENIZE_POLICY: Final = FieldPolicy(TokenizeRequest, {})
+_TOKENIZE_POLICY: Final = FieldPolicy(TokenizeRequest, {"parse_special": (True,)})
 _DETOKENIZE_POLICY: Final = FieldPolicy(DetokenizeRequest, {})
 
 
@@ -27,6 +35,9 @@ async def tokenize(exchange: Exchange, engine: Engine) -> None:
     made = await engine.read(exchange, lambda body: _read(body, engine))
     request = made.request
     async with exchange.abort_on_disconnect():
+        if request.content is not None:
+            await exchange.send_json(await _pieces(engine, request.content, request, made.warnings))
+            return
         if made.messages is not None:
             plan = await engine.plan_chat(
                 rendered_conversation(
@@ -59,6 +70,32 @@ async def tokenize(exchange: Exchange, engine: Engine) -> None:
         )
 
 
+async def _pieces(
+    engine: Engine, content: str, request: TokenizeRequest, warnings: list[str]
+) -> TokensBody | _EncodedTokensBody:
+    [ids] = await engine.encoder.encode(
+        [content], add_special_tokens=bool(request.add_special), param="content"
+    )
+    warnings = warnings + _left_out_warnings(await engine.encoder.left_out(content, ids))
+    if not request.with_pieces:
+        encoded = msgspec.Raw(await engine.encoder.json_of(ids))
+        return _EncodedTokensBody(tokens=encoded, warnings=warnings or UNSET)
+    if len(ids) > (limit := engine.manager.capacity.max_model_len):
+        raise refused(
+            "content", f"has {len(ids)} tokens, but with_pieces takes {limit}, those of a prompt; send less"
+        )
+    pieces: list[int | TokenPiece] = [TokenPiece(each, _piece(engine.tokenizer, each)) for each in ids]
+    return TokensBody(tokens=pieces, warnings=warnings or UNSET)
+
+
+def _piece(tokenizer: Tokenizer, token_id: int) -> str | list[int]:
+    data = tokenizer.token_bytes(token_id)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return list(data)
+
+
 def _left_out_warnings(left_out: dict[str, int]) -> list[str]:
     if not left_out:
         return []
@@ -70,9 +107,9 @@ class _EncodedTokensBody(msgspec.Struct, kw_only=True):
     """`TokensBody` with ids that are JSON already: millions of them are encoded off the event loop."""
 
     tokens: msgspec.Raw
-    count: int
-    max_model_len: int
-    prompt: str
+    count: int | UnsetType = UNSET
+    max_model_len: int | UnsetType = UNSET
+    prompt: str | UnsetType = UNSET
     warnings: list[str] | UnsetType = UNSET
 
 
@@ -92,11 +129,13 @@ def _read(body: Body, engine: Engine) -> _Checked:
     warnings = _TOKENIZE_POLICY.check(body, strict=strict)
     request = convert(body, TokenizeRequest)
     engine.check_model(request.model)
-    if request.prompt is not None and not request.messages:  # an empty list asks for nothing
-        request.messages = None
-    if (request.prompt is None) == (request.messages is None):
+    if not request.messages and (request.prompt, request.content) != (None, None):
+        request.messages = None  # an empty list asks for nothing
+    if not request.content and (request.prompt, request.messages) != (None, None):
+        request.content = None
+    if [request.prompt, request.messages, request.content].count(None) != 2:
         raise RequestError(
-            "prompt and messages are two forms of the input; send exactly one",
+            "prompt, messages and content are forms of the input; send exactly one",
             param="prompt",
             code="invalid_value",
         )
@@ -124,7 +163,7 @@ async def detokenize(exchange: Exchange, engine: Engine) -> None:
     text = await engine.encoder.decode(
         request.tokens, skip_special_tokens=bool(request.skip_special_tokens), param="tokens"
     )
-    await exchange.send_json(TextBody(text=text, prompt=text, warnings=warnings or UNSET))
+    await exchange.send_json(TextBody(text=text, prompt=text, content=text, warnings=warnings or UNSET))
 
 
 def rendered_conversation(

@@ -94,21 +94,29 @@ class ModelsBody(msgspec.Struct, kw_only=True):
     models: list[CodexModelBody]
 
 
-class TokensBody(msgspec.Struct, kw_only=True):
-    """Token ids and their text."""
+class TokenPiece(msgspec.Struct):
+    """A token: its text, or its bytes if they are no text."""
 
-    tokens: list[int]
-    count: int
-    max_model_len: int
-    prompt: str
+    id: int
+    piece: str | list[int]
+
+
+class TokensBody(msgspec.Struct, kw_only=True):
+    """Token ids and their text; in llama-server's form only the ids, with the text of each on request."""
+
+    tokens: list[int | TokenPiece]
+    count: int | UnsetType = UNSET
+    max_model_len: int | UnsetType = UNSET
+    prompt: str | UnsetType = UNSET
     warnings: Warnings = UNSET
 
 
 class TextBody(msgspec.Struct, kw_only=True):
-    """A text, under both names that other engines use."""
+    """A text, under the names that other engines use."""
 
     text: str
     prompt: str
+    content: str
     warnings: Warnings = UNSET
 
 
@@ -259,17 +267,20 @@ class ServerInfoBody(msgspec.Struct, kw_only=True):
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
-    """Body of `POST /tokenize`: a prompt, or chat messages, which are rendered."""
+    """Body of `POST /tokenize`: a prompt, or chat messages, which are rendered; or `content` in llama-server's form."""
 
-    one_of: ClassVar = ("prompt", "messages")
+    one_of: ClassVar = ("prompt", "messages", "content")
 
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
+    content: str | None = None
     tools: list[Any] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_special: bool | None = None
+    with_pieces: bool | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):

@@ -21,7 +21,7 @@ from ...prompt_encoder import NO_BOS
 from ..exchange import Exchange
 from ..framing import event
 from ..guards.auth import Caller
-from ..schema.accounting import timings_of, usage_of
+from ..schema.accounting import progress_of, timings_of, usage_of
 from ..schema.constraints import check_room, constraint_of
 from ..schema.errors import renamed_fields
 from ..schema.field_policy import SAMPLING_NOT_YET, FieldPolicy
@@ -61,7 +61,6 @@ _NOT_YET: Final = SAMPLING_NOT_YET | {
     "n_cmpl": (1,),
     "n_probs": (0,),
     "post_sampling_probs": (False,),
-    "return_progress": (False,),
     "timings_per_token": (False,),
 }
 _INFILL_POLICY: Final = FieldPolicy(
@@ -207,6 +206,7 @@ def _generation(
         grammar_param="" if constraint is None else constraint.param,
         names=_NAMES,
         warnings=warnings,
+        reports_progress=bool(request.stream and request.return_progress),
     )
     if request.n_predict == 0:
         return replace(warm_up_of(generation), grammar=None)
@@ -266,6 +266,7 @@ async def _answer(exchange: Exchange, engine: Engine, read: tuple[LlamaFields, G
             warnings = generation.request.warnings + engine.second_bos(generation, NO_BOS)
             [choice] = generation.choices
             ids: list[int] = []
+            reads = body.stream and body.return_progress
             async for rows in generation:
                 text, new_ids = "", []
                 for _, output in rows:
@@ -279,8 +280,14 @@ async def _answer(exchange: Exchange, engine: Engine, read: tuple[LlamaFields, G
                 if body.stream:
                     if not exchange.streaming:
                         await exchange.start_events()
-                    if text:
-                        await exchange.send_events(event(_part(choice, text, new_ids, body)))
+                    if text or reads:
+                        part = _part(choice, text, new_ids, body)
+                        if reads:
+                            reads = choice.first_token_s is None
+                            processed = choice.processed_tokens if reads else choice.usage.prompt_tokens
+                            now_s = engine.manager.now_s()
+                            part.prompt_progress = progress_of(generation, choice, processed, now_s)
+                        await exchange.send_events(event(part))
                 if rules.ended:
                     break
             last = _whole(engine, generation, rules, [] if body.stream else ids, body)
@@ -317,12 +324,9 @@ def _whole(
         stop_type = "limit" if rules.ended else "none"
     elif finish.kind is FinishKind.STOP and not (rules.ended or choice.warm_up):
         stop_type = "word" if isinstance(finish.matched, str) else "eos"
-    settings: dict[str, Any] = {name: getattr(sampling, name) for name, _, _ in NUMBERS}
-    settings |= {
-        "seed": choice.seed,
-        "n_predict": -1 if body.n_predict is None else body.n_predict,
-        "stop": list(sampling.stop),
-    }
+    settings = settings_of(sampling) | {"seed": choice.seed}
+    if body.n_predict is not None:
+        settings["n_predict"] = body.n_predict
     return LlamaBody(
         content=rules.text,
         tokens=ids if body.return_tokens else [],
@@ -339,6 +343,12 @@ def _whole(
         tokens_cached=usage.prompt_tokens + usage.completion_tokens,
         timings=timings_of(generation),
     )
+
+
+def settings_of(sampling: SamplingParams) -> dict[str, Any]:
+    """The sampling parameters of an answer without a limit of its own, under llama-server's names."""
+    numbers = {name: getattr(sampling, name) for name, _, _ in NUMBERS}
+    return numbers | {"seed": -1, "n_predict": NO_LIMIT, "stop": list(sampling.stop)}
 
 
 def chosen_fields(body: dict[str, Any], paths: Sequence[str]) -> dict[str, Any]:

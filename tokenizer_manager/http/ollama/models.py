@@ -140,13 +140,13 @@ async def ollama_version(exchange: Exchange, engine: Engine) -> None:
     await exchange.send_json(VersionBody(_VERSION))
 
 
-def unavailable(path: str) -> Callable[[Exchange, Engine], Awaitable[None]]:
-    """A handler that answers 501."""
+def unavailable(path: str, why: str, api: str) -> Callable[[Exchange, Engine], Awaitable[None]]:
+    """A handler of a route of another server that answers 501."""
 
     async def answer(exchange: Exchange, engine: Engine) -> None:
-        raise _not_available(path, OTHER_MODELS)
+        raise _not_available(path, why)
 
-    answer.__name__ = "ollama" + path.replace("/", "_")
+    answer.__name__ = api + "".join("_" if not each.isalnum() else each for each in path)
     return answer
 
 

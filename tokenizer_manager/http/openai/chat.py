@@ -149,7 +149,8 @@ def read_chat(body: Body, engine: Engine, caller: Caller) -> tuple[ChatRequest, 
         reports_progress=request.reports_progress,
     )
     options = request.prompt_cache_options
-    return request, warm_up_of(generation) if options is not None and options.prewarm else generation
+    is_warm_up = request.n_predict == 0 or (options is not None and options.prewarm)
+    return request, warm_up_of(generation) if is_warm_up else generation
 
 
 def _placement(tokenizer: Tokenizer, request: GenerationRequest) -> AnswerPlacement:

@@ -21,6 +21,7 @@ from ..schema.field_types import (
     CountOrNone,
     Effort,
     Messages,
+    PredictLimit,
     Prompts,
     ToolChoiceField,
 )
@@ -33,6 +34,7 @@ class ChatRequest(GenerationFields, kw_only=True):
 
     messages: Messages
     max_completion_tokens: AnswerLimit = None
+    n_predict: PredictLimit = None
     logprobs: bool | None = None
     top_logprobs: CountOrNone | None = None
     add_generation_prompt: bool | None = None
@@ -72,6 +74,8 @@ class ChatRequest(GenerationFields, kw_only=True):
         if self.max_completion_tokens is not None:
             name, value = "max_completion_tokens", self.max_completion_tokens
             return answer_limit(value, name), name
+        if self.n_predict and self.max_tokens is None:
+            return answer_limit(self.n_predict, "n_predict"), "n_predict"
         return answer_limit(self.max_tokens, "max_tokens"), "max_tokens"
 
     def num_top_logprobs(self, limits: RequestLimits) -> int | None:

@@ -29,6 +29,8 @@ NOTES: Final[Mapping[str, str]] = {
     "prompt": "A text, token ids, or a list of either.",
     "OllamaGenerateRequest.prompt": "The user's message; with raw, the whole prompt.",
     "TokenizeRequest.prompt": "The text; instead of messages.",
+    "content": "The text, in llama-server's form; instead of prompt.",
+    "LlamaEmbeddingRequest.content": "A text, token ids, or a list of either.",
     "text": "A text, or a list of texts; instead of input_ids.",
     "input_ids": "Token ids, or a list of such lists; instead of text.",
     "image_data": "Images of the text, which has the model's marker in the place of each.",
@@ -83,6 +85,7 @@ NOTES: Final[Mapping[str, str]] = {
     "dimensions": "Leading numbers of the vector to keep, for models that were trained for it.",
     "task": "embed or classify, which must be what the model does.",
     "normalize": "Scale the vector to length 1; what the model's files say unless set.",
+    "embd_normalize": "2: vectors of length 1, -1: as the model computes them.",
     "input_type": "query or document: the model's prompt of this kind is put before the input.",
     "prompt_name": "The model's prompt of this name is put before the input.",
     "top_n": "The most relevant documents to return; 0 for all.",
@@ -184,6 +187,8 @@ NOTES: Final[Mapping[str, str]] = {
     "add_generation_prompt": "The prompt ends with the beginning of an answer.",
     "continue_final_message": "The answer continues the last message instead of beginning a new one.",
     "add_special_tokens": "The tokenizer adds its special tokens, such as the one of the beginning.",
+    "add_special": "With content: the tokenizer adds its special tokens.",
+    "with_pieces": "With content: objects with id and piece, which is bytes if the token is no text.",
     "chat_template_kwargs": "More variables of the chat template.",
     # ---- scheduling
     "priority": "Larger is scheduled earlier by some policies; or high, normal, low.",
@@ -262,6 +267,9 @@ DEFAULTS: Final[Mapping[str, Any]] = {
     "OllamaGenerateRequest.stream": True,
     "OllamaPullRequest.stream": True,
     "return_progress": False,
+    "embd_normalize": 2,
+    "add_special": False,
+    "with_pieces": False,
     "return_token_ids": False,
     "return_tokens_as_token_ids": False,
     "echo": False,
@@ -383,6 +391,8 @@ BODIES: Final[Mapping[tuple[str, str], Mapping[str, Any]]] = {
         "n_predict": 8,
     },
     ("POST", "/completion"): {"prompt": "The capital of France is", "n_predict": 8},
+    ("POST", "/apply-template"): {"messages": _QUESTION},
+    ("POST", "/embedding"): {"content": "The sky is blue."},
     ("POST", "/v1/files"): {"file": "@requests.jsonl", "purpose": "batch"},
     ("POST", "/v1/batches"): {
         "input_file_id": "file-1",
@@ -433,6 +443,7 @@ OF_ADAPTERS: Final = frozenset(path for _, path in BODIES if path.endswith("load
 """Paths with examples for servers that load adapters, from a folder with one of this name."""
 
 PATH_PARTS: Final[Mapping[str, str]] = {
+    "slot": "0",
     "id": "chatcmpl-1",
     "response_id": "resp_1",
     "file_id": "file-1",

@@ -158,6 +158,14 @@ _QUERY: Final[Mapping[str, dict[str, Any]]] = {
     "order": {"description": "By time.", "schema": {"enum": ["asc", "desc"], "default": "desc"}},
     "purpose": {"description": "Only files of it.", "schema": {"enum": ["batch", "batch_output"]}},
     "stream": {"description": "Send the events.", "schema": {"type": "boolean", "default": False}},
+    "fail_on_no_slot": {
+        "description": "1: 503 if no further request can run.",
+        "schema": {"enum": ["0", "1"]},
+    },
+    "action": {
+        "description": "What to do with its file.",
+        "schema": {"enum": ["save", "restore", "erase"]},
+    },
     "starting_after": {
         "description": "The number of the last event before the first one that is sent.",
         "schema": {"type": "integer", "minimum": 0},

@@ -60,6 +60,8 @@ AnswerLimit = Annotated[
     ),
 ]
 CountOrNone = Annotated[Int, _between(0, MAX_COUNT)]
+PredictLimit = Annotated[Int | None, documented(anyOf=[{"type": "integer", "minimum": -1}, {"type": "null"}])]
+"""An `AnswerLimit` that may be 0 for the prompt only."""
 WideTemperature = Annotated[float, _between(0, MAX_TEMPERATURE)]
 LogitBias = Annotated[
     dict[str, float],

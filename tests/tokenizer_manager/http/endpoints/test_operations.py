@@ -211,6 +211,7 @@ def test_openapi_has_the_ranges_of_fields_and_forbids_two_prompts(serve: Serve):
     assert [option["required"] for option in schemas["TokenizeRequest"]["oneOf"]] == [
         ["prompt"],
         ["messages"],
+        ["content"],
     ]
 
 
