@@ -143,6 +143,10 @@ class Matcher(Protocol):
         """Number of these tokens that may come next, one after the other. No effects."""
         ...
 
+    def end_reasoning(self) -> bool:
+        """Let an open reasoning block end with the next token; whether there is one. Call it before `fill`."""
+        ...
+
     def forced(self) -> list[int]:
         """Tokens that come next because the grammar allows no other text; [] for none or if they are not known."""
         ...

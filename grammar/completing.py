@@ -151,6 +151,9 @@ class CompletingMatcher:
             ahead.accept((token_id,))
         return num_valid
 
+    def end_reasoning(self) -> bool:
+        return False
+
     def forced(self) -> list[int]:
         return self._inner.forced()
 

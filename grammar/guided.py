@@ -207,6 +207,13 @@ class GuidedMatcher:
             ahead.accept((token_id,))
             ahead.fill(masks[1 + index])
 
+    def end_reasoning(self) -> bool:
+        """Let an open reasoning block end with the next token; see `Matcher.end_reasoning`."""
+        if self._block is None or self._is_over():
+            return False
+        self._block.bound(0)
+        return True
+
     def forced(self) -> list[int]:
         """The tokens that must come next, if they are known."""
         if self._is_over() or self._opening is not None:

@@ -144,6 +144,9 @@ class LLGuidanceMatcher:
                 break
         return self._matcher.validate_tokens(ids) if ids else 0
 
+    def end_reasoning(self) -> bool:
+        return False
+
     def forced(self) -> list[int]:
         """The tokens of forced text that are certain to be split like that."""
         if self._is_over():

@@ -73,6 +73,7 @@ class ReasoningBlock(msgspec.Struct, frozen=True, array_like=True, gc=False):
         end: bytes of the marker that closes it.
         opened: the prompt ends inside the block. If not, the answer may begin with `begin`, and has no block otherwise.
         budget: most tokens in the block; after that many the only tokens allowed are those of `end`. None: no limit.
+        ends: once the tokens that were delivered are read, an open block ends with the next token.
         calls: markers of calls; a call of the grammar that follows one ends the block, without `end`.
     """
 
@@ -81,6 +82,7 @@ class ReasoningBlock(msgspec.Struct, frozen=True, array_like=True, gc=False):
     opened: bool
     budget: int | None = None
     calls: tuple[bytes, ...] = ()
+    ends: bool = False
 
 
 class GrammarUse(msgspec.Struct, frozen=True, array_like=True, gc=False):

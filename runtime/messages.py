@@ -342,6 +342,18 @@ class SessionList(Message, frozen=True):
     total: int
 
 
+class EndReasoning(Message, frozen=True):
+    """Let the open reasoning block of a request end with its next token that is not being computed yet."""
+
+    rid: str
+
+
+class ReasoningDone(Message, frozen=True):
+    """Answer to `EndReasoning`; `done`: a block was open, and its request has a matcher that can end it."""
+
+    done: bool
+
+
 class LoadAdapter(Message, frozen=True):
     """Read a LoRA adapter into host memory.
 
@@ -397,9 +409,27 @@ class PauseDone(Message, frozen=True):
 Question = Explain | ListRequests | ListSessions
 """The calls that change nothing; the decision log leaves them out."""
 
-CallRequest = FlushCache | PinPrefix | HintSession | LoadAdapter | UnloadAdapter | Pause | Resume | Question
+CallRequest = (
+    FlushCache
+    | PinPrefix
+    | HintSession
+    | EndReasoning
+    | LoadAdapter
+    | UnloadAdapter
+    | Pause
+    | Resume
+    | Question
+)
 CallAnswer = (
-    FlushCacheDone | PinDone | HintDone | AdapterDone | PauseDone | Explanation | RequestList | SessionList
+    FlushCacheDone
+    | PinDone
+    | HintDone
+    | ReasoningDone
+    | AdapterDone
+    | PauseDone
+    | Explanation
+    | RequestList
+    | SessionList
 )
 
 

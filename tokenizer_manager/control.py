@@ -22,6 +22,7 @@ from ..runtime.messages import (
     CallAnswer,
     CallDone,
     CallRequest,
+    EndReasoning,
     Explain,
     Explanation,
     FlushCache,
@@ -38,6 +39,7 @@ from ..runtime.messages import (
     PauseMode,
     PinDone,
     PinPrefix,
+    ReasoningDone,
     RequestList,
     Resume,
     SchedulerInput,
@@ -55,7 +57,16 @@ _ADAPTER_TIMEOUT_S: Final = 120.0  # to read an adapter, also from a slow disk
 _LAST_TOKEN_TIMEOUT_S: Final = 3600.0  # until the running requests have ended
 _GENERATION_ID: Final = re.compile(r"[a-z]+-[0-9a-f]{32}")
 A = TypeVar(
-    "A", FlushCacheDone, PinDone, HintDone, Explanation, RequestList, SessionList, AdapterDone, PauseDone
+    "A",
+    FlushCacheDone,
+    PinDone,
+    HintDone,
+    ReasoningDone,
+    Explanation,
+    RequestList,
+    SessionList,
+    AdapterDone,
+    PauseDone,
 )
 _BEST_FIRST: Final = (
     HintOutcome.REJECTED,  # one that is open already
@@ -305,6 +316,15 @@ class Control:
         self._engine.check_answering()
         return await self._calls.call(HintSession(session, action, ttl_s, tenant), HintDone)
 
+    async def end_reasoning(self, rid: str) -> bool:
+        """Let the open reasoning block of a request end; whether one was open.
+
+        Raises:
+            EngineDeadError: the scheduler does not answer.
+        """
+        self._engine.check_answering()
+        return (await self._calls.call(EndReasoning(rid), ReasoningDone)).done
+
     async def list_requests(self, limit: int) -> RequestList:
         """The live requests as the scheduler sees them, at most `limit`.
 
@@ -367,6 +387,8 @@ def merged(answers: Sequence[CallAnswer]) -> CallAnswer:
             ]
             total = sum(each.total for each in answers if isinstance(each, SessionList))
             return SessionList(sorted(states, key=lambda each: each.idle_s), total)
+        case ReasoningDone():
+            return ReasoningDone(any(each.done for each in answers if isinstance(each, ReasoningDone)))
         case PauseDone():
             return PauseDone(all(each.paused for each in answers if isinstance(each, PauseDone)))
         case AdapterDone():

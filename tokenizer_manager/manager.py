@@ -211,7 +211,7 @@ class TokenizerManager:
         Returns:
             the number of aborted choices.
         """
-        live = list(self.request_log) if request_id is None else self._live(request_id)
+        live = list(self.request_log) if request_id is None else self.request_log.live(request_id)
         if owner is not None:
             live = [logged for logged in live if logged.generation.scheduling.owner == owner]
         self._deliver_all(self._aborter.abort(live, reason), self._clock())
@@ -304,10 +304,6 @@ class TokenizerManager:
             self._aborter.fail(generation, EngineDeadError(message), message)
 
     # ------------------------------------------------------------ internals
-
-    def _live(self, request_id: str) -> list[LoggedRequest]:
-        choices = self.request_log.choices_of(request_id)
-        return [logged for choice in choices if (logged := self.request_log.get(choice.rid)) is not None]
 
     def _open(
         self,

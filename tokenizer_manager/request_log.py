@@ -15,6 +15,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
+from ..runtime.grammar_use import ReasoningBlock
 from ..runtime.messages import Delivered, GenerateRequest, Usage, attempt_rid
 from .generation import Choice, Generation
 
@@ -95,6 +96,18 @@ class LoggedRequest:
         self.is_sent = True
         return self.message
 
+    @property
+    def reasoning(self) -> ReasoningBlock | None:
+        """Its reasoning block; None if no matcher follows it."""
+        return None if self.message.grammar is None else self.message.grammar.reasoning
+
+    def end_reasoning(self) -> None:
+        """Let its reasoning end when it is submitted again, too."""
+        grammar = self.message.grammar
+        if grammar is not None and grammar.reasoning is not None:
+            ended = replace(grammar, reasoning=replace(grammar.reasoning, ends=True))
+            self.message = replace(self.message, grammar=ended)
+
     def rename(self) -> None:
         """Give it an id under which it was never sent."""
         self._num_names += 1
@@ -151,6 +164,11 @@ class RequestLog:
         generation_id, _, index = request_id.rpartition("-")
         generation = self._generations.get(generation_id)
         return [] if generation is None else [c for c in generation.choices if str(c.index) == index]
+
+    def live(self, request_id: str) -> list[LoggedRequest]:
+        """The live requests of a generation, or of one choice; see `choices_of`."""
+        choices = self.choices_of(request_id)
+        return [logged for choice in choices if (logged := self._requests.get(choice.rid)) is not None]
 
     async def wait_empty(self) -> None:
         """Return when no request is live."""

@@ -170,6 +170,8 @@ class MaskFiller:
             req = batch.reqs[batch_idx]
             matcher = req.matcher
             if matcher is not None and here[batch_idx] and not matcher.ended and not matcher.error:
+                if req.ends_reasoning and matcher.end_reasoning():
+                    req.ends_reasoning = False
                 draft_ids = drafts[first_draft : first_draft + count]
                 if draft_ids:  # those of the runner may be any
                     draft_ids = draft_ids[: matcher.validate(draft_ids)]

@@ -62,6 +62,9 @@ class FailedMatcher:
     def validate(self, token_ids: Sequence[int]) -> int:
         return 0
 
+    def end_reasoning(self) -> bool:
+        return False
+
     def forced(self) -> list[int]:
         return []
 
@@ -153,6 +156,12 @@ class GuardedMatcher:
             return self._matcher.validate(token_ids)
         except BaseException as error:
             return self._fail(error).validate(token_ids)
+
+    def end_reasoning(self) -> bool:
+        try:
+            return self._matcher.end_reasoning()
+        except BaseException as error:
+            return self._fail(error).end_reasoning()
 
     def forced(self) -> list[int]:
         try:
@@ -263,6 +272,9 @@ class LoggedMatcher:
 
     def validate(self, token_ids: Sequence[int]) -> int:
         return self._source.drafts.get(self._rid, _NO_DRAFTS).num_valid
+
+    def end_reasoning(self) -> bool:
+        return False
 
     def forced(self) -> list[int]:
         return list(self._source.drafts.get(self._rid, _NO_DRAFTS).forced)

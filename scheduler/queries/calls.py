@@ -19,6 +19,7 @@ from ...runtime.messages import (
     Call,
     CallAnswer,
     CallDone,
+    EndReasoning,
     Explain,
     Explanation,
     FlushCache,
@@ -35,6 +36,7 @@ from ...runtime.messages import (
     PauseDone,
     PinDone,
     PinPrefix,
+    ReasoningDone,
     RequestList,
     Resume,
     SessionList,
@@ -125,6 +127,8 @@ class Calls:
                 answer = self._pin(request, now_s)
             case HintSession():
                 answer = self._hint(request, now_s)
+            case EndReasoning(rid=rid):
+                answer = ReasoningDone(self._end_reasoning(rid))
             case Explain():
                 self._questions.append((call.call_id, request))
                 if not self._explained:
@@ -178,6 +182,14 @@ class Calls:
             self._explained = True
             call_id, question = self._questions.popleft()
             self._answer([call_id], explain_live(self._decisions, self._requests.by_id, question.rid))
+
+    def _end_reasoning(self, rid: str) -> bool:
+        """Mark a request, for the masks of its next token: a step in flight may have sampled one without the end."""
+        req = self._requests.by_id.get(rid)
+        if req is None or req.matcher is None or not req.matcher.copy().end_reasoning():
+            return False
+        req.ends_reasoning = True
+        return True
 
     def _unload(self, request: UnloadAdapter, now_s: float, end_users: EndUsers) -> AdapterDone:
         if fingerprint := self._adapters.remove(request.store_id):

@@ -148,6 +148,7 @@ class Req:
         matcher: the state of its answer in its grammar; None before the grammar is ready, and without one.
         is_checked_late: its token may be sampled without a mask and checked afterwards; see `GetMasks`.
         grammar_figures: what its grammar has cost and changed; None without a grammar.
+        ends_reasoning: its open reasoning block must end with its next token; see `MaskFiller`.
         num_matched: tokens of the output that `matcher` has accepted; above `output_len` within a multi-step decode.
         failed_alone: the furthest position at which the device had no memory for it alone, and how often in a row.
     """
@@ -161,6 +162,7 @@ class Req:
         "cached_tokens",
         "checkpoint",
         "draft_methods",
+        "ends_reasoning",
         "entered_s",
         "extra_key",
         "failed_alone",
@@ -277,6 +279,11 @@ class Req:
         self.matcher: Matcher | None = None
         self.grammar_figures = GrammarFigures() if message.grammar is not None else None
         self.is_checked_late = message.grammar is not None and _can_be_checked_late(message.sampling)
+        self.ends_reasoning = (
+            message.grammar is not None
+            and message.grammar.reasoning is not None
+            and message.grammar.reasoning.ends
+        )
         self.num_matched = 0
         self.failed_alone = (0, 0)
         if message.delivered is not None:

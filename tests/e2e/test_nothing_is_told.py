@@ -24,6 +24,7 @@ FILES = "/v1/files"
 VALID: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": MARK}], "max_tokens": 2},
     "/v1/chat/completions/render": {"messages": [{"role": "user", "content": MARK}], "max_tokens": 2},
+    "/v1/chat/completions/control": {"id": MARK, "action": "reasoning_end"},
     "/v1/completions": {"prompt": MARK, "max_tokens": 2},
     "/v1/completions/render": {"prompt": MARK, "max_tokens": 2},
     "/v1/responses": {"input": MARK, "max_output_tokens": 2},

@@ -194,6 +194,9 @@ class FakeMatcher:
     def validate(self, token_ids: Sequence[int]) -> int:
         return self.copy().accept(token_ids)
 
+    def end_reasoning(self) -> bool:
+        return False
+
     def forced(self) -> list[int]:
         """Single bytes, where only one byte is possible."""
         forced: list[int] = []

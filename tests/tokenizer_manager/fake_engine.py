@@ -48,6 +48,7 @@ from engine.runtime.messages import (
     CallAnswer,
     CallDone,
     CallRequest,
+    EndReasoning,
     Explain,
     Explanation,
     Finish,
@@ -68,6 +69,7 @@ from engine.runtime.messages import (
     PauseMode,
     PinDone,
     PinPrefix,
+    ReasoningDone,
     RequestList,
     Resume,
     SchedulerInput,
@@ -246,6 +248,7 @@ class FakeEngine:
         loads, unloads: messages about adapters that arrived; store ids of unloads.
         flushes: flushes that arrived.
         load_error: the answer to loads; "" if they succeed.
+        ended_reasoning, is_reasoning: ids that `EndReasoning` named, and the answer to it.
         live: the answer to `ListRequests`.
         explanations: by request id; others are not found.
         answers: whether pins, flushes and questions are answered.
@@ -271,6 +274,8 @@ class FakeEngine:
         self.unloads: list[int] = []
         self.flushes: list[FlushCache] = []
         self.pauses: list[PauseMode | None] = []  # None: go on
+        self.ended_reasoning: queue.Queue[str] = queue.Queue()
+        self.is_reasoning = True
         self.flush_error = ""
         self.load_error = ""
         self.live = RequestList([], 0)
@@ -343,6 +348,9 @@ class FakeEngine:
             case UnloadAdapter():
                 self.unloads.append(request.store_id)
                 return AdapterDone()
+            case EndReasoning():
+                self.ended_reasoning.put(request.rid)
+                return ReasoningDone(self.is_reasoning)
             case ListRequests():
                 return self.live
             case Explain():

@@ -69,6 +69,7 @@ class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True):
         enabled: None: as the model's template does by default.
         effort: none, minimal, low, medium, high, xhigh or max; None: not set.
         budget: most tokens of the block; None: no limit.
+        control: it may be ended while it is generated.
         include: send the reasoning text. If False it is generated and counted, and not sent.
         separate: send it apart from the content. If False it stays in the content, with its markers.
         stream: send it piece by piece; if False, in one delta when it ends.
@@ -77,6 +78,7 @@ class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True):
     enabled: bool | None = None
     effort: str | None = None
     budget: int | None = None
+    control: bool = False
     include: bool = True
     separate: bool = True
     stream: bool = True

@@ -230,7 +230,8 @@ class Planner:
         if block is None:
             return use
         if use is None:
-            return GrammarUse(reasoning=block) if block.budget is not None else None
+            is_bounded = block.budget is not None or conversation.reasoning.control
+            return GrammarUse(reasoning=block) if is_bounded else None
         if use.spec is not None and block.budget is None and max_tokens is not None:
             reserved = max(1, max_tokens * _ANSWER_SHARE // 100)
             block = replace(block, budget=max(0, max_tokens - reserved))

@@ -114,6 +114,7 @@ from .ollama.wire import (
 from .openai import rendering
 from .openai.chat import chat_completions
 from .openai.completions import completions
+from .openai.control import ControlBody, ControlRequest, control
 from .openai.wire import ChatChunk, ChatCompletion, ChatRequest, Completion, CompletionRequest, RenderedBody
 from .pooling.classify import classify, pooled
 from .pooling.decisions import decisions, system_one
@@ -179,6 +180,14 @@ ROUTES: Final = (
         CompletionRequest,
         Completion,
         Completion,
+    ),
+    *post(
+        "/v1/chat/completions/control",
+        control,
+        "End the reasoning of an answer that is generated (llama-server).",
+        ControlRequest,
+        ControlBody,
+        fails=(404,),
     ),
     *answering(
         "/v1/chat/completions/render",

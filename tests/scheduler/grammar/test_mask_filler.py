@@ -22,6 +22,7 @@ class Requests:
     def __init__(self, matcher: ToyMatcher | None, is_checked_late: bool = True) -> None:
         self.matcher = matcher
         self.is_checked_late = is_checked_late
+        self.ends_reasoning = False
         self.grammar_figures = GrammarFigures()
 
 

@@ -198,6 +198,9 @@ class ToyMatcher:
             tokens.append(token_id)
         return len(token_ids)
 
+    def end_reasoning(self) -> bool:
+        return False
+
     def forced(self) -> list[int]:
         self._called("forced")
         tokens = list(self.tokens)

@@ -51,6 +51,7 @@ class ChatRequest(GenerationFields, kw_only=True):
     thinking_token_budget: CountOrNone | None = None
     thinking: dict[str, Any] | None = None  # Anthropic's form: type, budget_tokens
     reasoning: dict[str, Any] | None = None  # OpenRouter's form: effort, max_tokens
+    reasoning_control: bool | None = None
     include_reasoning: bool | None = None
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None
