@@ -62,6 +62,9 @@ class SchedulerTotals(Record, frozen=True):
         encoder_tiles: tiles of images that were encoded.
         encoder_hits: tiles that a request found encoded when it was admitted.
         encoder_s: seconds for tiles; of `step_s`.
+        prompt_host_tokens, prompt_tier_tokens: of `cached_tokens`, those that the host had, and those that a disk or a
+            store had.
+        prompt_received_tokens: of `prompt_tokens`, those that another engine has computed.
         kv_events: published, see --kv-events.
         kv_event_replays: requests of subscribers that had missed some.
     """
@@ -85,6 +88,28 @@ class SchedulerTotals(Record, frozen=True):
     encoder_tiles: int = 0
     encoder_hits: int = 0
     encoder_s: float = 0.0
+    prompt_host_tokens: int = 0
+    prompt_tier_tokens: int = 0
+    prompt_received_tokens: int = 0
+
+
+RESIDENCY_BUCKETS_S: Final = (
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0),
+    *(60.0, 120.0, 300.0, 600.0, 1200.0, 1800.0),
+)
+"""Upper bounds of the histograms of `SchedulerReport.residency`, as in vLLM."""
+
+
+class HistogramCounts(Record, frozen=True):
+    """A histogram over `RESIDENCY_BUCKETS_S`.
+
+    Attributes:
+        counts: of each bucket, and of what is above all bounds; empty for none.
+        sum_s: of all values.
+    """
+
+    counts: tuple[int, ...] = ()
+    sum_s: float = 0.0
 
 
 class GrammarTotals(Record, frozen=True):
@@ -131,6 +156,7 @@ class SchedulerReport(Message, frozen=True):
         tiers: with --kv-disk or --kv-store, by the tier's name.
         num_sessions: that the prefix cache keeps.
         session_turns: see `KVMemory.session_turns`.
+        residency: of a sample of the pages of the prefix cache, see `BlockResidency`.
         drafts, accepted_drafts: `totals.draft_tokens` and `totals.accepted_draft_tokens` by method and position; see
             `DraftStats`.
     """
@@ -164,6 +190,7 @@ class SchedulerReport(Message, frozen=True):
     drafts: dict[str, int] = msgspec.field(default_factory=dict)
     accepted_drafts: dict[str, int] = msgspec.field(default_factory=dict)
     encoder: EncoderFigures = EncoderFigures()
+    residency: dict[str, HistogramCounts] = msgspec.field(default_factory=dict)
 
     def flat(self) -> dict[str, Any]:
         """All figures by the names of `/metrics` and `/server_info`: `kv_used_tokens`, `prompt_tokens_total`."""
@@ -173,7 +200,7 @@ class SchedulerReport(Message, frozen=True):
             figures |= {name: getattr(record, field) for field, name in _flat_names(group)}
         if self.transfer is not None:
             figures["transfer"] = msgspec.structs.asdict(self.transfer)
-        del figures["tiers"]
+        del figures["tiers"], figures["residency"]
         return figures | {tier: msgspec.structs.asdict(each) for tier, each in self.tiers.items()}
 
     @classmethod

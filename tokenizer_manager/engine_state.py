@@ -17,6 +17,7 @@ from ..runtime.messages import PauseMode
 from ..runtime.scheduler_report import (
     EncoderFigures,
     GrammarTotals,
+    HistogramCounts,
     HostFigures,
     KVFigures,
     SchedulerReport,
@@ -231,6 +232,10 @@ def combined(reports: Sequence[SchedulerReport], sent_s: float) -> SchedulerRepo
         },
         num_sessions=sum(report.num_sessions for report in reports),
         session_turns=_sum_by_name(report.session_turns for report in reports),
+        residency={
+            name: _sum_histograms([report.residency[name] for report in reports if name in report.residency])
+            for name in sorted({name for report in reports for name in report.residency})
+        },
         drafts=_sum_by_name(report.drafts for report in reports),
         accepted_drafts=_sum_by_name(report.accepted_drafts for report in reports),
         transfer=_of_pair([report.transfer for report in reports if report.transfer is not None]),
@@ -248,6 +253,11 @@ def _sum(records: Sequence[R]) -> R:
     """A record with the sums of all fields."""
     columns = zip(*map(astuple, records), strict=True)
     return type(records[0])(*map(sum, columns))
+
+
+def _sum_histograms(histograms: Sequence[HistogramCounts]) -> HistogramCounts:
+    columns = zip(*(each.counts for each in histograms), strict=True)
+    return HistogramCounts(tuple(map(sum, columns)), sum(each.sum_s for each in histograms))
 
 
 def _of_tier(tier: str, figures: Sequence[TierFigures]) -> TierFigures:

@@ -250,6 +250,9 @@ class Admission:
         req.cached_tokens = chunk.start
         self._stats.prompt_tokens += req.prompt_len
         self._stats.cached_tokens += chunk.start
+        host_tokens = min(req.host_tokens, chunk.start)
+        self._stats.prompt_host_tokens += host_tokens
+        self._stats.prompt_tier_tokens += min(req.loaded_tokens, chunk.start - host_tokens)
 
     def _note_overtaken(self, chunks: list[Chunk]) -> None:
         newest = max((chunk.req.seq for chunk in chunks if chunk.is_first), default=0)

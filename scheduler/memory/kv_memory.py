@@ -29,6 +29,7 @@ import numpy as np
 
 from ...runtime.feasibility import pages_for
 from ...runtime.messages import GenerateRequest
+from ...runtime.scheduler_report import HistogramCounts
 from ..arrays import TOKEN_ID_BYTES, AnyIntArray, IntArray
 from ..prefix_cache.base import Lease, Prefix, PrefixCache, PrefixMatch, Session
 from ..prefix_cache.tier_pages import page_keys, root_key
@@ -497,6 +498,10 @@ class KVMemory:
     def num_sessions(self) -> int:
         """Sessions that are kept."""
         return self._cache.num_sessions
+
+    def residency(self) -> dict[str, HistogramCounts]:
+        """See `PrefixCache.residency`."""
+        return self._cache.residency()
 
     def flush(self) -> tuple[int, int]:
         """Drop all pages of the prefix cache that are not leased; return (pages dropped, pages kept)."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from ...runtime.scheduler_report import HistogramCounts
 from ..arrays import EMPTY, TOKEN_ID_BYTES, AnyIntArray, IntArray
 from ..records.verdict import CacheMiss, MissKind
 
@@ -315,6 +316,10 @@ class PrefixCache:
     def num_sessions(self) -> int:
         """Sessions that are kept."""
         return 0
+
+    def residency(self) -> dict[str, HistogramCounts]:
+        """How long a sample of the pages was cached, and how it was used; see `BlockResidency`."""
+        return {}
 
     def newest_sessions(self, limit: int) -> list[tuple[Session, int]]:
         """The sessions with the latest turns, and how many pages the conversations of each cover."""

@@ -26,6 +26,7 @@ from typing import Final
 
 import numpy as np
 
+from ...runtime.scheduler_report import HistogramCounts
 from ..arrays import EMPTY, TOKEN_ID_BYTES, AnyIntArray, IntArray
 from ..records.verdict import CacheMiss
 from .base import Lease, PrefixCache, PrefixMatch, Session
@@ -34,6 +35,7 @@ from .eviction import EvictionQueue, Rank, lru
 from .miss_explainer import FLUSHED, Eviction, EvictionHistory, MissExplainer
 from .pins import PinKey, Pins
 from .radix_node import Checkpoints, RadixNode, nodes_of, pages_in, path_to_root, prefix_of, verify_nodes
+from .residency import BlockResidency
 from .sessions import Sessions
 from .tier_pages import CopyOut, TierPages
 from .wants import Want, Wants
@@ -85,6 +87,7 @@ class RadixCache(PrefixCache):
         self._checkpoints = None if free_checkpoint is None else Checkpoints(free_checkpoint)
         self._eviction_history = EvictionHistory(max_evictions_remembered)
         self._explainer = MissExplainer(self._roots, self._eviction_history, page_size)
+        self._residency = BlockResidency()
         self._blocks = blocks if blocks is not None else BlockRecorder()
         self._tier_pages = TierPages(self._queue, page_size, stored_window_pages, copy_out)
 
@@ -176,6 +179,8 @@ class RadixCache(PrefixCache):
             self._checkpoints.used(node)
         lease = Lease(extra_key, match.num_pages, node, priority, is_use=is_use, in_memory=in_memory)
         self._lock_path(lease, None)
+        if is_use and match.num_pages and not self._residency.is_empty:
+            self._residency.used(self.pages_of(lease), self._now_s)
         return lease
 
     def pages_of(self, lease: Lease) -> IntArray:
@@ -207,6 +212,7 @@ class RadixCache(PrefixCache):
                 node.children[first_page] = child
                 self._eviction_history.inserted(node, first_page)
                 self._blocks.inserted(child)
+                self._residency.entered(child.pages, self._now_s)
                 self._evictable_pages += len(child.pages)  # until `_lock_path` below
                 self._generation += 1
             elif not token_ids.startswith(child.key, offset):
@@ -296,7 +302,10 @@ class RadixCache(PrefixCache):
     # ------------------------------------------------------------ eviction
 
     def evict(self, num_pages: int, *, to_host: bool = False) -> IntArray:
-        return self._drop(num_pages, self._num_evictions + 1, to_host=to_host)
+        pages = self._drop(num_pages, self._num_evictions + 1, to_host=to_host)
+        if not self._residency.is_empty:
+            self._residency.evicted(pages, self._now_s)
+        return pages
 
     def flush(self) -> IntArray:
         dropped = self._drop(self._evictable_pages, FLUSHED)
@@ -510,6 +519,9 @@ class RadixCache(PrefixCache):
 
     def explain(self, extra_key: str, token_ids: bytes, match: PrefixMatch, rid: str) -> CacheMiss:
         return self._explainer.explain(extra_key, token_ids, match, rid, self._now_s)
+
+    def residency(self) -> dict[str, HistogramCounts]:
+        return self._residency.figures()
 
     # ------------------------------------------------------------ structure
 

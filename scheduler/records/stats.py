@@ -71,6 +71,9 @@ class SchedulerStats:
     accepted_draft_tokens: int = 0
     overruled_tokens: int = 0
     encode_s: float = 0.0
+    prompt_host_tokens: int = 0
+    prompt_tier_tokens: int = 0
+    prompt_received_tokens: int = 0
     drafts: DraftStats = field(default_factory=DraftStats)
 
 

@@ -298,6 +298,7 @@ class DecodeRole(TransferRole):
             req.grammar_figures.overruled(*message.overruled)
             self._stats.overruled_tokens += 1
         self._stats.prompt_tokens += req.prompt_len
+        self._stats.prompt_received_tokens += req.prompt_len
         finish = self._stop_rules.finish(req, token_id)
         if req.matcher is not None:
             finish = advance(req, token_id, finish)

@@ -50,15 +50,22 @@ class Histogram:
         self._sum += value * count
 
     def lines(self, labels: Mapping[str, str] = NO_LABELS) -> Iterator[str]:
-        """Its lines of the text format; buckets are cumulative."""
+        """Its lines of the text format."""
         yield from head(self._name, self._text, "histogram")
-        total = 0
-        for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
-            total += count
-            text = "+Inf" if bound == float("inf") else f"{bound:g}"
-            yield sample(f"{self._name}_bucket", {**labels, "le": text}, total)
-        yield sample(f"{self._name}_sum", labels, self._sum)
-        yield sample(f"{self._name}_count", labels, total)
+        yield from buckets(self._name, self._bounds, self._counts, self._sum, labels)
+
+
+def buckets(
+    name: str, bounds: Sequence[float], counts: Sequence[int], total: float, labels: Mapping[str, str]
+) -> Iterator[str]:
+    """The samples of a histogram, which are cumulative; `counts`: one more than bounds; `total`: of all values."""
+    num_below = 0
+    for bound, count in zip((*bounds, float("inf")), counts, strict=True):
+        num_below += count
+        text = "+Inf" if bound == float("inf") else f"{bound:g}"
+        yield sample(f"{name}_bucket", {**labels, "le": text}, num_below)
+    yield sample(f"{name}_sum", labels, total)
+    yield sample(f"{name}_count", labels, num_below)
 
 
 class LabeledCounter:

@@ -15,11 +15,16 @@ import msgspec
 
 from ...runtime.installation import __version__, source_commit
 from ...runtime.messages import FinishKind, TextOutput
-from ...runtime.scheduler_report import SchedulerReport
+from ...runtime.scheduler_report import (
+    RESIDENCY_BUCKETS_S,
+    HistogramCounts,
+    SchedulerReport,
+    SchedulerTotals,
+)
 from ...runtime.transport.kv_tiers import TierFigures
 from ...runtime.transport.kv_transfer import TransferFigures
 from ..generation import Choice, Generation
-from .instruments import NO_LABELS, Histogram, LabeledCounter, head, sample
+from .instruments import NO_LABELS, Histogram, LabeledCounter, buckets, head, sample
 
 _TTFT_BUCKETS_S: Final = (
     0.005,
@@ -140,6 +145,13 @@ _OF_REPLICA: Final[Mapping[str, tuple[str, str, Callable[[SchedulerReport, bool]
     ),
 }
 """Figures of each replica, with `--dp`."""
+
+_OF_BLOCKS: Final = {
+    "lifetime": "Entry of a sampled page into the prefix cache to its eviction.",
+    "idle_before_evict": "Last use of a sampled page, or its entry, to its eviction.",
+    "reuse_gap": "Time between two uses of a sampled page of the prefix cache.",
+}
+"""Histograms of `SchedulerReport.residency`."""
 
 _SHOWN_AS: Final = {
     "encoder_s_total": "encoder_seconds_total",
@@ -327,6 +339,15 @@ class Metrics:
         yield from head("session_turns_total", text, "counter")
         for outcome, count in sorted(report.session_turns.items()):
             yield sample("session_turns_total", {**self._labels, "outcome": outcome}, count)
+        yield from self._of_prompts(report.totals)
+        for block_name, text in _OF_BLOCKS.items():
+            name, found = (
+                f"kv_block_{block_name}_seconds",
+                report.residency.get(block_name, HistogramCounts()),
+            )
+            yield from head(name, text, "histogram")
+            counts_of_buckets = found.counts or (0,) * (len(RESIDENCY_BUCKETS_S) + 1)
+            yield from buckets(name, RESIDENCY_BUCKETS_S, counts_of_buckets, found.sum_s, self._labels)
         for name, text, counts in (
             ("draft_tokens_total", "Draft tokens that steps have checked.", report.drafts),
             (
@@ -349,6 +370,24 @@ class Metrics:
             yield from self._of_transfers(report.transfer)
         for tier, figures_of_tier in report.tiers.items():
             yield from self._of_tier(tier, figures_of_tier)
+
+    def _of_prompts(self, totals: SchedulerTotals) -> Iterator[str]:
+        """The prompt tokens by source, with vLLM's names where it has the source."""
+        yield from head(
+            "prompt_tokens_by_source_total",
+            "Prompt tokens of admitted requests, by what has computed or kept them.",
+            "counter",
+        )
+        received, cached = totals.prompt_received_tokens, totals.cached_tokens
+        host, tier = totals.prompt_host_tokens, totals.prompt_tier_tokens
+        for source, count in (
+            ("local_compute", totals.prompt_tokens - received - cached),
+            ("local_cache_hit", cached - host - tier),
+            ("host_cache_hit", host),
+            ("tier_cache_hit", tier),
+            ("external_kv_transfer", received),
+        ):
+            yield sample("prompt_tokens_by_source_total", {**self._labels, "source": source}, count)
 
     def _of_tier(self, tier: str, figures: TierFigures) -> Iterator[str]:
         """The lines of a tier of the prefix cache; an engine has one."""

@@ -41,6 +41,8 @@ def test_an_evicted_prompt_comes_back_from_the_host(overlap: int) -> None:
     assert run(harness, first) == (0, 0, [40])
     assert run(harness, prompt_of(2)) == (0, 0, [40])
     assert run(harness, first) == (36, 16, [4]), "its first five pages were still in the KV pool"
+    totals = harness.scheduler.report(0.0).totals
+    assert (totals.cached_tokens, totals.prompt_host_tokens, totals.prompt_tier_tokens) == (36, 16, 0)
     figures = harness.scheduler.report(0.0).tiers["host"]
     assert (figures.lookups, figures.loaded_tokens, figures.loaded_bytes) == (3, 16, 16 * 1024)
     assert figures.used_bytes == figures.stored_bytes >= figures.loaded_bytes

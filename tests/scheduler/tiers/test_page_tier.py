@@ -225,6 +225,8 @@ def test_a_flush_may_leave_out_the_disk_or_the_device(warm: DiskHarness) -> None
     warm.run_until_idle()
     usage = warm.answers[rid].rows[-1].usage
     assert (usage.cached_tokens, usage.loaded_tokens) == (40, 0), "the KV pool still has it"
+    totals = warm.scheduler.report(warm.now_s).totals
+    assert (totals.cached_tokens, totals.prompt_tier_tokens) == (120, 80), "two of three were loaded"
 
 
 def started(warm: DiskHarness, **cache: Any) -> DiskHarness:

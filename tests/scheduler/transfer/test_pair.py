@@ -30,6 +30,8 @@ def test_a_prompt_is_computed_there_and_decoded_here() -> None:
     assert steps <= 6  # five tokens, of which the first one came with the prompt; and the last IDLE step
     figures = pair.decode.scheduler.report(0.0).transfer
     assert figures is not None and (figures.transfers, figures.received_pages) == (1, 2)
+    totals = pair.decode.scheduler.report(0.0).totals
+    assert totals.prompt_received_tokens == totals.prompt_tokens == 11
 
 
 def test_chunks_are_sent_while_the_next_one_is_computed() -> None:

@@ -9,7 +9,12 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.runtime.messages import Finish, FinishKind, TextOutput, Usage
-from engine.runtime.scheduler_report import SchedulerReport
+from engine.runtime.scheduler_report import (
+    RESIDENCY_BUCKETS_S,
+    HistogramCounts,
+    SchedulerReport,
+    SchedulerTotals,
+)
 from engine.runtime.transport.kv_tiers import TierFigures
 from engine.runtime.transport.kv_transfer import TransferFigures
 from engine.tokenizer_manager.engine_state import combined
@@ -219,7 +224,7 @@ def test_transfers_are_shown_by_a_disaggregated_engine_alone():
     assert {name: value(page, name) for name in expected} == expected
     assert value(page, "transfer_failures_total", reason="timeout") == 7
     assert [value(page, "transfer_rooms", state=state) for state in ("waiting", "open")] == [1, 2]
-    assert "transfer" not in Metrics("m").render(SchedulerReport(sent_s=1.0))
+    assert "engine:transfer" not in Metrics("m").render(SchedulerReport(sent_s=1.0))
 
 
 def test_a_disk_tier_is_shown_by_an_engine_that_has_one_alone():
@@ -349,3 +354,37 @@ def test_an_answer_of_one_token_has_no_time_per_token():
         "request_generation_tokens": (1, 1),
         "request_time_per_output_token_seconds": (0, 0.0),
     }
+
+
+def test_the_sources_of_prompts_sum_up_to_their_tokens():
+    totals = SchedulerTotals(
+        prompt_tokens=100,
+        cached_tokens=60,
+        prompt_host_tokens=10,
+        prompt_tier_tokens=20,
+        prompt_received_tokens=5,
+    )
+    page = Metrics("m").render(SchedulerReport(sent_s=1.0, totals=totals))
+    expected = {
+        "local_compute": 35,
+        "local_cache_hit": 30,
+        "host_cache_hit": 10,
+        "tier_cache_hit": 20,
+        "external_kv_transfer": 5,
+    }
+    assert {
+        source: value(page, "prompt_tokens_by_source_total", source=source) for source in expected
+    } == expected
+    assert sum(expected.values()) == totals.prompt_tokens
+
+
+def test_the_residency_of_replicas_is_one_histogram():
+    counts = [0] * (len(RESIDENCY_BUCKETS_S) + 1)
+    counts[-1] = 2
+    one = SchedulerReport(sent_s=1.0, residency={"lifetime": HistogramCounts(tuple(counts), 4000.0)})
+    page = Metrics("m").render(combined([one, one, SchedulerReport(sent_s=1.0)], 2.0))
+    assert value(page, "kv_block_lifetime_seconds_count") == 4
+    assert value(page, "kv_block_lifetime_seconds_sum") == 8000
+    assert value(page, "kv_block_lifetime_seconds_bucket", le="1800") == 0
+    assert value(page, "kv_block_lifetime_seconds_bucket", le="+Inf") == 4
+    assert value(page, "kv_block_reuse_gap_seconds_count") == 0
