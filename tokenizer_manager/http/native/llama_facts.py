@@ -20,7 +20,7 @@ from ..openai.chat import read_chat
 from ..pooling.run import json_in_parts, most_token_ids, pooled_request, run_pooled
 from ..schema.field_policy import NO_EFFECT, FieldPolicy
 from ..schema.generation_fields import prompts_of
-from ..schema.values import Body, convert, refused
+from ..schema.values import Body, convert, one_of, refused
 from ..services import Engine
 from .llama_server import DEFAULTS, settings_of
 from .llama_wire import (
@@ -62,11 +62,12 @@ async def props(exchange: Exchange, engine: Engine) -> None:
 
 async def slots(exchange: Exchange, engine: Engine) -> None:
     """The running requests of all clients in numbers; `fail_on_no_slot`: 503 if no further one can run."""
+    fails = one_of(exchange.query.get("fail_on_no_slot", "0"), ("0", "1"), "fail_on_no_slot") == "1"
     async with exchange.abort_on_disconnect():
         listed = (await engine.manager.control.list_requests(MAX_LISTED)).requests
         running = [each for each in listed if each.phase in _RUNNING]
         num_running = max(len(running), _num_running(engine))
-        if exchange.query.get("fail_on_no_slot", "0") not in ("", "0") and num_running >= _num_slots(engine):
+        if fails and num_running >= _num_slots(engine):
             raise RequestError(
                 f"{num_running} requests run, which is the limit; retry later, or raise --max-running-requests",
                 code="no_slot",
@@ -120,8 +121,7 @@ async def apply_template(exchange: Exchange, engine: Engine) -> None:
     """The prompt of a chat, which `/completion` can continue."""
     _, request = await engine.read(exchange, lambda body: read_chat(body, engine, exchange.caller))
     async with exchange.abort_on_disconnect():
-        request = await engine.planned(exchange, request)
-        engine.images.release(request.media)
+        request, _ = await engine.prepare(exchange, request)
         assert request.plan is not None
         await exchange.send_json(
             AppliedTemplateBody(prompt=request.plan.prompt, warnings=request.warnings or UNSET)

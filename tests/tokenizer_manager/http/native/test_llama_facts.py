@@ -101,6 +101,7 @@ def test_fail_on_no_slot_says_that_all_rows_are_taken(serve: Serve):
     assert served.client.get("/slots?fail_on_no_slot=0").status_code == 200
     reply = served.client.get("/slots?fail_on_no_slot=1")
     assert (reply.status_code, reply.json()["error"]["code"]) == (503, "no_slot")
+    assert served.client.get("/slots?fail_on_no_slot=yes").status_code == 400
 
 
 def test_files_of_slots_are_not_there(serve: Serve):
