@@ -3,12 +3,18 @@
     engine serve &                                        # http://127.0.0.1:30000
     python benchmarks/batch_class.py [--rounds 2] [--num-prompts 60] [--alone 64]
     python benchmarks/batch_class.py --simulate llama-3.2-1b:cpu-2:0.1 llama-3.1-8b:h200:5   # no server
+    engine serve --state-dir DIR --max-total-tokens 8192 &
+    python benchmarks/batch_class.py --prefixes 64 --lines 4                                 # only this part
 
 1. The workload of Poisson arrivals (W5 of `cpu_vs_peers.py`) without flex requests, then with `--num-flex` of them in
    flight all the time, in turn. Goals: P99 and mean ITL at most 1.05 of those without, P99 TTFT at most 1.15.
 2. `--alone` flex requests at once, and `LLM.generate` in this process over the same prompts, in turn. Goal: 0.95.
 3. Of the time that the scheduler of part 1 had no step, the share that flex requests used: their tokens a second beside
    the workload, divided by their rate alone times that share of time. Goal: 0.8.
+
+With `--prefixes` a batch of `/v1/batches`: so many prefixes of 1,024 tokens, `--lines` lines of each, shuffled. Prompt
+tokens that are computed, to the least possible: each prefix once, and the rest of each line. Goal: 1.05, in a server
+with room for a few of the prefixes.
 
 Ratios within one run are what counts. `--simulate MODEL:DEVICE:RATE` does 1 and 3 with the serving scheduler on a model
 of the device (`engine simulate`), where nothing else runs: 300 requests, and 2,000 lines that all wait from the start.
@@ -35,6 +41,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 # As a script, import the other benchmarks from the repository's root; last in the path, to hide no package.
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
@@ -52,6 +60,7 @@ _MOST_ID = 20_000
 _LIMIT_S = 900.0
 _BUSY = 0.99  # share of the time with a step, above which there is no idle time to use
 _SIMULATED_REQUESTS, _SIMULATED_LINES = 300, 2000
+_PREFIX_LEN, _OWN_LEN = 1024, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +174,43 @@ def run_beside(server: Server, options: Sequence[str], num_flex: int, seed: int)
     return Beside(summary["itl_ms"]["mean"], summary["itl_ms"]["p99"], summary["ttft_ms"]["p99"], busy, rate)
 
 
+def run_prefixes(server: Server, num_prefixes: int, num_lines: int) -> None:
+    """Answer a batch with shared prefixes, and print what was computed."""
+    rng = random.Random(0)
+
+    def ids(count: int) -> list[int]:
+        return [rng.randrange(10, _MOST_ID) for _ in range(count)]
+
+    prompts = [
+        prefix + ids(_OWN_LEN) for prefix in map(ids, [_PREFIX_LEN] * num_prefixes) for _ in range(num_lines)
+    ]
+    rng.shuffle(prompts)
+    url, name = "/v1/completions", "requests.jsonl"
+    lines = [
+        {"custom_id": str(i), "method": "POST", "url": url, "body": {"prompt": prompt, "max_tokens": 4}}
+        for i, prompt in enumerate(prompts)
+    ]
+    server.ask("POST", "/flush_cache")
+    start_s = time.monotonic()
+    with httpx.Client(base_url=server.url, timeout=_LIMIT_S) as client:
+        content = "".join(json.dumps(line) + "\n" for line in lines)
+        file = client.post("/v1/files", files={"file": (name, content)}, data={"purpose": "batch"}).json()
+        request = {"input_file_id": file["id"], "endpoint": url, "completion_window": "24h"}
+        batch = client.post("/v1/batches", json=request).json()
+        while batch["status"] not in ("completed", "failed", "expired"):
+            time.sleep(0.5)
+            batch = client.get(f"/v1/batches/{batch['id']}").json()
+    usage = batch["usage"]
+    computed = usage["input_tokens"] - usage["input_tokens_details"]["cached_tokens"]
+    least = num_prefixes * _PREFIX_LEN + len(lines) * _OWN_LEN
+    print(
+        f"{num_prefixes} prefixes of {_PREFIX_LEN} tokens, {len(lines)} lines, {batch['status']} in "
+        f"{time.monotonic() - start_s:.0f} s, {batch['request_counts']['failed']} failed: computed {computed:,} of "
+        f"{usage['input_tokens']:,} prompt tokens, to the least possible {computed / least:.3f} (goal 1.05)",
+        flush=True,
+    )
+
+
 def run_alone(server: Server, lines: Sequence[Line]) -> float:
     """Tokens a second of flex requests that are sent at once."""
     before, start_s = server.tokens, time.monotonic()
@@ -240,6 +286,10 @@ def main() -> None:
     parser.add_argument(
         "--model", default=None, help="of part 2 (default: the default model, as the server's)"
     )
+    parser.add_argument(
+        "--prefixes", type=int, default=0, help="shared prefixes of a batch; only this part is run"
+    )
+    parser.add_argument("--lines", type=int, default=4, help="lines of each prefix")
     parser.add_argument("--simulate", nargs="*", metavar="MODEL:DEVICE:RATE", help="instead of a server")
     arguments = parser.parse_args()
     if arguments.simulate:
@@ -248,6 +298,9 @@ def main() -> None:
             simulate_all(model, device, float(rate))
         return
     server = Server(arguments.url)
+    if arguments.prefixes:
+        run_prefixes(server, arguments.prefixes, arguments.lines)
+        return
 
     alone = 0.0
     if arguments.alone:

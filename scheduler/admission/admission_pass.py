@@ -111,6 +111,8 @@ class AdmissionPass:
             elif spent is None and (num_ahead > self._look_ahead >= 0 or num_skipped > _MAX_SKIPPED):
                 spent = Reason.LOOK_AHEAD_SPENT
             if spent is not None:
+                if self._parts.is_background:  # the next one keeps its prefix, see `KVMemory.enqueued`
+                    self._memory.kv.match(req)
                 state.refuse_rest(spent, at=self.refused)
                 return
             verdict = self._offer(req)

@@ -272,7 +272,9 @@ class KVMemory:
             if req.session is not None and req.turn > 1:
                 self.session_turns[self._outcome(req.session, match, miss.kind)] += 1
         req.checkpoint, req.tree_len = match.checkpoint, match.num_known * self.page_size
-        req.lease = self._cache.lock(req.extra_key, match, req.priority, in_memory=req.in_memory)
+        req.lease = self._cache.lock(
+            req.extra_key, match, req.priority, in_memory=req.in_memory, background=req.background
+        )
         req.match = None
 
     def _outcome(self, session: Session, match: PrefixMatch, kind: MissKind) -> str:

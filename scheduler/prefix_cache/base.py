@@ -85,9 +85,10 @@ class Lease:
         priority: of the request.
         is_use: whether it counts as a use of its pages, for the order of eviction; not if they are only copied.
         in_memory: the pages of the request must not go to a tier.
+        background: the request is of the background class, which keeps no page from being evicted first.
     """
 
-    __slots__ = ("extra_key", "in_memory", "is_use", "node", "num_pages", "priority")
+    __slots__ = ("background", "extra_key", "in_memory", "is_use", "node", "num_pages", "priority")
 
     def __init__(
         self,
@@ -98,8 +99,10 @@ class Lease:
         *,
         is_use: bool = True,
         in_memory: bool = False,
+        background: bool = False,
     ) -> None:
         self.is_use = is_use
+        self.background = background
         self.in_memory = in_memory
         self.extra_key = extra_key
         self.num_pages = num_pages
@@ -188,9 +191,10 @@ class PrefixCache:
         *,
         is_use: bool = True,
         in_memory: bool = False,
+        background: bool = False,
     ) -> Lease:
-        """Lease a match that is still valid, for a request of this priority; `is_use`, `in_memory`: see `Lease`."""
-        return Lease(extra_key, 0, None, priority, is_use=is_use, in_memory=in_memory)
+        """Lease a match that is still valid, for a request of this priority; the flags: see `Lease`."""
+        return Lease(extra_key, 0, None, priority, is_use=is_use, in_memory=in_memory, background=background)
 
     def pages_of(self, lease: Lease) -> IntArray:
         """[lease.num_pages] the leased pages, in order."""
@@ -226,7 +230,8 @@ class PrefixCache:
         """End a lease.
 
         Args:
-            once: it is unlikely to be repeated, so pages that no other lease used are evicted first.
+            once: it is unlikely to be repeated, so pages that no other lease used are evicted first; those of the
+                background do not count.
             session: a conversation of this session ends here; it continues those of the session that end above.
         """
 

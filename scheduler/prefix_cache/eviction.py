@@ -72,7 +72,8 @@ EVICTION_RANKS: Final[dict[EvictionPolicyName, Rank]] = {
 class EvictionClass(enum.IntEnum):
     """Classes of leaves, in the order of eviction, whatever their ranks: one goes when those before it are empty.
 
-    - DEAD: pages of closed sessions, and of prompts that are unlikely to be repeated; a later use makes them ordinary.
+    - DEAD: pages of closed sessions, and of prompts that are unlikely to be repeated, such as those of the background;
+      a later use, but for one of the background, makes them ordinary.
     - WANTED: pages of waiting requests, ordered by `Wants`.
     - PROMISED: pages under a pin or a promise.
     """

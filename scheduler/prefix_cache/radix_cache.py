@@ -171,13 +171,22 @@ class RadixCache(PrefixCache):
         *,
         is_use: bool = True,
         in_memory: bool = False,
+        background: bool = False,
     ) -> Lease:
         node = self._end_of(match)
         if node is None:
             node = self._root(extra_key)
         if match.checkpoint and is_use and self._checkpoints is not None:
             self._checkpoints.used(node)
-        lease = Lease(extra_key, match.num_pages, node, priority, is_use=is_use, in_memory=in_memory)
+        lease = Lease(
+            extra_key,
+            match.num_pages,
+            node,
+            priority,
+            is_use=is_use,
+            in_memory=in_memory,
+            background=background,
+        )
         self._lock_path(lease, None)
         if is_use and match.num_pages and not self._residency.is_empty:
             self._residency.used(self.pages_of(lease), self._now_s)
@@ -234,7 +243,8 @@ class RadixCache(PrefixCache):
             if lease.is_use:
                 node.last_access = self._clock
                 node.used_s = self._now_s
-                node.is_dead = once and node.num_uses == 1
+                stays_dead = node.is_dead and lease.background
+                node.is_dead = once and (stays_dead or node.num_uses == (not lease.background))
             if not node.lock_ref:
                 self._locked_pages -= len(node.pages)
                 self._evictable_pages += len(node.pages)
@@ -576,10 +586,11 @@ class RadixCache(PrefixCache):
                 self._evictable_pages -= len(each.pages)
                 self._locked_pages += len(each.pages)
             each.lock_ref += 1
-            each.num_uses += lease.is_use
+            counts = lease.is_use and not lease.background
+            each.num_uses += counts
             each.priority = max(each.priority, lease.priority)
             each.in_memory = each.in_memory and (lease.in_memory or not lease.is_use)
-            if each.is_dead and lease.is_use:
+            if each.is_dead and counts:
                 each.is_dead = False
                 self._queue.class_changed(each)
 

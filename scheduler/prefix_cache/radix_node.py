@@ -31,7 +31,7 @@ class RadixNode:
         created: logical time at which its pages were inserted.
         last_access: logical time of the last release; not used while the node is locked.
         used_s: when that was.
-        num_uses: requests that have leased it, including the one that inserted it.
+        num_uses: requests that have leased it, including the one that inserted it, and without the background.
         priority: the highest priority of those requests.
         queued: bits that say which heaps of the eviction queue have an entry for it.
         end_id: id of the position after the run, given when pages after it are evicted; 0 until then.

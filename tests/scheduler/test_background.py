@@ -146,6 +146,48 @@ def test_pages_of_a_finished_line_are_evicted_first(make_scheduler, phases):
     assert harness.answers[again].rows[-1].usage.cached_tokens == 20
 
 
+def test_a_prefix_that_only_lines_have_used_is_evicted_first(make_scheduler):
+    """However many of them: when the last has ended, no line shares it."""
+    harness = make_scheduler(num_pages=20, page_size=4, max_running_requests=1)
+    prompt = list(range(1, 25))
+    harness.submit("kept", prompt=prompt, max_new_tokens=1)
+    harness.run_until_idle()
+    for start in (30, 60):
+        shared = list(range(start, start + 20))
+        for end in (1, 2, 3):
+            harness.submit(prompt=[*shared, end, 4, 5, 6], message=BACKGROUND, max_new_tokens=1)
+        harness.run_until_idle()
+    harness.submit("other", prompt_len=40, max_new_tokens=1)
+    harness.run_until_idle()
+
+    again = harness.submit("again", prompt=prompt, max_new_tokens=1)
+    harness.run_until_idle()
+
+    assert harness.answers[again].rows[-1].usage.cached_tokens == 20
+
+
+def test_lines_in_prefix_order_compute_each_prefix_once(make_scheduler):
+    """In a pool that holds two of the prefixes beside interactive requests, of which one comes now and then."""
+    harness = make_scheduler(num_pages=64, page_size=4, max_running_requests=4)
+    num_prefixes, num_lines, num_own = 8, 6, 6
+    prefixes = [harness.rng.integers(1, 97, 64).tolist() for _ in range(num_prefixes)]
+    rids: list[str] = []
+    for prefix in prefixes:
+        for _ in range(num_lines):
+            own = harness.rng.integers(1, 97, num_own).tolist()
+            rids.append(harness.submit(prompt=prefix + own, message=BACKGROUND, max_new_tokens=8))
+            while sum(harness.answers[rid].finish is None for rid in rids) >= 16:  # 4 x rows are in flight
+                for _ in range(6):
+                    harness.step()
+                harness.submit(prompt_len=100, max_new_tokens=4)
+    harness.run_until_idle()
+
+    usages = [harness.answers[rid].rows[-1].usage for rid in rids]
+    computed = sum(usage.prompt_tokens - usage.cached_tokens for usage in usages)
+    least = num_prefixes * (64 + num_lines * num_own)
+    assert computed <= 1.05 * least
+
+
 def test_a_waiting_interactive_request_starts_in_the_pass_that_retracts_a_line_for_a_decode(make_scheduler):
     def running():
         """A line and two interactive requests, which will not fit together."""

@@ -80,6 +80,14 @@ class OwnedTable:
         query = f"SELECT * FROM {self.name} WHERE owner = ? AND id = ? AND part >= ? ORDER BY part LIMIT ?"
         return db.execute(query, (owner, row_id, first, limit)).fetchall()
 
+    def created_after(
+        self, db: sqlite3.Connection, owner: str, row_id: str, after_seq: int, limit: int
+    ) -> list[Row]:
+        """The rows of an id in the order of their creation, from the first with a larger `seq`; at most `limit`."""
+        # With the plus SQLite reads in order from `after_seq`, and does not sort all rows of the id for each page.
+        query = f"SELECT * FROM {self.name} WHERE owner = ? AND +id = ? AND seq > ? ORDER BY seq LIMIT ?"
+        return db.execute(query, (owner, row_id, after_seq, limit)).fetchall()
+
     def page(
         self,
         db: sqlite3.Connection,
@@ -163,7 +171,8 @@ BATCH_LINES: Final = OwnedTable(
     cached_tokens INTEGER NOT NULL DEFAULT 0, output_tokens INTEGER NOT NULL DEFAULT 0,
     reasoning_tokens INTEGER NOT NULL DEFAULT 0""",
 )
-"""The lines of unfinished batches: `id` is the batch, `part` the line, `place` and `length` its bytes in the input;
+"""The lines of unfinished batches: `id` is the batch, `part` the line, `seq` the order in which lines are answered,
+`place` and `length` its bytes in the input;
 `runs` counts how often it was begun; `status` is that of its HTTP answer, 0 before, and `result` its line of output."""
 _BATCHES: Final = f"""
     {BATCHES.creation}

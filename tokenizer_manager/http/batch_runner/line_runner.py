@@ -58,6 +58,8 @@ class LineRunner:
     async def answer_all(self, owner: str, batch: BatchBody) -> None:
         """Answer the lines of a batch that have no result yet, and count them in it.
 
+        They are begun in the order of creation, in which lines that share a prefix are neighbors.
+
         Args:
             owner: of the batch.
             batch: its counts and usage grow.
@@ -65,10 +67,10 @@ class LineRunner:
         Raises:
             StateError: the rows cannot be read; results that cannot be stored wait for room.
         """
-        first, suspects = 0, list[Row]()
+        after_seq, suspects = 0, list[Row]()
         async with asyncio.TaskGroup() as tasks:
-            while rows := await self.page(owner, batch.id, first):
-                first = rows[-1]["part"] + 1
+            while rows := await self._next_rows(owner, batch.id, after_seq):
+                after_seq = rows[-1]["seq"]
                 for row in rows:
                     if row["status"]:
                         continue
@@ -136,6 +138,12 @@ class LineRunner:
             except StateError as error:
                 logger.warning("a result of batch=%s waits: %s", batch_id, error)
                 await asyncio.sleep(self.retry_s)
+
+    async def _next_rows(self, owner: str, batch_id: str, after_seq: int) -> list[Row]:
+        """Some lines of a batch in the order of creation; none after the last."""
+        return await self._store.read(
+            lambda db: BATCH_LINES.created_after(db, owner, batch_id, after_seq, _PAGE_LINES)
+        )
 
     async def page(self, owner: str, batch_id: str, first: int) -> list[Row]:
         """Some lines of a batch, from number `first`; none after the last."""

@@ -254,19 +254,30 @@ class BatchRunner:
         if errors:
             return LineErrors(data=errors)
         await self._store.write(lambda db: BATCH_LINES.delete(db, owner, batch.id))
+        # The order of creation is the order in which lines are answered; `part` is that of the results.
+        order = sorted(range(len(lines)), key=lambda number: lines[number].prefix)
         for first in range(0, len(lines), _INSERTED_LINES):
-            part = lines[first : first + _INSERTED_LINES]
-            await self._store.write(functools.partial(self._insert, live, first, part))
+            part = [(number, lines[number]) for number in order[first : first + _INSERTED_LINES]]
+            await self._store.write(functools.partial(self._insert, live, part))
         batch.request_counts.total = len(lines)
         if not live.ending:
             batch.enter("in_progress", self.files.now_s())
             await self._save(live)
         return None
 
-    def _insert(self, live: _Live, first: int, lines: list[InputLine], db: sqlite3.Connection) -> None:
+    def _insert(self, live: _Live, lines: list[tuple[int, InputLine]], db: sqlite3.Connection) -> None:
         now_s = self.files.now_s()
-        for number, line in enumerate(lines, first):
-            BATCH_LINES.insert(db, live.owner, live.body.id, now_s, part=number, **line._asdict())
+        for number, line in lines:
+            BATCH_LINES.insert(
+                db,
+                live.owner,
+                live.body.id,
+                now_s,
+                part=number,
+                custom_id=line.custom_id,
+                place=line.place,
+                length=line.length,
+            )
 
     async def _finalize(self, live: _Live) -> None:
         """Write the files of a batch, and end it."""

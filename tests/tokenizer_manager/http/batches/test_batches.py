@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from engine.runtime.config.answer_config import RequestLimits
 from engine.runtime.messages import GenerateRequest, TextOutput
-from engine.tokenizer_manager.http.batch_runner.lines import InputReader, body_at
+from engine.tokenizer_manager.http.batch_runner.lines import InputReader, body_at, prefix_key
 from engine.tokenizer_manager.http.batch_runner.runner import BatchRunner
 from engine.tokenizer_manager.http.batch_runner.wire import BatchBody
 from engine.tokenizer_manager.http.openai.wire import CompletionRequest
@@ -231,6 +231,99 @@ def test_lines_have_their_places_in_the_file(tmp_path):
     assert errors == []
     assert [json.loads(content[each.place :][: each.length])["custom_id"] for each in lines] == ["a", "b"]
     assert json.loads(body_at(tmp_path / "f", lines[1].place, lines[1].length)) == {"prompt": "\u00e9"}
+
+
+def shuffled(num_prefixes: int, num_lines: int) -> list[dict[str, Any]]:
+    """Lines of which each `num_prefixes`-th begins alike."""
+    return [
+        line(f"{own}-{prefix}", prompt=f"{prefix}" * 200 + f"{own}", max_tokens=prefix + 1)
+        for own in range(num_lines)
+        for prefix in range(num_prefixes)
+    ]
+
+
+def one_at_a_time(served: Served) -> None:
+    """Lets the server begin a line when the one before has ended, so that the order of lines can be seen."""
+    served.services.required_state.batches._lines._slots = asyncio.Semaphore(1)
+
+
+def prefixes_of(requests: Iterable[GenerateRequest]) -> list[int]:
+    return [(request.sampling.max_new_tokens or 0) - 1 for request in requests]
+
+
+def test_lines_that_begin_alike_are_answered_one_after_another_and_results_are_in_the_order_of_the_input(
+    serve_kept,
+):
+    served = serve_kept()
+    one_at_a_time(served)
+    lines = shuffled(3, 4)
+    batch = create(served, as_file(lines))
+    requests = []
+    for _ in lines:
+        requests.append(served.engine.next_request())
+        served.engine.say(*say_all("x")(requests[-1]))
+
+    done = wait(served, batch["id"])
+
+    order = prefixes_of(requests)
+    assert [order[i : i + 4] for i in (0, 4, 8)] == [[prefix] * 4 for prefix in dict.fromkeys(order)]
+    assert [each["custom_id"] for each in results(served, done)] == [each["custom_id"] for each in lines]
+
+
+def test_a_restart_goes_on_in_the_same_order(serve_kept):
+    served = serve_kept()
+    one_at_a_time(served)
+    batch = create(served, as_file(shuffled(2, 3)))
+    requests = [served.engine.next_request()]
+    served.engine.say(*say_all("x")(requests[0]))
+    served.engine.next_request()
+    restart(served)
+
+    served = serve_kept()
+    one_at_a_time(served)
+    for _ in range(5):
+        requests.append(served.engine.next_request())
+        served.engine.say(*say_all("x")(requests[-1]))
+    wait(served, batch["id"])
+
+    first = prefixes_of(requests)[0]
+    assert prefixes_of(requests) == [first] * 3 + [1 - first] * 3
+
+
+LONG = "You answer in one word. " * 12
+TOOL = {"type": "function", "function": {"name": "f", "description": LONG}}
+
+
+def said(system: str, text: str = "hi") -> dict[str, Any]:
+    return {"messages": [{"role": "system", "content": system}, {"role": "user", "content": text}]}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "third"),
+    [
+        (said(LONG + "A", "hi"), said(LONG + "A", "so"), said(LONG + "B", "hi")),
+        (said(LONG * 20 + "A", "hi"), said(LONG * 20 + "A", "so"), said(LONG * 20 + "B", "hi")),
+        (said("A", LONG + "hi"), said("A", LONG + "so"), said("A", "so" + LONG)),
+        ({"tools": [TOOL]} | said("A"), {"tools": [TOOL]} | said("B"), said("A")),
+        ({"instructions": "A", "input": "hi"}, {"instructions": "A", "input": "so"}, {"input": "hi"}),
+        ({"prompt": [7] * 200 + [1]}, {"prompt": [7] * 200 + [2]}, {"prompt": [8] * 200 + [1]}),
+        ({"query": LONG + "A", "items": ["a"]}, {"query": LONG + "B"}, {"query": "B" + LONG}),
+        ({"prompt": "hi", "model": "m"}, {"prompt": "so", "model": "m"}, {"prompt": "hi", "model": "n"}),
+    ],
+)
+def test_the_key_of_a_line_has_more_in_common_where_its_prompt_has(one, other, third):
+    keys = [prefix_key(body) for body in (one, other, third)]
+
+    def num_common(a: bytes, b: bytes) -> int:
+        return next((i for i, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]), len(a))
+
+    assert num_common(keys[0], keys[1]) // 4 > num_common(keys[0], keys[2]) // 4
+
+
+def test_a_key_is_small_and_any_body_has_one():
+    assert len(prefix_key({"prompt": "x" * 100_000, "instructions": "y" * 100_000})) <= 300
+    assert prefix_key({}) == prefix_key({"messages": "hi"})
+    assert prefix_key({"tools": [{"minimum": 10**40}], "messages": [5, None, {"role": []}]})
 
 
 def test_the_first_hundred_errors_are_listed(serve_kept):
