@@ -57,6 +57,7 @@ PANELS: Final = {
         "launch": (".launch", "Start a coding agent that uses a model on this machine."),
         "top": (".top.command", "Watch a server: running and waiting requests, memory, rates."),
         "fleet": (".fleet.command", "Run many servers of one model on Ray: heal, scale, drain them."),
+        "state": (".state", "List, purge or check the files and responses that a server keeps."),
     },
     "Vectors and scores": {
         "embed": (".embed.command", "Turn texts into vectors, for search and comparison."),

@@ -244,13 +244,18 @@ class ServerConfig:
     @property
     def response_retention_s(self) -> float:
         """`response_retention` in seconds; 0: it is no time."""
-        matched = _TIME.fullmatch(self.response_retention)
-        return float(matched[1]) * _UNITS_S[matched[2]] if matched else 0.0
+        return duration_s(self.response_retention)
 
     @property
     def needs_key(self) -> bool:
         """Whether clients must send an API key."""
         return bool(self.api_key) or self.api_key_file is not None
+
+
+def duration_s(text: str) -> float:
+    """Seconds of `90s`, `12h` or `30d`; 0: it is no time."""
+    matched = _TIME.fullmatch(text)
+    return float(matched[1]) * _UNITS_S[matched[2]] if matched else 0.0
 
 
 def _is_origin(text: str) -> bool:

@@ -35,6 +35,10 @@ COMMANDS = (
     "rm",
     "ps",
     "launch",
+    "state",
+    "state list",
+    "state purge",
+    "state check",
     "bench",
     "bench serve",
     "bench offline",
@@ -53,6 +57,7 @@ CASES = [
     ("", "--version", ExitCode.SUCCESS),
     ("bench", "", ExitCode.SUCCESS),
     ("decisions", "", ExitCode.SUCCESS),
+    ("state", "", ExitCode.SUCCESS),
     # wrong usage
     *((command, "--no-such-option", ExitCode.USER) for command in COMMANDS),
     *(
@@ -63,6 +68,9 @@ CASES = [
             "pull",
             "rm",
             "launch",
+            "state list",
+            "state purge",
+            "state check",
             "bench compare",
             "why",
             "replay",

@@ -41,7 +41,7 @@ def test_help_has_the_core_commands_first_and_the_others_by_subject(capsys):
     shown = [line.split()[0] for line in lines if line.startswith("  ") and line.split()[0] in cli.COMMANDS]
     assert shown == [
         *("serve", "chat", "bench", "doctor"),
-        *("pull", "list", "rm", "ps", "launch", "top", "fleet", "embed", "rerank", "decisions"),
+        *("pull", "list", "rm", "ps", "launch", "top", "fleet", "state", "embed", "rerank", "decisions"),
         *("why", "replay", "trace", "simulate"),
     ]
 

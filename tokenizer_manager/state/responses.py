@@ -15,7 +15,7 @@ import sqlite3
 from collections.abc import Iterable
 from typing import Any, Final, NamedTuple, Self
 
-from .tables import CHAINS, EVENTS, RESPONSES, Row, used_bytes
+from .tables import CHAINS, EVENTS, RESPONSES, UNFINISHED_RESPONSE, Row, used_bytes
 
 MAX_DEPTH: Final = 1000
 """Responses in a chain."""
@@ -178,7 +178,7 @@ def groups_of(
 
 def unfinished(db: sqlite3.Connection) -> list[Response]:
     """The responses of all owners that ran when the server ended, in order of arrival."""
-    rows = RESPONSES.of_all_owners(db, "status IN ('queued', 'in_progress')")
+    rows = RESPONSES.of_all_owners(db, UNFINISHED_RESPONSE)
     return [Response.of(row) for row in rows]
 
 
@@ -186,7 +186,7 @@ def expire(db: sqlite3.Connection, now_s: float, limit: int = 64) -> int:
     """Delete at most `limit` chains whose time is over; the number of them."""
     rows = CHAINS.of_all_owners(db, "expires_s <= ? AND num_live = 0", int(now_s), limit=limit)
     for row in rows:
-        _delete_chain(db, row)
+        delete_chain(db, row)
     return len(rows)
 
 
@@ -199,10 +199,11 @@ def _make_room(db: sqlite3.Connection, response: Response, num_bytes: int, max_b
                 condition, values = f"{condition} AND owner = ?", [*values, owner]
             if not (rows := CHAINS.of_all_owners(db, condition, *values, limit=1)):
                 break  # files take the rest; `StateStore` refuses what does not fit
-            _delete_chain(db, rows[0])
+            delete_chain(db, rows[0])
 
 
-def _delete_chain(db: sqlite3.Connection, chain: Row) -> None:
+def delete_chain(db: sqlite3.Connection, chain: Row) -> None:
+    """Delete a row of `CHAINS` and all responses with this root."""
     for table in (EVENTS, RESPONSES):
         table.delete_where(db, chain["owner"], root=chain["id"])
     CHAINS.delete(db, chain["owner"], chain["id"])

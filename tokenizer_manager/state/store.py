@@ -105,7 +105,7 @@ class StateStore:
         path = Path(folder).expanduser().absolute()
         with contextlib.ExitStack() as stack:
             try:
-                lock_fd = _locked(path)
+                lock_fd = lock_folder(path)
             except OSError as error:
                 raise ConfigError(f"state_dir is {path}, but it cannot be used: {error.strerror}") from None
             stack.callback(os.close, lock_fd)
@@ -287,7 +287,7 @@ def _state_error(error: sqlite3.Error) -> Exception:
 # ------------------------------------------------------------ opening
 
 
-def _locked(path: Path) -> int:
+def lock_folder(path: Path) -> int:
     """Make the folder, check that it is ours, and lock it: the descriptor of the lock."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.stat().st_uid != os.geteuid():
@@ -311,8 +311,12 @@ def _locked(path: Path) -> int:
     return lock_fd
 
 
-def _prepare(db: sqlite3.Connection, path: Path, max_bytes: int) -> None:
-    """Bring a database to the version of this engine."""
+def check_version(db: sqlite3.Connection, path: Path) -> int:
+    """Take a database for this connection alone; the number of migrations that it has had.
+
+    Raises:
+        ConfigError: it is another program's, or of a newer version.
+    """
     db.row_factory = sqlite3.Row
     # Exclusive: the lock is kept, so that no other program can block a commit, and no shared memory is mapped.
     for setting in ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "secure_delete = ON"):
@@ -330,6 +334,12 @@ def _prepare(db: sqlite3.Connection, path: Path, max_bytes: int) -> None:
             f"state_dir is {path}, but a newer version of engine has written it (version {version}, this one knows "
             f"{len(MIGRATIONS)}); use that version, or another folder"
         )
+    return int(version)
+
+
+def _prepare(db: sqlite3.Connection, path: Path, max_bytes: int) -> None:
+    """Bring a database to the version of this engine."""
+    version = check_version(db, path)
     db.execute("PRAGMA synchronous = FULL")
     db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
     for number, script in enumerate(MIGRATIONS[version:], version + 1):

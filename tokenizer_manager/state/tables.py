@@ -17,7 +17,7 @@ change a table, append one. All tables have these columns:
 from __future__ import annotations
 
 import sqlite3
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 Row = sqlite3.Row
 
@@ -149,6 +149,28 @@ class OwnedTable:
         query = f"SELECT * FROM {self.name} WHERE {condition} ORDER BY seq LIMIT ?"
         return db.execute(query, (*values, limit)).fetchall()
 
+    def totals(self, db: sqlite3.Connection, condition: str = "TRUE") -> list[Totals]:
+        """What every owner has of the rows with a condition, which is SQL: for the operator of the server."""
+        columns = "owner, count(DISTINCT id), sum(num_bytes), min(created_s), max(created_s)"
+        query = f"SELECT {columns} FROM {self.name} WHERE {condition} GROUP BY owner ORDER BY owner"
+        return [Totals(*row) for row in db.execute(query)]
+
+
+class Totals(NamedTuple):
+    """Rows of one owner in one table.
+
+    Attributes:
+        count: ids.
+        num_bytes: that they take of `--state-max-gb`.
+        oldest_s, newest_s: Unix times of creation.
+    """
+
+    owner: str
+    count: int
+    num_bytes: int
+    oldest_s: int
+    newest_s: int
+
 
 def used_bytes(db: sqlite3.Connection, owner: str | None = None) -> int:
     """The bytes that an owner's rows and files take; None: those of all owners."""
@@ -164,6 +186,11 @@ BATCHES: Final = OwnedTable(
     "batches", "status TEXT NOT NULL, input_file_id TEXT NOT NULL, body BLOB NOT NULL"
 )
 """`body` is the batch as clients see it, in JSON."""
+FINAL: Final = ("completed", "failed", "expired", "cancelled")
+"""Statuses of finished batches."""
+UNFINISHED_BATCH: Final = f"status NOT IN {FINAL}"
+UNFINISHED_RESPONSE: Final = "status IN ('queued', 'in_progress')"
+"""Conditions: the next server goes on with these."""
 BATCH_LINES: Final = OwnedTable(
     "batch_lines",
     """custom_id TEXT NOT NULL, place INTEGER NOT NULL, length INTEGER NOT NULL, runs INTEGER NOT NULL DEFAULT 0,
@@ -198,7 +225,7 @@ _RESPONSES: Final = f"""
     {CHAINS.creation}
     CREATE INDEX responses_by_root ON responses (owner, root);
     CREATE INDEX response_events_by_root ON response_events (owner, root);
-    CREATE INDEX responses_unfinished ON responses (status) WHERE status IN ('queued', 'in_progress');
+    CREATE INDEX responses_unfinished ON responses (status) WHERE {UNFINISHED_RESPONSE};
 """
 
 _TOKENS: Final = "ALTER TABLE responses ADD COLUMN tokens BLOB NOT NULL DEFAULT x'';"

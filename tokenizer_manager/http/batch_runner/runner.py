@@ -27,10 +27,10 @@ from msgspec import UNSET
 from ....runtime.config.answer_config import RequestLimits
 from ...state.files import NewFile, StoredFiles
 from ...state.store import StateError
-from ...state.tables import BATCH_LINES, BATCHES, Row
+from ...state.tables import BATCH_LINES, BATCHES, UNFINISHED_BATCH, Row
 from .line_runner import AnswerLine, LineRunner, count
 from .lines import InputLine, InputReader, unanswered
-from .wire import FINAL, KEPT_S, BatchBody, BatchUsage, LineErrors, RequestCounts, Status, batch_of, live_user
+from .wire import KEPT_S, BatchBody, BatchUsage, LineErrors, RequestCounts, Status, batch_of, live_user
 
 CheckLine = Callable[[str, dict[str, Any], str], None]
 
@@ -120,8 +120,7 @@ class BatchRunner:
         """
         self._lines.answer = answer
         self._check = check
-        final = ", ".join(f"'{status}'" for status in sorted(FINAL))
-        rows = await self._store.read(lambda db: BATCHES.of_all_owners(db, f"status NOT IN ({final})"))
+        rows = await self._store.read(lambda db: BATCHES.of_all_owners(db, UNFINISHED_BATCH))
         for row in rows:
             live = _Live(row["owner"], batch_of(row))
             if live.body.status == "cancelling":

@@ -8,7 +8,7 @@ from typing import Final, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from ...state.tables import BATCHES, Row
+from ...state.tables import BATCHES, FINAL, Row
 
 ENDPOINTS: Final = (
     "/v1/chat/completions",
@@ -36,7 +36,6 @@ Status = Literal[
     "cancelling",
     "cancelled",
 ]
-FINAL: Final = frozenset({"completed", "failed", "expired", "cancelled"})
 
 
 class ExpiresAfter(msgspec.Struct, kw_only=True):

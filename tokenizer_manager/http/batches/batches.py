@@ -9,11 +9,10 @@ from typing import Final
 from msgspec import UNSET
 
 from ....runtime.errors import QueueFullError, RequestError
-from ...state.tables import BATCHES, FILES
+from ...state.tables import BATCHES, FILES, FINAL
 from ..batch_runner.wire import (
     DAY_S,
     ENDPOINTS,
-    FINAL,
     BatchBody,
     BatchListBody,
     BatchRequest,
