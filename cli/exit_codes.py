@@ -30,7 +30,8 @@ class ExitCode(enum.IntEnum):
 MEANINGS: Final = {
     ExitCode.SUCCESS: "success; also a server that was stopped by SIGINT, SIGTERM or SIGHUP",
     ExitCode.FAILED: "the engine failed, or the result is negative: a check of `engine doctor` fails, a decision of "
-    "`engine replay` differs, a request of `engine bench` failed, `engine state check` finds a fault",
+    "`engine replay` differs, a request of `engine bench` or a line of `engine batch` failed, `engine state check` "
+    "finds a fault",
     ExitCode.USER: "something to correct: wrong usage, a setting, a missing or damaged file, an unknown model, a "
     "request that is refused, a wrong key, a disk without space",
     ExitCode.SERVER: "no server answers, it is busy (429, 503) for longer than the command waits, or it failed",

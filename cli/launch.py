@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple, NoReturn
 
@@ -33,7 +33,7 @@ LEAST_CONTEXT: Final = 32_768
 """Agents send up to 20,000 tokens of instructions and tools before the first word of the user."""
 _NO_KEY: Final = "none"
 """Stands for the key of a server without one: the agents demand that there is some key."""
-_SERVE: Final = ("serve", "--served-model-name", "*")
+_SERVE: Final = ("--served-model-name", "*")
 _READY: Final = "Ready after "
 _SIGNALED: Final = 128
 
@@ -155,12 +155,14 @@ def launch(
     target = running_target(model, key)
     if prints:
         if target is None:
-            _note(f"no server runs for it; start one first: {shlex.join(_serve_command('engine', model))}")
+            _note(
+                f"no server runs for it; start one first: {shlex.join(['engine', 'serve', *_serve_options(model)])}"
+            )
             target = Target(server_url(None), model or "default", key)
         typer.echo(shell_command(agent, target, arguments or []))
         return 0
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_ended_by_signals())
+        stack.enter_context(ended_by_signals())
         if target is None:
             target = stack.enter_context(own_server(model, key))
         about = AGENTS[agent]
@@ -214,23 +216,47 @@ def _target(url: str, model: str | None, key: str) -> Target:
     return Target(server.base, server.model, key, context)
 
 
-def _serve_command(program: str, model: str | None) -> list[str]:
-    return [program, *_SERVE, *(["--model", model] if model is not None else [])]
+def _serve_options(model: str | None) -> list[str]:
+    return [*_SERVE, *(["--model", model] if model is not None else [])]
 
 
 @contextlib.contextmanager
 def own_server(model: str | None, key: str) -> Iterator[Target]:
-    """A server on a free port, with the longest context that fits; its log is in a file while it runs.
+    """A server on a free port, with the longest context that fits.
 
     Raises:
         ServerError: it does not start; names the log, which is kept.
     """
-    with tempfile.NamedTemporaryFile(prefix="engine-launch-", suffix=".log", delete=False) as log:
-        command = [sys.executable, "-m", *_serve_command(__name__.partition(".")[0], model), "--port", "0"]
-        _note(f"no server runs for it: starting one; its log is {log.name}")
+    environment = os.environ if key == _NO_KEY else os.environ | {"ENGINE_API_KEY": key}
+    with started_server(
+        [*_serve_options(model), "--port", "0"],
+        environment,
+        note=lambda line: _note(f"no server runs for it: {line}"),
+    ) as url:
+        yield _target(url, None, key)
+
+
+@contextlib.contextmanager
+def started_server(
+    arguments: Sequence[str], environment: Mapping[str, str], *, note: Callable[[str], None]
+) -> Iterator[str]:
+    """A server that ends with the context: its URL; its log is in a file while it runs.
+
+    Args:
+        arguments: of `engine serve`.
+        environment: of its process.
+        note: called with a line about the log.
+
+    Raises:
+        ServerError: it does not start; names the log, which is kept.
+    """
+    with tempfile.NamedTemporaryFile(prefix="engine-serve-", suffix=".log", delete=False) as log:
+        note(f"starting a server; its log is {log.name}")
+        package, python = __name__.partition(".")[0], sys.executable
+        ends_with_this = [python, "-m", f"{package}.supervisor.fleet.server", str(os.getpid())]
         server = subprocess.Popen(
-            command,
-            env=os.environ if key == _NO_KEY else os.environ | {"ENGINE_API_KEY": key},
+            [*ends_with_this, python, "-m", package, "serve", *arguments],
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -246,7 +272,7 @@ def own_server(model: str | None, key: str) -> Iterator[Target]:
                 why = text.rpartition("\n")[2].removeprefix("engine: ")
                 raise ServerError(f"the server did not start: {why} (log: {log.name})")
             try:
-                yield _target(ready.strip().rpartition(" at ")[2], None, key)
+                yield ready.strip().rpartition(" at ")[2]
             finally:
                 os.unlink(log.name)
         finally:
@@ -266,7 +292,7 @@ def run_agent(words: Sequence[str], variables: dict[str, str]) -> int:
 
 
 @contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
+def ended_by_signals() -> Iterator[None]:
     """SIGTERM and SIGHUP end what was started, too."""
 
     def end(signum: int, _frame: object) -> NoReturn:

@@ -59,7 +59,8 @@ PANELS: Final = {
         "fleet": (".fleet.command", "Run many servers of one model on Ray: heal, scale, drain them."),
         "state": (".state", "List, purge or check the files and responses that a server keeps."),
     },
-    "Vectors and scores": {
+    "Texts, vectors and scores of files": {
+        "batch": (".batch.command", "Answer the requests of a JSONL file, as OpenAI's batches."),
         "embed": (".embed.command", "Turn texts into vectors, for search and comparison."),
         "rerank": (".embed.command:rerank_app", "Sort documents by their relevance to a query."),
         "decisions": (".decisions", "Fit the temperatures of a model's decisions to labeled questions."),

@@ -37,6 +37,7 @@ ALSO = {
     # `engine fleet` loads them when it runs: the fleet is of the supervisor, its endpoint has the guards of the API.
     "cli/fleet/": {"supervisor", "tokenizer_manager"},
     "simulator/dispatch.py": {"tokenizer_manager"},  # the policies of `--dp`, which import the runtime only
+    "cli/batch/": {"tokenizer_manager"},  # reads and writes lines as /v1/batches does; loaded when it runs
     "cli/trace/": {"scheduler"},  # reads the scheduler's records; the command line loads it when it is used
 }
 WITHOUT_TORCH = tuple(room for room in MAY_IMPORT if room != "model_runner")

@@ -198,7 +198,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "signin": "use hf auth login",
     "login": "use hf auth login",
     "complete": "use engine chat",
-    "run-batch": "use examples/batch.py",
+    "run-batch": "use engine batch -i IN -o OUT --model MODEL",
     "collect-env": "use engine doctor",
     "help": "use engine --help, or engine COMMAND --help",
     "version": "use engine --version",

@@ -255,7 +255,7 @@ def test_a_server_of_its_own_ends_with_the_agent(running, agent, tiny_model, sho
 
     out, err = capfd.readouterr()
     assert out.strip() == recorded()[1]["ANTHROPIC_MODEL"]
-    assert "no server runs for it: starting one" in err
+    assert "no server runs for it: starting a server" in err
     assert not list(short_tmp.glob("engine-*")), "the log and the sockets are removed"
 
 
@@ -266,7 +266,7 @@ def test_a_server_that_does_not_start_is_explained(running, agent, short_tmp, tm
 
     assert cli.run(["launch", "claude", "--model", str(tmp_path / "missing.gguf")]) == 3
 
-    [log] = short_tmp.glob("engine-launch-*.log")
+    [log] = short_tmp.glob("engine-serve-*.log")
     last = capfd.readouterr().err.splitlines()[-1]
     assert last.startswith("engine: the server did not start: ")
     assert "missing.gguf" in last

@@ -35,13 +35,26 @@ def test_help_has_the_core_commands_first_and_the_others_by_subject(capsys):
     lines = capsys.readouterr().out.splitlines()
     titles = [line[:-1] for line in lines if line.endswith(":") and not line.startswith(" ")]
     assert titles == [
-        *("Options", "Core commands", "Models on this machine", "Servers", "Vectors and scores"),
-        *("Decisions of the scheduler", "Examples"),
+        *("Options", "Core commands", "Models on this machine", "Servers"),
+        *("Texts, vectors and scores of files", "Decisions of the scheduler", "Examples"),
     ]
     shown = [line.split()[0] for line in lines if line.startswith("  ") and line.split()[0] in cli.COMMANDS]
     assert shown == [
         *("serve", "chat", "bench", "doctor"),
-        *("pull", "list", "rm", "ps", "launch", "top", "fleet", "state", "embed", "rerank", "decisions"),
+        *(
+            "pull",
+            "list",
+            "rm",
+            "ps",
+            "launch",
+            "top",
+            "fleet",
+            "state",
+            "batch",
+            "embed",
+            "rerank",
+            "decisions",
+        ),
         *("why", "replay", "trace", "simulate"),
     ]
 

@@ -16,7 +16,7 @@ from ....runtime.config.answer_config import RequestLimits
 from ....runtime.errors import RequestError
 from ..schema.json_body import parse_object
 from ..schema.values import Body, refused, show
-from .wire import LineError
+from .wire import ENDPOINTS, LineError
 
 MAX_LINES: Final = 50_000
 MAX_ERRORS: Final = 100
@@ -60,20 +60,23 @@ class InputReader:
 
     def __init__(
         self,
-        endpoint: str,
+        endpoint: str | None,
         check: Callable[[Body], None],
         limits: RequestLimits,
         max_body_bytes: int,
+        max_lines: float = MAX_LINES,
     ) -> None:
         """Prepare for one file.
 
         Args:
-            endpoint: that all lines must name.
+            endpoint: that all lines must name; None: each names one of `ENDPOINTS`.
             check: raises a RequestError if the endpoint's reader refuses a body.
             limits: on JSON.
             max_body_bytes: of one body.
+            max_lines: of the file.
         """
-        self._endpoint = endpoint
+        self._endpoints = ENDPOINTS if endpoint is None else (endpoint,)
+        self._max_lines = max_lines
         self._check = check
         self._limits = limits
         self._max_bytes = max_body_bytes + _FRAME_BYTES
@@ -85,8 +88,8 @@ class InputReader:
         errors: list[LineError] = []
         with path.open("rb") as file:
             for number, place, content in self._split(file):
-                if number > MAX_LINES:
-                    message = f"the file has more than {MAX_LINES} lines; split it"
+                if number > self._max_lines:
+                    message = f"the file has more than {self._max_lines} lines; split it"
                     errors.append(LineError(code="too_many_lines", message=message, line=number))
                     break
                 try:
@@ -147,10 +150,10 @@ class InputReader:
             )
         if line.get("method") != "POST":
             raise refused("method", f"is {show(line.get('method'))}, but it must be POST")
-        if line.get("url") != self._endpoint:
-            raise refused(
-                "url", f"is {show(line.get('url'))}, but the endpoint of the batch is {self._endpoint}"
-            )
+        if line.get("url") not in self._endpoints:
+            several = len(self._endpoints) > 1
+            rule = "it must be one of" if several else "the endpoint of the batch is"
+            raise refused("url", f"is {show(line.get('url'))}, but {rule} {', '.join(self._endpoints)}")
         if not isinstance(body := line.get("body"), dict):
             raise refused("body", f"is {show(body)}, but it must be an object")
         self._check_body(body)
@@ -201,13 +204,20 @@ def _blocks(text: bytes) -> bytes:
 
 class _Line(msgspec.Struct):
     body: msgspec.Raw
+    url: str = ""
+
+
+def request_at(path: Path, place: int, length: int) -> tuple[str, bytes]:
+    """The endpoint and the body of a checked line; blocks."""
+    with path.open("rb") as file:
+        file.seek(place)
+        line = msgspec.json.decode(file.read(length), type=_Line)
+    return line.url, bytes(line.body)
 
 
 def body_at(path: Path, place: int, length: int) -> bytes:
     """The body of a checked line; blocks."""
-    with path.open("rb") as file:
-        file.seek(place)
-        return bytes(msgspec.json.decode(file.read(length), type=_Line).body)
+    return request_at(path, place, length)[1]
 
 
 def line_id(batch_id: str, number: int) -> str:
