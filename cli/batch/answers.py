@@ -106,7 +106,10 @@ class Answers:
             if end == 0:
                 self._check_header(line)
             else:
-                self._note(line, end)
+                try:
+                    self._note(line, end)
+                except msgspec.DecodeError:  # a power cut may leave anything
+                    break
             end += len(line)
         self._file.seek(end)
         self._file.truncate()

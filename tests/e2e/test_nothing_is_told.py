@@ -56,6 +56,7 @@ VALID: dict[str, dict[str, Any]] = {
     "/pause_generation": {"mode": "in_place"},
     FILES: {"purpose": "batch"},
     "/v1/batches": {"input_file_id": MARK, "endpoint": "/v1/completions", "completion_window": "24h"},
+    "/v1/messages/batches": {"requests": [{"custom_id": MARK, "params": {"messages": MARK}}]},
     "/v1/embeddings": {"input": MARK},
     "/v1/rerank": {"query": MARK, "documents": [MARK]},
     "/rerank": {"query": MARK, "documents": [MARK]},

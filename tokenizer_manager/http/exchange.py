@@ -71,6 +71,7 @@ class Exchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
+        self.scheme: str = scope.get("scheme", "http")
         self.query: dict[str, str] = dict(parse_qsl(scope.get("query_string", b"").decode("latin-1")))
         self.headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))
         self.status = 0

@@ -96,6 +96,7 @@ class OwnedTable:
         limit: int,
         after: str | None = None,
         newest_first: bool = True,
+        prefix: str = "",
         **where: Any,
     ) -> list[Row] | None:
         """The owner's rows in the order of their creation.
@@ -104,6 +105,7 @@ class OwnedTable:
             limit: the most rows.
             after: the id of the row before the first; None: from the beginning.
             newest_first: the last created is the first.
+            prefix: that ids begin with.
             where: values that columns must have.
 
         Returns:
@@ -118,6 +120,9 @@ class OwnedTable:
         for column, value in where.items():
             conditions.append(f"{column} = ?")
             values.append(value)
+        if prefix:
+            conditions.append("substr(id, 1, length(?)) = ?")
+            values += [prefix, prefix]
         order = "DESC" if newest_first else "ASC"
         query = f"SELECT * FROM {self.name} WHERE {' AND '.join(conditions)} ORDER BY seq {order} LIMIT ?"
         return db.execute(query, (*values, limit)).fetchall()

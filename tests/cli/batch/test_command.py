@@ -144,7 +144,9 @@ def result(custom_id: str, status: int = 200) -> bytes:
     )
 
 
-@pytest.mark.parametrize("torn", [b"", b'{"id": "r", "custom_id": "c", "resp', result("c")[:-1]])
+@pytest.mark.parametrize(
+    "torn", [b"", b'{"id": "r", "custom_id": "c", "resp', result("c")[:-1], b"\0\0\0\n" + result("c")]
+)
 def test_a_run_goes_on_where_another_one_was_killed(serve: Serve, files: Files, torn: bytes):
     served = serve(say_all("x"))
     files.write([line(each) for each in "abcde"])

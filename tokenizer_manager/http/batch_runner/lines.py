@@ -28,7 +28,8 @@ _KEY_BYTES: Final = 4096
 """Of the instructions and of the prompt, which order lines."""
 _BLOCK_BYTES: Final = 128
 """Some 32 tokens; the key of a line has 4 bytes for each, so the keys of 50,000 lines take 13 MB."""
-_INSTRUCTIONS: Final = ("model", "previous_response_id", "tools", "instructions")
+_UNANSWERED: Final = {"batch_cancelled": "canceled", "batch_expired": "expired"}
+_INSTRUCTIONS: Final = ("model", "previous_response_id", "tools", "instructions", "system")
 _PROMPTS: Final = ("prompt", "input", "query")
 
 
@@ -246,6 +247,43 @@ def unanswered(batch_id: str, number: int, custom_id: str, code: str, message: s
     error = {"code": code, "message": message}
     name = line_id(batch_id, number)
     return _encoded({"id": name, "custom_id": custom_id, "response": None, "error": error})
+
+
+class _Response(msgspec.Struct):
+    status_code: int
+    body: msgspec.Raw
+
+
+class _Error(msgspec.Struct):
+    code: str
+    message: str
+
+
+class _Result(msgspec.Struct):
+    custom_id: str
+    response: _Response | None
+    error: _Error | None
+
+
+def as_message_result(line: bytes) -> bytes:
+    """A line of a result in the form of Anthropic's batches."""
+    result = msgspec.json.decode(line, type=_Result)
+    response, error = result.response, result.error
+    shown: dict[str, Any]
+    if response is not None:
+        is_error = response.status_code >= 400
+        shown = (
+            {"type": "errored", "error": response.body}
+            if is_error
+            else {"type": "succeeded", "message": response.body}
+        )
+    elif error is not None and error.code in _UNANSWERED:
+        shown = {"type": _UNANSWERED[error.code]}
+    else:
+        message = "" if error is None else error.message
+        body = {"type": "error", "error": {"type": "api_error", "message": message}, "request_id": None}
+        shown = {"type": "errored", "error": body}
+    return _encoded({"custom_id": result.custom_id, "result": shown})
 
 
 def _encoded(line: dict[str, Any]) -> bytes:

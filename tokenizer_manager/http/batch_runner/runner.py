@@ -29,8 +29,18 @@ from ...state.files import NewFile, StoredFiles
 from ...state.store import StateError
 from ...state.tables import BATCH_LINES, BATCHES, UNFINISHED_BATCH, Row
 from .line_runner import AnswerLine, LineRunner, count
-from .lines import InputLine, InputReader, unanswered
-from .wire import KEPT_S, BatchBody, BatchUsage, LineErrors, RequestCounts, Status, batch_of, live_user
+from .lines import InputLine, InputReader, as_message_result, unanswered
+from .wire import (
+    KEPT_S,
+    MESSAGES,
+    BatchBody,
+    BatchUsage,
+    LineErrors,
+    RequestCounts,
+    Status,
+    batch_of,
+    live_user,
+)
 
 CheckLine = Callable[[str, dict[str, Any], str], None]
 
@@ -245,7 +255,8 @@ class BatchRunner:
         batch, owner = live.body, live.owner
         reader = InputReader(
             batch.endpoint,
-            lambda body: self._check(batch.endpoint, body, owner),
+            # A message that is refused is an error of its own, and does not end its batch.
+            lambda body: None if batch.endpoint == MESSAGES else self._check(batch.endpoint, body, owner),
             self._limits,
             self._max_body_bytes,
         )
@@ -298,6 +309,8 @@ class BatchRunner:
             for file in (outputs, errors):
                 await asyncio.to_thread(file.sync)
             batch.request_counts.failed += num_missing
+            if batch.endpoint == MESSAGES:
+                batch.request_counts.unanswered = num_missing
             await self._finish(live, batch, ending, outputs, errors)
 
     def _write_results(
@@ -309,6 +322,9 @@ class BatchRunner:
                 line = unanswered(live.body.id, row["part"], row["custom_id"], f"batch_{how}", _ENDED[how])
             else:
                 line = row["result"]
+            if live.body.endpoint == MESSAGES:
+                outputs.write(as_message_result(line))
+                continue
             (outputs if 0 < row["status"] < 400 else errors).write(line)
 
     async def _finish(self, live: _Live, batch: BatchBody, status: Status, *results: NewFile) -> None:

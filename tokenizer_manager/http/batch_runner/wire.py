@@ -20,6 +20,8 @@ ENDPOINTS: Final = (
     "/v1/rerank",
 )
 """Endpoints of lines; OpenAI's first, then ours."""
+MESSAGES: Final = "/v1/messages"
+"""Endpoint of the lines of Anthropic's batches, which are made at an endpoint of their own."""
 
 DAY_S: Final = 86_400
 """The window of a batch."""
@@ -72,11 +74,12 @@ class LineErrors(msgspec.Struct, kw_only=True):
 
 
 class RequestCounts(msgspec.Struct, kw_only=True):
-    """Lines by their outcome."""
+    """Lines by their outcome; `unanswered` of `failed`, for Anthropic's batches, once they have ended."""
 
     total: int = 0
     completed: int = 0
     failed: int = 0
+    unanswered: int | UnsetType = UNSET
 
 
 class InputDetails(msgspec.Struct, kw_only=True):

@@ -75,14 +75,23 @@ async def create_batch(exchange: Exchange, services: Services) -> None:
             raise no_such_file(request.input_file_id)
         if file["purpose"] != "batch":
             raise refused("input_file_id", "is a result of a batch; upload the requests with purpose batch")
-        rows = BATCHES.page(db, owner, limit=-1) or []
-        if sum(row["status"] not in FINAL for row in rows) >= _MAX_LIVE:
-            raise QueueFullError(
-                f"{_MAX_LIVE} of your batches are not finished, which is the limit; retry later",
-                _RETRY_AFTER_S,
-            )
+        check_num_live(db, owner)
 
     await exchange.send_json(await runner.create(owner, batch, check))
+
+
+def check_num_live(db: sqlite3.Connection, owner: str) -> None:
+    """Check that an owner may have one more unfinished batch.
+
+    Raises:
+        QueueFullError: there are too many.
+    """
+    rows = BATCHES.page(db, owner, limit=-1) or []
+    if sum(row["status"] not in FINAL for row in rows) >= _MAX_LIVE:
+        raise QueueFullError(
+            f"{_MAX_LIVE} of your batches are not finished, which is the limit; retry later",
+            _RETRY_AFTER_S,
+        )
 
 
 def _check_metadata(metadata: dict[str, str]) -> None:
@@ -118,7 +127,9 @@ async def list_batches(exchange: Exchange, services: Services) -> None:
     """The owner's batches, the newest first."""
     runner, owner, query = services.required_state.batches, exchange.caller.owner, exchange.query
     limit, after = number_of(query, "limit", 1, _MAX_LISTED, _USUAL_LISTED), query.get("after")
-    rows = await runner.files.store.read(lambda db: BATCHES.page(db, owner, limit=limit + 1, after=after))
+    rows = await runner.files.store.read(
+        lambda db: BATCHES.page(db, owner, limit=limit + 1, after=after, prefix="batch_")
+    )
     if rows is None:
         raise refused("after", f"is {show(after)}, but there is no such batch; use the id of the last one")
     data = [runner.current(batch_of(row)) for row in rows[:limit]]

@@ -33,7 +33,6 @@ from ..schema.kv_hints import MAX_ACTIONS_IN_TURN, checked_hints, keep_s_with
 from ..schema.values import Body
 
 OPEN_PATHS: Final = frozenset({"/health", "/ping"})
-KEY_HEADER_PATHS: Final = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
 _KEY_HEADER: Final = b"x-api-key"
 _MAX_KEYS: Final = 10_000  # all are compared with each token: 0.3 us each
 _SENDABLE: Final = re.compile(r"[^\x00-\x20\x7f](?:[^\x00-\x1f\x7f]*[^\x00-\x20\x7f])?")
@@ -42,7 +41,12 @@ _SENDABLE: Final = re.compile(r"[^\x00-\x20\x7f](?:[^\x00-\x1f\x7f]*[^\x00-\x20\
 
 def key_of(path: str, headers: Mapping[bytes, bytes]) -> bytes:
     """The key in the header of Anthropic's clients, on their routes; b"" for none."""
-    return headers.get(_KEY_HEADER, b"").strip() if path in KEY_HEADER_PATHS else b""
+    return headers.get(_KEY_HEADER, b"").strip() if takes_key_header(path) else b""
+
+
+def takes_key_header(path: str) -> bool:
+    """Whether a path is of Anthropic's API."""
+    return path == "/v1/messages" or path.startswith("/v1/messages/")
 
 
 class Keys(NamedTuple):

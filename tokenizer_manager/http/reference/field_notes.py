@@ -61,6 +61,7 @@ NOTES: Final[Mapping[str, str]] = {
     # ---- files and batches
     "file": "The file: one request per line.",
     "purpose": "What the file is for; only batch.",
+    "requests": "Objects with custom_id and params, which is a body of /v1/messages.",
     "input_file_id": "The id of an uploaded file with the requests, one per line.",
     "endpoint": "The path that answers every line.",
     "completion_window": "24h: what is not answered by then is an error.",
@@ -404,6 +405,9 @@ BODIES: Final[Mapping[tuple[str, str], Mapping[str, Any]]] = {
         "endpoint": "/v1/chat/completions",
         "completion_window": "24h",
     },
+    ("POST", "/v1/messages/batches"): {
+        "requests": [{"custom_id": "a", "params": {"messages": _QUESTION, "max_tokens": 64}}]
+    },
     ("POST", "/tokenize"): {"prompt": "Hello"},
     ("POST", "/detokenize"): {"tokens": [1, 2, 3]},
     ("POST", "/v1/cache/pins"): {"prompt": "A long prefix of many prompts", "ttl": 600},
@@ -453,5 +457,6 @@ PATH_PARTS: Final[Mapping[str, str]] = {
     "response_id": "resp_1",
     "file_id": "file-1",
     "batch_id": "batch_1",
+    "message_batch_id": "msgbatch_1",
 }
 """Examples of what stands in a path; `{model}` is the served model."""

@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from ..exchange import Exchange
-from ..guards.auth import KEY_HEADER_PATHS, OPEN_PATHS
+from ..guards.auth import OPEN_PATHS, takes_key_header
 from ..native.wire import NativeSampling
 from ..page.files import security_headers
 from ..route import Route
@@ -112,7 +112,7 @@ class ApiDocs:
                     operation["operationId"] += f"_{number}"
                 if self._needs_key and route.path in OPEN_PATHS:
                     operation["security"] = []
-                if route.path in KEY_HEADER_PATHS:
+                if takes_key_header(route.path):
                     keys: list[dict[str, Any]] = [{"bearer": []}, {"x-api-key": []}]
                     operation["security"] = keys if self._needs_key else [{}, *keys]
                 paths.setdefault(route.path, {})[route.method.lower()] = operation
@@ -154,6 +154,8 @@ def _either(names: Sequence[str]) -> dict[str, Any]:
 
 _QUERY: Final[Mapping[str, dict[str, Any]]] = {
     "after": {"description": "The id of the last one before the page.", "schema": {"type": "string"}},
+    "after_id": {"description": "The id of the last one before the page.", "schema": {"type": "string"}},
+    "before_id": {"description": "The id of the first one after the page.", "schema": {"type": "string"}},
     "limit": {"description": "The most of a page.", "schema": {"type": "integer", "minimum": 1}},
     "order": {"description": "By time.", "schema": {"enum": ["asc", "desc"], "default": "desc"}},
     "purpose": {"description": "Only files of it.", "schema": {"enum": ["batch", "batch_output"]}},

@@ -32,6 +32,10 @@ from tests.tokenizer_manager.fake_engine import STOP, WAIT_S, row, say_all
 
 from ..pooling.test_embeddings import ANSWER, EMBEDDER
 
+MESSAGE = {
+    "custom_id": "a",
+    "params": {"max_tokens": 1, "messages": [{"role": "user", "content": "hi"}]},
+}
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
@@ -690,7 +694,11 @@ def test_no_route_with_an_id_knows_one_of_another_key(serve_kept):
         "batch_id": batch["id"],
         "file_id": batch["output_file_id"],
         "response_id": served.client.post("/v1/responses", json={"input": "hi"}).json()["id"],
+        "message_batch_id": served.client.post("/v1/messages/batches", json={"requests": [MESSAGE]}).json()[
+            "id"
+        ],
     }
+    wait(served, ids["message_batch_id"])
     stored = [each for each in ROUTES if any(f"{{{name}}}" in each.path for name in ids)]
 
     def statuses(key: str, methods: Iterable[str]) -> dict[tuple[str, str], int]:
@@ -701,7 +709,7 @@ def test_no_route_with_an_id_knows_one_of_another_key(serve_kept):
             if each.method in methods
         }
 
-    assert len(stored) == 9
+    assert len(stored) == 13
     assert set(statuses("sk-b", ("GET", "POST", "DELETE")).values()) == {404}
     assert set(statuses("sk-a", ("GET",)).values()) == {200}
     assert set(statuses("sk-a", ("DELETE",)).values()) == {200}
