@@ -60,7 +60,7 @@ def list_state(
             {
                 "owner": each.owner,
                 "kind": each.kind,
-                "count": each.count,
+                "count": each.num_entries,
                 "unfinished": each.num_unfinished,
                 "bytes": each.num_bytes,
                 "oldest": each.oldest_s,
@@ -144,7 +144,7 @@ def purge(
             (folder / "files" / name).unlink(missing_ok=True)
         upkeep.compact(db)
     freed = size_text(sum(each.num_bytes for each in gone))
-    typer.echo(f"Deleted {counted(sum(each.count for each in gone), 'entry', 'entries')}, {freed}.")
+    typer.echo(f"Deleted {counted(sum(each.num_entries for each in gone), 'entry', 'entries')}, {freed}.")
     return 0
 
 
@@ -216,11 +216,11 @@ def _difference(before: list[Holding], after: list[Holding]) -> list[Holding]:
         rest = left.get((each.owner, each.kind))
         if rest is not None:
             each = each._replace(
-                count=each.count - rest.count,
+                num_entries=each.num_entries - rest.num_entries,
                 num_unfinished=each.num_unfinished - rest.num_unfinished,
                 num_bytes=each.num_bytes - rest.num_bytes,
             )
-        if each.count:
+        if each.num_entries:
             gone.append(each)
     return gone
 
@@ -236,7 +236,7 @@ def _print(found: list[Holding], *, ages: bool = True) -> None:
             (
                 each.owner[:_OWNER_CHARS] or _WITHOUT_KEY,
                 each.kind,
-                str(each.count),
+                str(each.num_entries),
                 str(each.num_unfinished or ""),
                 size_text(each.num_bytes),
                 *((ago(each.oldest_s), ago(each.newest_s)) if ages else ()),

@@ -39,6 +39,7 @@ def test_kill_9_in_the_middle_loses_and_doubles_no_line(model, tmp_path, environ
     given.write_bytes(lines(num, 20))
     words = ["batch", str(given), "-o", str(output), "--model", str(model)]
     words += ["--", "--dtype", "float32", "--max-running-requests", "2", *SLOW]
+    servers: list[str] = []
     for _ in range(2):
         before = len(partial.read_bytes().splitlines()) if partial.exists() else 1
         with subprocess.Popen(engine_command(*words), env=environment, stderr=subprocess.DEVNULL) as process:

@@ -165,13 +165,13 @@ class Totals(NamedTuple):
     """Rows of one owner in one table.
 
     Attributes:
-        count: ids.
+        num_entries: ids.
         num_bytes: that they take of `--state-max-gb`.
         oldest_s, newest_s: Unix times of creation.
     """
 
     owner: str
-    count: int
+    num_entries: int
     num_bytes: int
     oldest_s: int
     newest_s: int

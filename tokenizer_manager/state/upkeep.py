@@ -64,14 +64,15 @@ class Holding(NamedTuple):
     Attributes:
         owner: the digest of an API key; "" without keys.
         kind: of `KINDS`.
-        num_unfinished: of `count`; the next server goes on with these.
+        num_entries: rows that users know by an id.
+        num_unfinished: of these; the next server goes on with them.
         num_bytes: that they take of `--state-max-gb`.
         oldest_s, newest_s: Unix times of creation.
     """
 
     owner: str
     kind: str
-    count: int
+    num_entries: int
     num_unfinished: int
     num_bytes: int
     oldest_s: int
@@ -124,7 +125,7 @@ def holdings(db: sqlite3.Connection) -> list[Holding]:
     for kind, (table, *others) in KINDS.items():
         unfinished: dict[str, int] = {}
         if (condition := _UNFINISHED.get(kind)) is not None:
-            unfinished = {each.owner: each.count for each in table.totals(db, condition)}
+            unfinished = {each.owner: each.num_entries for each in table.totals(db, condition)}
         more_bytes = dict[str, int]()
         for other in others:
             for each in other.totals(db):
