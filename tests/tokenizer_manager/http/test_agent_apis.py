@@ -138,6 +138,12 @@ NULLABLE = {
     "Completion.usage",
     # OpenAI's decisions: of a question without one
     *(f"{kind}Answer.name" for kind in ("Choice", "Predicate", "Refusal", "Score")),
+    # Anthropic's message batches: of times that have not come, and of an empty list
+    *(
+        f"MessageBatchBody.{name}"
+        for name in ("archived_at", "cancel_initiated_at", "ended_at", "results_url")
+    ),
+    *(f"MessageBatchListBody.{name}" for name in ("first_id", "last_id")),
     # OpenAI's responses: `X | null` in its schema
     "ResponseBody.completed_at",
     "ResponseBody.error",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,20 @@ def serve_kept(serve: Serve, tmp_path: Path) -> Callable[..., Served]:
     return lambda script=None, **settings: serve(script, state_dir=str(tmp_path / "state"), **settings)
 
 
-def client_of(served: Served, key: str = "none") -> anthropic.Anthropic:
-    return anthropic.Anthropic(
-        base_url=served.url,
-        api_key=key,
-        max_retries=0,
-        http_client=anthropic.DefaultHttpxClient(verify=NO_TLS, timeout=WAIT_S),
-    )
+ClientOf = Callable[..., anthropic.Anthropic]
+
+
+@pytest.fixture
+def client_of() -> Iterator[ClientOf]:
+    """Makes clients that are closed at the end of the test."""
+    with contextlib.ExitStack() as stack:
+
+        def make(served: Served, key: str = "none") -> anthropic.Anthropic:
+            http = anthropic.DefaultHttpxClient(verify=NO_TLS, timeout=WAIT_S)
+            client = anthropic.Anthropic(base_url=served.url, api_key=key, max_retries=0, http_client=http)
+            return stack.enter_context(client)
+
+        yield make
 
 
 def params(text: str = "hi", **more: Any) -> Any:
@@ -54,7 +62,7 @@ def model_of(served: Served) -> str:
     return str(served.services.served_model)
 
 
-def test_a_batch_of_messages(serve_kept):
+def test_a_batch_of_messages(serve_kept, client_of: ClientOf):
     served = serve_kept(say_all("x"))
     client, model = client_of(served), model_of(served)
 
@@ -89,7 +97,7 @@ def test_a_batch_of_messages(serve_kept):
     assert all(served.engine.next_request().background for _ in range(2))
 
 
-def test_a_canceled_batch_keeps_what_is_answered(serve_kept):
+def test_a_canceled_batch_keeps_what_is_answered(serve_kept, client_of: ClientOf):
     served = serve_kept()
     client, model = client_of(served), model_of(served)
     begun = create(client, a=params(model=model), b=params(model=model))
@@ -111,7 +119,7 @@ def test_a_canceled_batch_keeps_what_is_answered(serve_kept):
     assert client.messages.batches.cancel(done.id).processing_status == "ended"
 
 
-def test_a_batch_expires(serve_kept):
+def test_a_batch_expires(serve_kept, client_of: ClientOf):
     served = serve_kept()
     client = client_of(served)
     begun = create(client, a=params(model=model_of(served)))
@@ -128,7 +136,7 @@ def test_a_batch_expires(serve_kept):
     assert result.result.type == "expired"
 
 
-def test_a_batch_that_has_ended_can_be_deleted_and_not_canceled(serve_kept):
+def test_a_batch_that_has_ended_can_be_deleted_and_not_canceled(serve_kept, client_of: ClientOf):
     served = serve_kept(say_all("x"))
     client = client_of(served)
     done = ended(served, client, create(client, a=params(model=model_of(served))).id)
@@ -142,9 +150,10 @@ def test_a_batch_that_has_ended_can_be_deleted_and_not_canceled(serve_kept):
     assert served.client.get("/v1/files").json()["data"] == []
 
 
-def test_lists_have_pages_both_ways_and_each_api_has_its_own(serve_kept):
+def test_lists_have_pages_both_ways_and_each_api_has_its_own(serve_kept, client_of: ClientOf):
     served = serve_kept(say_all("x"))
-    client, batches = client_of(served), client_of(served).messages.batches
+    client = client_of(served)
+    batches = client.messages.batches
     made = [create(client, a=params(model=model_of(served))).id for _ in range(5)]
     made.reverse()
 
@@ -159,7 +168,7 @@ def test_lists_have_pages_both_ways_and_each_api_has_its_own(serve_kept):
     assert served.client.get("/v1/batches").json()["data"] == []
 
 
-def test_a_batch_of_another_key_is_not_there(serve_kept):
+def test_a_batch_of_another_key_is_not_there(serve_kept, client_of: ClientOf):
     served = serve_kept(say_all("x"), api_key=("sk-a", "sk-b"))
     own, other = client_of(served, "sk-a"), client_of(served, "sk-b")
     done = ended(served, own, create(own, a=params(model=model_of(served))).id)

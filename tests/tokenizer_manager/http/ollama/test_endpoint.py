@@ -128,7 +128,7 @@ def test_a_gguf_model_has_the_format_of_most_of_its_modules():
 def test_what_changes_models_is_a_501(serve: Serve, client_of: ClientOf):
     served = serve()
 
-    unavailable = [route for route in ROUTES if 501 in route.fails]
+    unavailable = [route for route in ROUTES if 501 in route.fails and route.path.startswith("/api/")]
     assert len(unavailable) == 5
     for route in unavailable:
         reply = served.client.request(route.method, route.path, json={"model": "x"})
