@@ -163,7 +163,7 @@ class Choice:
         rid: its id in every process.
         index: position among the choices of the generation.
         prompt_ids: [prompt_len] int32.
-        answer_ids: int32, of the rows that were read.
+        answer_ids: int32, the tokens of the rows that have arrived; the request log's, which adds them.
         seed: of its sampling.
         abort_asked: an abort was requested, so an ABORT row is an answer and not a failure.
         first_token_s, last_token_s: CLOCK_MONOTONIC when its tokens arrived here; None before the first.
@@ -210,7 +210,7 @@ class Choice:
         self.rid = rid
         self.index = index
         self.prompt_ids = prompt_ids
-        self.answer_ids = array("i")
+        self.answer_ids = bytearray()
         self.seed = seed
         self.abort_asked = False
         self.first_token_s: float | None = None
@@ -244,7 +244,6 @@ class Choice:
                 self.finish = finish
                 self.finish_reason = "abort" if finish.kind is FinishKind.ABORT else "length"
             return []
-        self.answer_ids.frombytes(output.token_ids)
         if self.guided is not None:
             self.guided.read(
                 output.token_ids, output.usage.grammar, output.usage.completion_tokens, output.finish

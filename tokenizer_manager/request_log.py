@@ -55,6 +55,7 @@ class LoggedRequest:
         self.message = message
         delivered = message.delivered  # before this process
         self.delivered_ids = bytearray() if delivered is None else bytearray(delivered.output_ids)
+        choice.answer_ids = self.delivered_ids
         self.usage: Usage | None = None if delivered is None else delivered.usage
         self.is_sent = False
         self.num_crashes = 0

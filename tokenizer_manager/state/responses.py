@@ -12,6 +12,7 @@ these a background response goes on after a crash (`http/responses/background.py
 from __future__ import annotations
 
 import sqlite3
+from array import array
 from collections.abc import Iterable
 from typing import Any, Final, NamedTuple, Self
 
@@ -37,7 +38,8 @@ class Response(NamedTuple):
         output, input: JSON lists of items, its own only.
         body: JSON of the response object without its output.
         resume: of a running background response, what it goes on with; b"" of others.
-        tokens: of its prompt and answer (`http/responses/chain_tokens.py`); b"": they are not kept.
+        tokens: int32, the number of the parent's tokens with which its own begin, then the others, those of the prompt
+            before those of the answer; b"": they are not kept. So a chain takes the space of its longest prompt.
     """
 
     owner: str
@@ -104,6 +106,23 @@ def chain_of(db: sqlite3.Connection, owner: str, response_id: str) -> list[Respo
         chain.append(response)
         response_id = response.parent
     return chain[::-1]
+
+
+def tokens_of_chain(chain: Iterable[Response]) -> array[int]:
+    """The tokens of the prompt and the answer of the last response, the root first; none if they are not kept."""
+    ids = array("i")
+    for response in chain:
+        own = array("i", response.tokens)
+        ids = ids[: own[0]] + own[1:] if own else array("i")
+    return ids
+
+
+def own_tokens(ids: array[int], parent_ids: array[int]) -> bytes:
+    """`Response.tokens` of a response with these tokens, and of a parent with those; none: it has no parent."""
+    num_shared = len(parent_ids)
+    if ids[:num_shared] != parent_ids:
+        num_shared = next(i for i in range(num_shared) if ids[i : i + 1] != parent_ids[i : i + 1])
+    return (array("i", [num_shared]) + ids[num_shared:]).tobytes()
 
 
 def add(

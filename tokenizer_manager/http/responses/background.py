@@ -29,13 +29,12 @@ from ..exchange import Exchange
 from ..guards.auth import Caller
 from ..schema.errors import reply_to
 from ..services import Engine
-from .chain_tokens import tokens_of
 from .convert import namespaces_of
 from .items import derived_id, event_texts
 from .reading import ReadRequest, body_at_beginning, read_body
 from .stream import ResponseStream
 from .wire import ResponseBody, ResponseError
-from .writer import ResponseWriter, error_of, with_answer
+from .writer import ResponseWriter, error_of, tokens_of, with_answer
 
 logger = logging.getLogger(__name__)
 

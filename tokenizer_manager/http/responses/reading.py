@@ -11,13 +11,12 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from ...generation import GenerationRequest
-from ...state.responses import Response
+from ...state.responses import Response, tokens_of_chain
 from ..body_reader import SMALL_BYTES
 from ..exchange import Exchange
 from ..guards.auth import Caller
 from ..schema.values import Body
 from ..services import Engine
-from .chain_tokens import ids_of_chain
 from .convert import read_responses
 from .items import input_items, items_of
 from .wire import ResponseBody, ResponsesRequest, Status
@@ -110,7 +109,7 @@ def read_body(body: Body, engine: Engine, caller: Caller, chain: Sequence[Respon
     generation = replace(
         generation,
         scheduling=engine.with_adapter(scheduling, request.model),
-        earlier_ids=ids_of_chain(chain),
+        earlier_ids=tokens_of_chain(chain),
     )
     parent = chain[-1]._replace(input=b"", output=b"", body=b"", tokens=b"") if chain else None
     again = {name: value for name, value in body.items() if name != "input"} if request.background else {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from array import array
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final
@@ -14,13 +15,12 @@ from msgspec.structs import replace
 from ...conversation.deltas import Delta
 from ...generation import Generation, Row
 from ...state.response_store import LiveResponse
-from ...state.responses import Response
+from ...state.responses import Response, own_tokens
 from ...state.store import StateError
 from ..prompt_parts import Comparison, compare
 from ..schema.accounting import truncated_of, usage_of
 from ..schema.errors import ErrorReply
 from ..services import Engine
-from .chain_tokens import tokens_of
 from .convert import namespaces_of
 from .reading import ReadRequest, body_at_beginning
 from .stream import ResponseStream
@@ -141,6 +141,14 @@ def error_of(reply: ErrorReply) -> ResponseError:
     """The error of a failed response."""
     code = "rate_limit_exceeded" if reply.status == 429 else "server_error"
     return ResponseError(code, reply.body.error.message)
+
+
+def tokens_of(generation: Generation) -> bytes:
+    """`Response.tokens` at its end; b"" with images, whose tokens stand for pixels, and without an answer."""
+    request, [choice] = generation.request, generation.choices
+    if request.media or request.warm_up:
+        return b""
+    return own_tokens(choice.prompt_ids + array("i", choice.answer_ids), request.earlier_ids)
 
 
 def with_answer(response: Response, body: ResponseBody) -> Response:
