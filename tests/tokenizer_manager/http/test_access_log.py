@@ -134,6 +134,18 @@ def test_the_fields_of_a_failure_are_values_and_not_their_json(serve: Serve, cap
 
 
 @pytest.mark.parametrize(
+    ("body", "param"),
+    [({"mine": 1}, "None"), ({"stream": True, "stream_options": {"mine": 1}}, "stream_options")],
+)
+def test_the_name_of_an_unknown_field_is_not_logged(serve: Serve, caplog, body, param):
+    caplog.set_level(logging.INFO, "engine.tokenizer_manager.http.app")
+    reply = serve(say_all("x"), strict=True).client.post("/v1/completions", json={"prompt": "hi"} | body)
+    (record,) = (each for each in caplog.records if each.getMessage().startswith("request failed"))
+    assert reply.json()["error"]["param"].endswith("mine")
+    assert "mine" not in record.getMessage() and record.getMessage().endswith(f" param={param}")
+
+
+@pytest.mark.parametrize(
     ("path", "shown"),
     [("a%20status=200", '"/v1/a status=200"'), ("a%0Ab", r'"/v1/a\nb"'), ("%C3%A9", '"/v1/é"')],
 )
