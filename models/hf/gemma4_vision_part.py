@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from ..fields import Fields
 from ..spec.vision_spec import ImageProcessing, VisionSpec
-from .vision_fields import TEXT_ONLY, VisionFiles, expect, tower_facts, values_of_pixels
+from .vision_fields import TEXT_ONLY, VisionFiles, expect, expect_theta, tower_facts, values_of_pixels
 
 _ROWS: Final = (70, 140, 280, 560, 1120)
 """Rows of an image, at most, among which transformers' processor lets choose."""
@@ -30,9 +30,7 @@ def read_gemma4(files: VisionFiles) -> VisionSpec:
     ):
         if inner.integer(name, 1, 1 << 12, default=default) != number:
             raise inner.error(name, inner.get(name), f"expected {number}, {TEXT_ONLY}")
-    rope = inner.get("rope_parameters")
-    of_rope = Fields(inner.path, rope if isinstance(rope, Mapping) else {}, "vision_config.rope_parameters.")
-    expect(of_rope, "rope_theta", 100.0)
+    expect_theta(inner, 100.0)
     facts |= {"norm_eps": inner.number("rms_norm_eps", 1e-30, 1.0, default=1e-6), "image_size": 0}
     factor = inner.integer("pooling_kernel_size", 1, 64, default=3)
     text = _text(files)

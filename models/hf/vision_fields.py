@@ -140,12 +140,12 @@ def expect(fields: Fields, name: str, value: object) -> None:
         raise fields.error(name, fields.get(name), f"expected {value!r}, {TEXT_ONLY}")
 
 
-def expect_theta(fields: Fields) -> None:
-    """Refuse another base of rotary embeddings than 10,000; newer files have it in `rope_parameters`."""
+def expect_theta(fields: Fields, theta: float = 10_000.0) -> None:
+    """Refuse another base of rotary embeddings; newer files have it in `rope_parameters`."""
     rope = fields.get("rope_parameters")
     inner = Fields(fields.path, rope if isinstance(rope, Mapping) else {}, "vision_config.rope_parameters.")
     for each in (fields, inner):
-        expect(each, "rope_theta", 10_000.0)
+        expect(each, "rope_theta", theta)
 
 
 def layers_used(fields: Fields, num_layers: int, default: int) -> int:
