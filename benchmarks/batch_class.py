@@ -116,6 +116,15 @@ class Server:
                 self.tokens += answer["usage"]["completion_tokens"]
                 self.lines += 1
 
+    def flush(self) -> None:
+        """Empty the prefix cache.
+
+        Raises:
+            SystemExit: the server has not done it, so what follows would be measured with cached prompts.
+        """
+        if self.ask("POST", "/flush_cache") is None:
+            raise SystemExit(f"{self.url} has not flushed its cache: is it ready, and without an API key?")
+
     def totals(self) -> tuple[float, int]:
         """Seconds of all steps so far, and tokens generated."""
         figures = self.ask("GET", "/server_info")["scheduler"]
@@ -162,7 +171,7 @@ class Beside:
 
 def run_beside(server: Server, options: Sequence[str], num_flex: int, seed: int) -> Beside:
     """Run the workload once, beside `num_flex` flex requests, with nothing of an earlier run in the cache."""
-    server.ask("POST", "/flush_cache")
+    server.flush()
     with server.with_flex(num_flex, seed) if num_flex else contextlib.nullcontext():
         if num_flex:
             time.sleep(3.0)
@@ -190,7 +199,7 @@ def run_prefixes(server: Server, num_prefixes: int, num_lines: int) -> None:
         {"custom_id": str(i), "method": "POST", "url": url, "body": {"prompt": prompt, "max_tokens": 4}}
         for i, prompt in enumerate(prompts)
     ]
-    server.ask("POST", "/flush_cache")
+    server.flush()
     start_s = time.monotonic()
     with httpx.Client(base_url=server.url, timeout=_LIMIT_S) as client:
         content = "".join(json.dumps(line) + "\n" for line in lines)
@@ -314,7 +323,7 @@ def main() -> None:
                 f"alone: flex {pairs[-1][0]:.0f} tok/s, LLM.generate {pairs[-1][1]:.0f} tok/s{note}",
                 flush=True,
             )
-            server.ask("POST", "/flush_cache")
+            server.flush()
             llm.flush_cache()
         del llm
         alone = statistics.median(flex for flex, _ in pairs[1:])

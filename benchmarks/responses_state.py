@@ -6,6 +6,8 @@
 - `W3`: requests at once, streamed, 64 to 512 tokens in, 64 to 256 out: output tokens a second with `store` to without
 - `last event`: seconds from the last delta of a stream to its end, P95, with `store` less without
 - `turn 33`: cached tokens of the 33rd turn of a conversation that names `previous_response_id`, to one that sends all
+- `computed`: prompt tokens that all turns compute at temperature 1, to one that sends all: with an id the tokens are
+  those that were generated, and not those of their text
 - `GET`: milliseconds, P95, of a response among --rows stored ones, which are written before the server starts
 
 A round without `store` follows each round with it; figures are medians over the rounds.
@@ -145,18 +147,21 @@ def load(url: str, num_requests: int, *, store: bool, seed: int) -> tuple[float,
     return rate, [each.last_event_s for each in answers]
 
 
-def cached_in_last_turn(connection: HTTPConnection, *, by_id: bool) -> int:
-    """Cached tokens of the last turn of a conversation."""
+def converse(connection: HTTPConnection, *, by_id: bool, temperature: float) -> tuple[int, int]:
+    """A conversation: cached tokens of its last turn, and the prompt tokens that all turns compute."""
+    num_computed = 0
     items: list[Any] = []
     previous: dict[str, Any] = {}
-    answer: Any = {}
+    usage: dict[str, Any] = {}
     for turn in range(NUM_TURNS):
         items.append({"role": "user", "content": f"{'By id' if by_id else 'All'}, turn {turn}: go on."})
-        body = {"input": items[-1:] if by_id else items, "max_output_tokens": 16, "temperature": 0}
-        answer = call(connection, "POST", PATH, body | previous)
+        body = {"input": items[-1:] if by_id else items, "max_output_tokens": 16}
+        answer = call(connection, "POST", PATH, body | previous | {"temperature": temperature, "seed": turn})
+        usage = answer["usage"]
+        num_computed += usage["input_tokens"] - usage["input_tokens_details"]["cached_tokens"]
         previous = {"previous_response_id": answer["id"]} if by_id else {}
         items += answer["output"]
-    return int(answer["usage"]["input_tokens_details"]["cached_tokens"])
+    return int(usage["input_tokens_details"]["cached_tokens"]), num_computed
 
 
 def fill(folder: Path, num_rows: int) -> None:
@@ -212,7 +217,9 @@ def main() -> None:
                 began_s = time.perf_counter()
                 call(connection, "GET", f"{PATH}/resp_{number}")
                 gets_ms.append((time.perf_counter() - began_s) * 1e3)
-            by_id, whole = (cached_in_last_turn(connection, by_id=each) for each in (True, False))
+            by_id, whole = (converse(connection, by_id=each, temperature=0)[0] for each in (True, False))
+            call(connection, "POST", "/flush_cache")
+            computed = [converse(connection, by_id=each, temperature=1)[1] for each in (True, False)]
     stored, plain = (statistics.median(rates[store]) for store in (True, False))
     more_ms = (p95(ends[True]) - p95(ends[False])) * 1e3
     print(
@@ -220,6 +227,7 @@ def main() -> None:
     )
     print(f"last event  P95 {more_ms:+.1f} ms (goal +20)")
     print(f"turn 33     {by_id} of {whole} cached tokens; ratio {by_id / whole:.3f} (goal 0.98)")
+    print(f"computed    {computed[0]} of {computed[1]} prompt tokens; ratio {computed[0] / computed[1]:.3f}")
     print(
         f"GET         P95 {p95(gets_ms):.2f} ms, median {statistics.median(gets_ms):.2f} of {args.rows:,} rows (goal 5)"
     )
