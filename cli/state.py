@@ -209,7 +209,7 @@ def _owners(shown: str, found: list[Holding], folder: Path) -> list[str]:
 
 
 def _difference(before: list[Holding], after: list[Holding]) -> list[Holding]:
-    """What a purge deletes; the ages stay those of all that was there."""
+    """The entries that a purge deletes; the ages stay those of all that was there."""
     left = {(each.owner, each.kind): each for each in after}
     gone = []
     for each in before:

@@ -204,7 +204,7 @@ def _internvl(files: TowerFiles) -> VisionSpec:
 
 
 def _llama4(files: TowerFiles) -> VisionSpec:
-    """A tower of Llama 4, of whose tiles the file does not say how many there may be: 16, as in published models."""
+    """A tower of Llama 4. The file has no limit of tiles: 16, as in published models."""
     facts, most = _tile_facts(files, {"use_gelu": "gelu"}, BILINEAR), 16
     if facts["hidden_size"] % (4 * facts["num_heads"]):
         rule = f"they cannot divide the embedding length {facts['hidden_size']} into multiples of 4"

@@ -38,7 +38,7 @@ BLOCK_ROWS: Final = 16
 FRAMES: Final = 2
 """Frames of a video in a patch of Qwen's towers, which see an image as so many equal frames."""
 GATED: Final = ("qwen2_5_vl", "pixtral", "gemma4")
-"""Families whose towers have gated MLPs."""
+"""Families with gated MLPs in their towers."""
 SHOWN_PIXELS: Final = 1 << 20
 """Pixels of an image of any size whose time is told."""
 

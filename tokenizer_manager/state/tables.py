@@ -155,7 +155,7 @@ class OwnedTable:
         return db.execute(query, (*values, limit)).fetchall()
 
     def totals(self, db: sqlite3.Connection, condition: str = "TRUE") -> list[Totals]:
-        """What every owner has of the rows with a condition, which is SQL: for the operator of the server."""
+        """The rows of every owner with a condition, which is SQL: for the operator of the server."""
         columns = "owner, count(DISTINCT id), sum(num_bytes), min(created_s), max(created_s)"
         query = f"SELECT {columns} FROM {self.name} WHERE {condition} GROUP BY owner ORDER BY owner"
         return [Totals(*row) for row in db.execute(query)]

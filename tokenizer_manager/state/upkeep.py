@@ -34,7 +34,7 @@ KINDS: Final[Mapping[str, tuple[OwnedTable, ...]]] = {
     "batches": (BATCHES, BATCH_LINES),
     "responses": (RESPONSES, EVENTS),
 }
-"""What users have -> the table that counts it, and others of which the bytes are its own, too."""
+"""A kind of state -> the table that counts it, and others of which the bytes are its own, too."""
 _UNFINISHED: Final = {"batches": UNFINISHED_BATCH, "responses": UNFINISHED_RESPONSE}
 _READS_INPUT: Final = "status IN ('validating', 'in_progress')"
 _STATUSES: Final = ("validating", "in_progress", "finalizing", "cancelling", *FINAL)
@@ -59,7 +59,7 @@ _IMPOSSIBLE: Final = {
 
 
 class Holding(NamedTuple):
-    """What an owner has of one kind.
+    """The state of one kind that an owner has.
 
     Attributes:
         owner: the digest of an API key; "" without keys.
@@ -80,7 +80,7 @@ class Holding(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """What is purged.
+    """A choice of the state to purge.
 
     Attributes:
         kinds: of `KINDS`.
@@ -120,7 +120,7 @@ def opened(folder: Path) -> Iterator[sqlite3.Connection]:
 
 
 def holdings(db: sqlite3.Connection) -> list[Holding]:
-    """What all owners have."""
+    """The state of all owners."""
     found: list[Holding] = []
     for kind, (table, *others) in KINDS.items():
         unfinished: dict[str, int] = {}

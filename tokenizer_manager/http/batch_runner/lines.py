@@ -25,7 +25,7 @@ _FRAME_BYTES: Final = 4096
 """Room for a line's fields around its body."""
 _MEMBERS: Final = frozenset({"custom_id", "method", "url", "body"})
 _KEY_BYTES: Final = 4096
-"""Of the instructions and of the prompt, which order lines."""
+"""The beginning of the instructions, and of the prompt, by which lines are ordered."""
 _BLOCK_BYTES: Final = 128
 """Some 32 tokens; the key of a line has 4 bytes for each, so the keys of 50,000 lines take 13 MB."""
 _UNANSWERED: Final = {"batch_cancelled": "canceled", "batch_expired": "expired"}

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions/control`: the client of an answer ends its reasoning, also across a crash; nobody else can."""
+"""`/v1/chat/completions/control`: the client of an answer ends its reasoning, also across a crash; no other can."""
 
 from __future__ import annotations
 

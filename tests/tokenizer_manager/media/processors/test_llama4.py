@@ -138,7 +138,7 @@ def test_sizes_of_many_images_are_those_of_transformers(theirs: Any) -> None:
 
 @pytest.mark.parametrize("name", MODES)
 def test_images_of_all_modes(theirs: Any, name: str) -> None:
-    """What is transparent is white, as in transformers."""
+    """Transparent pixels are white, as in transformers."""
     from transformers.image_transforms import convert_to_rgb
 
     mode, kind, options = MODES[name]
