@@ -31,7 +31,7 @@ class Capacity(Record, frozen=True):
             model takes no images.
         encoder_tile_rows: rows of each tile of an image, or, if an image is one tile of any size, of a block: its rows
             are in several of them. 0 without images.
-        encoder_tile_parts: steps among which the work on a tile can be divided.
+        encoder_tile_parts: steps among which the work on a tile, or on each block of rows, can be divided.
         encoder_row_pixels: a row stands for so many pixels of an image in each direction, in models in which an image
             is one tile of any size; 0: all tiles are equal.
         has_rope_axes: tokens of images have positions on three axes, see `NewReq.rope`.

@@ -169,8 +169,8 @@ class Encode(Record, frozen=True):
         first_tile, num_tiles: the tiles to encode.
         first_row: the first of their rows in the runner's buffer, which are consecutive.
         first_part, num_parts: the work on a single tile, if it is divided among steps: of its
-            `Capacity.encoder_tile_parts` parts those from `first_part` on; the parts before are done, and no other tile
-            has had these rows since. 0 parts: all.
+            `Capacity.encoder_tile_parts` parts a block those from `first_part` on; the parts before are done, and no
+            other tile has had these rows since. 0 parts: all.
         blocks: [n] of a single tile whose rows are in several blocks of `Capacity.encoder_tile_rows`: the first row of
             each, `first_row` the first of them. Empty: a tile is a block.
     """
@@ -188,6 +188,11 @@ class Encode(Record, frozen=True):
     def num_blocks(self) -> int:
         """Blocks of rows of each tile."""
         return len(self.blocks) // _INT32_BYTES or 1
+
+    def work_pixels(self, tile_parts: int) -> float:
+        """Pixels of its tiles, in proportion to the parts; `tile_parts`: `Capacity.encoder_tile_parts`."""
+        share = self.num_parts / (tile_parts * self.num_blocks) if self.num_parts else self.num_tiles
+        return share * self.shape[1] * self.shape[2]
 
 
 class RowUpdate(Record, frozen=True):

@@ -428,8 +428,8 @@ class Scheduler:
         loads = self._parts.adapter_slots.take_loads()
         images = self._parts.encoder_cache.plan(self._last_step_id, work.chunks)
         batch = plan_step(self._last_step_id, work, self._parts.memory, drafts, num_rounds, loads, images)
-        for req, num_parts in images.num_parts.items():
-            self._parts.by_class.encoded(req, self._parts.target.tokens_of(num_parts))
+        for req, pixels in images.pixels.items():
+            self._parts.by_class.encoded(req, self._parts.target.tokens_of(pixels))
         if batch.plan.mode is not ForwardMode.IDLE:
             self._stats.num_steps += 1
             self._parts.sentinel.progress()

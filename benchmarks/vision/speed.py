@@ -112,7 +112,7 @@ def tower_seconds(folder: Path, quantization: Any) -> tuple[float, float]:
     tower = Tower(context, spec.vision)
     tile = torch.randint(0, 256, (512, 512, 3), dtype=torch.uint8)
     with torch.inference_mode():
-        return best_cpu_s(lambda: tower.encode(tile)), spec.vision.flops_per_tile(spec.hidden_size)
+        return best_cpu_s(lambda: list(tower.parts_of(tile))), spec.vision.flops_per_tile(spec.hidden_size)
 
 
 def best_cpu_s(work: Callable[[], object], rounds: int = 5) -> float:

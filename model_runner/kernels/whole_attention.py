@@ -42,23 +42,28 @@ class NativeWholeAttention:
         self._slots = np.empty(0, dtype=np.int32)
         self._plan: int | None = None
 
-    def __call__(self, qkv: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
+    def __call__(self, qkv: Tensor, lengths: Sequence[int] | None = None, at: slice | None = None) -> Tensor:
         num_rows = len(qkv)
+        first, stop = (0, num_rows) if at is None else (at.start, at.stop)
         assert qkv.dtype in _DTYPES and qkv.shape == (num_rows, 3, self._num_heads, self._head_dim), qkv.shape
         qkv = F.pad(qkv, (0, self._padding)) if self._padding else qkv.contiguous()
-        lens = np.array([num_rows] if lengths is None else lengths, dtype=np.int64)
-        assert lens.sum() == num_rows, (lengths, num_rows)
+        lens = np.array([stop - first] if lengths is None else lengths, dtype=np.int64)
+        assert lens.sum() == stop - first, (lengths, at, num_rows)
         rows, none = np.cumsum(lens) - lens, np.zeros_like(lens)
+        before = none + (num_rows - lens if lengths is None else 0)
         plan = self._plan_for(num_rows)
-        addresses = [column.ctypes.data for column in (rows, none, lens, none)]
+        # The rows that attend are the last ones of their run: each of them sees those before.
+        order = np.r_[0:first, stop:num_rows, first:stop] if before.any() else np.arange(num_rows)
+        self._slots[:num_rows] = 3 * order
+        addresses = [column.ctypes.data for column in (rows, before, lens, none)]
         self._library.plan_attention(plan, *addresses, None, len(lens))
         head_dim = self._head_dim + self._padding
-        out = qkv.new_empty((num_rows, self._num_heads, head_dim))
+        out = qkv.new_empty((stop - first, self._num_heads, head_dim))
         size = self._num_heads * head_dim * qkv.element_size()
         key, value = qkv.data_ptr() + size, qkv.data_ptr() + 2 * size
         self._library.attend(
             plan,
-            qkv.data_ptr(),
+            qkv[first:].data_ptr(),
             qkv.stride(0),
             key,
             value,
@@ -68,13 +73,13 @@ class NativeWholeAttention:
             out.data_ptr(),
             qkv.dtype == torch.bfloat16,
         )
-        return out[..., : self._head_dim].reshape(num_rows, -1)
+        return out[..., : self._head_dim].reshape(stop - first, -1)
 
     def _plan_for(self, num_rows: int) -> int:
         """A plan over a table of slots in which each row of qkv is a row, too: a run begins at any of them."""
         if self._plan is not None and num_rows <= len(self._slots):
             return self._plan
-        self._slots = np.arange(0, 3 * num_rows, 3, dtype=np.int32)
+        self._slots = np.empty(num_rows, dtype=np.int32)
         width = page_size = group = 1
         window = chunked = causal = fixed_order = 0
         plan: int = self._library.new_attention_plan(
@@ -104,14 +109,16 @@ def native_whole_attention() -> MakeWholeAttention:
 def whole_attention(num_heads: int, head_dim: int, scale: float) -> WholeAttention:
     """Torch's own, run by run."""
 
-    def attend(qkv: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
+    def attend(qkv: Tensor, lengths: Sequence[int] | None = None, at: slice | None = None) -> Tensor:
         assert qkv.shape[1:] == (3, num_heads, head_dim), qkv.shape
+        assert at is None or lengths is None, (lengths, at)
         runs = qkv.split(len(qkv) if lengths is None else list(lengths))
         parts = []
         for run in runs:
             q, k, v = run.permute(1, 2, 0, 3)[:, None]
+            q = q if at is None else q[:, :, at]
             attended = F.scaled_dot_product_attention(q, k, v, scale=scale)[0]
-            parts.append(attended.transpose(0, 1).reshape(len(run), -1))
+            parts.append(attended.transpose(0, 1).reshape(q.shape[2], -1))
         return torch.cat(parts)
 
     return attend

@@ -13,15 +13,16 @@ from torch import Tensor
 class WholeAttention(Protocol):
     """softmax(q k^T * scale) v by head, within runs of rows."""
 
-    def __call__(self, qkv: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
+    def __call__(self, qkv: Tensor, lengths: Sequence[int] | None = None, at: slice | None = None) -> Tensor:
         """Attend.
 
         Args:
             qkv: [T, 3, H, D] contiguous, in the dtype of the result.
             lengths: rows of each run, one run after the other; they sum to T. None: all T rows are one run.
+            at: the rows that attend, of one run only; None: all.
 
         Returns:
-            [T, H * D].
+            [rows that attend, H * D].
         """
         ...
 

@@ -60,12 +60,12 @@ class ImageEncoder(Protocol):
     spec: VisionSpec
     dtype: torch.dtype
 
-    def encode(self, tile: torch.Tensor) -> torch.Tensor:
-        """[height, width, 3] uint8, in RGB, on any device -> [rows of the tile, K]."""
-        ...
-
     def parts_of(self, tile: torch.Tensor) -> Iterator[torch.Tensor | None]:
-        """The same in `VisionSpec.num_parts` parts: None after each of them but the last, which gives the rows."""
+        """[height, width, 3] uint8, in RGB, on any device -> [rows of the tile, K], in parts.
+
+        Yields None before each part, then the rows. There are `VisionSpec.num_parts` for a tile, or for each block of
+        rows of an image of any size.
+        """
         ...
 
 
@@ -126,10 +126,13 @@ class EncoderRows:
                 for block in blocks:
                     self._failures.pop(block, None)
                 if item.num_parts:
-                    self._begun[first] = self._tower.parts_of(torch.from_numpy(tiles[number]))
+                    work = self._begun[first] = self._tower.parts_of(torch.from_numpy(tiles[number]))
+                    next(work)
                     self._go_on(item, first)
                     continue
-                self._store(blocks, self._tower.encode(torch.from_numpy(tiles[number])))
+                *_, rows = self._tower.parts_of(torch.from_numpy(tiles[number]))
+                assert rows is not None
+                self._store(blocks, rows)
 
     def _go_on(self, item: Encode, first_row: int) -> None:
         """Do parts of the work on a tile, which keeps its activations between them."""

@@ -39,7 +39,8 @@ from ...models.weight_files.gemma4_vision_tensors import (
 )
 from ..layers.linear import Linear
 from ..layers.norm import LayerNorm, RMSNorm
-from .qwen_vit import places_of, rotated
+from .parts import layer_parts
+from .qwen_vit import Angles, places_of, rotated
 from .tower import tower_context
 
 if TYPE_CHECKING:
@@ -81,14 +82,8 @@ class Gemma4Tower:
             ]
         self._project = _projection(context, spec)
 
-    def encode(self, tile: Tensor) -> Tensor:
-        """[height, width, 3] uint8, in RGB, on any device -> [n, H]."""
-        *_, rows = self.parts_of(tile)
-        assert rows is not None
-        return rows
-
     def parts_of(self, tile: Tensor) -> Iterator[Tensor | None]:
-        """The same in `VisionSpec.num_parts` parts: None after each of them but the last, which gives the rows."""
+        """[height, width, 3] uint8, in RGB, on any device -> [n, H]."""
         side, factor = self.spec.patch_size, self.spec.scale_factor
         places = places_of(tile.shape[0] // side, tile.shape[1] // side, factor)
         values = _patch_values(tile, self.spec, self._device).sub_(0.5).mul_(2.0).to(self.dtype)
@@ -97,17 +92,10 @@ class Gemma4Tower:
         residual = self._add(self._patches(values, None), positions)
         angles = _angles(places, self.spec.hidden_size // self.spec.num_heads)
         cos, sin = (each[:, None, None].to(residual.device) for each in (angles.cos(), angles.sin()))
-        yield None
+        place = Angles(cos, sin)
+        num_shares = self.spec.num_shares(*tile.shape[:2])
         for layer in self._layers:
-            qkv = layer.qkv(layer.attention_norm(residual))
-            yield None
-            residual = self._add(layer.attend(qkv, cos, sin), residual)
-            yield None
-            inner = layer.up(layer.mlp_norm(residual))
-            yield None
-            residual = self._add(layer.down(inner), residual)
-            if layer is not self._layers[-1]:
-                yield None
+            residual = yield from layer_parts(layer, residual, place, num_shares, self._add)
         yield self._project(self._pooled(residual))
 
     def _pooled(self, x: Tensor) -> Tensor:
@@ -144,18 +132,16 @@ class Gemma4Embedder:
         self._by_column, self._by_row = tables.unbind(1)
         self._project = _projection(context, spec)
 
-    def encode(self, tile: Tensor) -> Tensor:
-        """[height, width, 3] uint8, in RGB, on any device -> [n, H]."""
+    def parts_of(self, tile: Tensor) -> Iterator[Tensor | None]:
+        """[height, width, 3] uint8, in RGB, on any device -> [n, H]; one of the parts has all the work."""
+        for _ in range(self.spec.num_shares(*tile.shape[:2])):
+            yield None
         side = self.spec.patch_size
         places = places_of(tile.shape[0] // side, tile.shape[1] // side, 1).to(self._by_row.device)
         first, second, last = self._norms
         values = _patch_values(tile, self.spec, self._by_row.device).to(self.dtype)
         x = second(self._product(first(values)))
-        return self._project(last(x + self._by_column[places[:, 1]] + self._by_row[places[:, 0]]))
-
-    def parts_of(self, tile: Tensor) -> Iterator[Tensor | None]:
-        """The same, in one part."""
-        yield self.encode(tile)
+        yield self._project(last(x + self._by_column[places[:, 1]] + self._by_row[places[:, 0]]))
 
 
 def _patch_values(tile: Tensor, spec: VisionSpec, device: torch.device) -> Tensor:
@@ -189,7 +175,7 @@ class _Layer:
             spec.intermediate_size,
             spec.norm_eps,
         )
-        self.attention_norm, self._after_attention, self.mlp_norm, self._after_mlp = (
+        self._attention_norm, self._after_attention, self._mlp_norm, self._after_mlp = (
             RMSNorm(context, name + norm, size, eps) for norm in GEMMA4_NORMS
         )
         head_dim = size // spec.num_heads
@@ -202,30 +188,32 @@ class _Layer:
         def linear(names: Sequence[str], inputs: int, outputs: int) -> _BoundedLinear:
             return _BoundedLinear(context, [name + one for one in names], inputs, outputs, clips=spec.clips)
 
-        self.qkv, self._out = linear(GEMMA4_QKV, size, size), linear([GEMMA4_OUT], size, size)
+        self._qkv, self._out = linear(GEMMA4_QKV, size, size), linear([GEMMA4_OUT], size, size)
         self._up, self._down = linear(GEMMA4_UPS, size, inner), linear([GEMMA4_DOWN], inner, size)
         self._num_heads, self._gelu_times = spec.num_heads, context.ops.gelu_times
         self._attention = context.ops.whole_attention(spec.num_heads, head_dim, 1.0)
 
-    def attend(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """[P, 3 * K], which is overwritten -> [P, K]."""
-        qkv = qkv.view(len(qkv), 3, self._num_heads, -1)
+    def qkv(self, x: Tensor, place: Angles, at: slice) -> Tensor:
+        """See `TowerLayer`."""
+        qkv = self._qkv(self._attention_norm(x)).view(len(x), 3, self._num_heads, -1)
         q, k, v = (each.contiguous() for each in qkv.unbind(1))
         qkv[:, 2] = self._rms_norm(v, self._ones, self._q_norm.eps)
         qk = torch.stack((self._q_norm(q), self._k_norm(k)), dim=1)
+        cos, sin = place.cos[at], place.sin[at]
         for half, axis in zip(qk.chunk(2, dim=-1), (0, 1), strict=True):
             half.copy_(rotated(half, cos[..., axis, :], sin[..., axis, :]))
         qkv[:, :2] = qk
-        return self._after_attention(self._out(self._attention(qkv, None)))
+        return qkv.flatten(1)
 
-    def up(self, x: Tensor) -> Tensor:
-        """[P, K] -> [P, inner], activated."""
-        gate, up = self._up(x).chunk(2, dim=-1)
-        return self._gelu_times(gate.contiguous(), up)
+    def attend(self, qkv: Tensor, place: Angles, at: slice) -> Tensor:
+        """See `TowerLayer`."""
+        heads = qkv.view(len(qkv), 3, self._num_heads, -1)
+        return self._after_attention(self._out(self._attention(heads, at=at)))
 
-    def down(self, x: Tensor) -> Tensor:
-        """[P, inner] -> [P, K]."""
-        return self._after_mlp(self._down(x))
+    def mlp(self, x: Tensor) -> Tensor:
+        """See `TowerLayer`."""
+        gate, up = self._up(self._mlp_norm(x)).chunk(2, dim=-1)
+        return self._after_mlp(self._down(self._gelu_times(gate.contiguous(), up)))
 
 
 class _BoundedLinear:

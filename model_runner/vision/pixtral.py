@@ -26,7 +26,8 @@ from ...models.weight_files.pixtral_tensors import (
 from ..layers.linear import Linear
 from ..layers.norm import RMSNorm
 from .connectors import MLPConnector
-from .qwen_vit import patches_by_rows, places_of, rotated
+from .parts import layer_parts
+from .qwen_vit import Angles, patches_by_rows, places_of, rotated
 from .tower import tower_context
 
 if TYPE_CHECKING:
@@ -65,14 +66,8 @@ class PixtralTower:
             for values in (spec.processing.mean, spec.processing.std)
         )
 
-    def encode(self, tile: Tensor) -> Tensor:
-        """[height, width, 3] uint8, in RGB, on any device -> [n, H]."""
-        *_, rows = self.parts_of(tile)
-        assert rows is not None
-        return rows
-
     def parts_of(self, tile: Tensor) -> Iterator[Tensor | None]:
-        """The same in `VisionSpec.num_parts` parts: None after each of them but the last, which gives the rows."""
+        """[height, width, 3] uint8, in RGB, on any device -> [n, H]."""
         side, factor = self.spec.patch_size, self.spec.scale_factor
         places = places_of(tile.shape[0] // side, tile.shape[1] // side, factor)
         rescaled = (tile.to(self._device, torch.float64) * self.spec.processing.rescale_factor).to(
@@ -82,17 +77,10 @@ class PixtralTower:
         residual = self._first_norm(self._patches(patches_by_rows(values, side, factor), None))
         angles = _angles(places, self.spec.hidden_size // self.spec.num_heads)
         cos, sin = (each[:, None, None].to(residual.device) for each in (angles.cos(), angles.sin()))
-        yield None
+        place = Angles(cos, sin)
+        num_shares = self.spec.num_shares(*tile.shape[:2])
         for layer in self._layers:
-            qkv = layer.qkv(layer.attention_norm(residual))
-            yield None
-            residual = self._add(layer.attend(qkv, cos, sin), residual)
-            yield None
-            inner = layer.up(layer.mlp_norm(residual))
-            yield None
-            residual = self._add(layer.down(inner), residual)
-            if layer is not self._layers[-1]:
-                yield None
+            residual = yield from layer_parts(layer, residual, place, num_shares, self._add)
         yield self._mlp(residual if self._merge is None else self._merge(residual))
 
 
@@ -101,28 +89,33 @@ class _Layer:
 
     def __init__(self, context: ModelContext, spec: VisionSpec, layer_id: int) -> None:
         name, size, inner = pixtral_layer(layer_id), spec.hidden_size, spec.intermediate_size
-        self.attention_norm = RMSNorm(context, f"{name}attention_norm", size, spec.norm_eps)
-        self.mlp_norm = RMSNorm(context, f"{name}ffn_norm", size, spec.norm_eps)
-        self.qkv = Linear(context, [name + one for one in PIXTRAL_QKV], size, [size] * 3, bias=False)
+        self._attention_norm = RMSNorm(context, f"{name}attention_norm", size, spec.norm_eps)
+        self._mlp_norm = RMSNorm(context, f"{name}ffn_norm", size, spec.norm_eps)
+        self._qkv = Linear(context, [name + one for one in PIXTRAL_QKV], size, [size] * 3, bias=False)
         self._out = Linear(context, [name + PIXTRAL_OUT], size, [size], bias=False)
         self._up = Linear(context, [name + one for one in PIXTRAL_UPS], size, [inner] * 2, bias=False)
-        self.down = Linear(context, [name + PIXTRAL_DOWN], inner, [size], bias=False)
+        self._down = Linear(context, [name + PIXTRAL_DOWN], inner, [size], bias=False)
         self._num_heads, self._activate, self._kind = spec.num_heads, context.ops.activate, spec.activation
         head_dim = size // spec.num_heads
         self._attention = context.ops.whole_attention(spec.num_heads, head_dim, head_dim**-0.5)
 
-    def attend(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """[P, 3 * K], which is overwritten -> [P, K]."""
-        qkv = qkv.view(len(qkv), 3, self._num_heads, -1)
-        qkv[:, :2] = rotated(qkv[:, :2], cos, sin)
-        return self._out(self._attention(qkv, None))
+    def qkv(self, x: Tensor, place: Angles, at: slice) -> Tensor:
+        """See `TowerLayer`."""
+        qkv = self._qkv(self._attention_norm(x))
+        heads = qkv.view(len(qkv), 3, self._num_heads, -1)
+        heads[:, :2] = rotated(heads[:, :2], place.cos[at], place.sin[at])
+        return qkv
 
-    def up(self, x: Tensor) -> Tensor:
-        """[P, K] -> [P, inner], activated."""
-        gate, up = self._up(x).chunk(2, dim=-1)
+    def attend(self, qkv: Tensor, place: Angles, at: slice) -> Tensor:
+        """See `TowerLayer`."""
+        return self._out(self._attention(qkv.view(len(qkv), 3, self._num_heads, -1), at=at))
+
+    def mlp(self, x: Tensor) -> Tensor:
+        """See `TowerLayer`."""
+        gate, up = self._up(self._mlp_norm(x)).chunk(2, dim=-1)
         kind = self._kind
         assert kind != "quick_gelu", "read_vision refuses it"
-        return self._activate(gate.contiguous(), kind) * up
+        return self._down(self._activate(gate.contiguous(), kind) * up)
 
 
 class _Merger:

@@ -11,6 +11,7 @@ Qwen3-VL adds a table of positions, stretched over the image, and makes rows aft
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -26,10 +27,11 @@ from ...models.weight_files.qwen_vision_tensors import (
 )
 from ..layers.linear import Linear
 from ..layers.norm import LayerNorm, Norm, RMSNorm
+from .parts import layer_parts, shares_of
 from .tower import tower_context
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
@@ -40,17 +42,17 @@ _NORM_EPS = 1e-6
 _ROPE_THETA = 10_000.0
 
 
-class _Image(NamedTuple):
-    """The facts of an image's grid that layers need.
+class Angles(NamedTuple):
+    """The places of patches in an image.
 
     Attributes:
-        cos, sin: [P, 1, 1, D] float32.
-        windows: patches of each window, in their order; empty: there are none.
+        cos, sin: [P, 1, 1, D] float32, of the angles by which heads are turned; of Gemma 4 [P, 1, 1, 2, D / 2].
+        windows: the first patch of each window within which a layer attends, and P; empty: it attends to all.
     """
 
     cos: Tensor
     sin: Tensor
-    windows: list[int]
+    windows: Sequence[int] = ()
 
 
 class QwenTower:
@@ -85,14 +87,8 @@ class QwenTower:
             for values in (spec.processing.mean, spec.processing.std)
         )
 
-    def encode(self, tile: Tensor) -> Tensor:
-        """[height, width, 3] uint8, in RGB, on any device -> [n, `VisionSpec.row_width`]."""
-        *_, rows = self.parts_of(tile)
-        assert rows is not None
-        return rows
-
     def parts_of(self, tile: Tensor) -> Iterator[Tensor | None]:
-        """The same in `VisionSpec.num_parts` parts: None after each of them but the last, which gives the rows."""
+        """[height, width, 3] uint8, in RGB, on any device -> [n, `VisionSpec.row_width`]."""
         height, width = tile.shape[0] // self.spec.patch_size, tile.shape[1] // self.spec.patch_size
         places = places_of(height, width, self.spec.scale_factor)
         x = self._patches(self._patches_of(tile), self._patches_bias)
@@ -104,25 +100,22 @@ class QwenTower:
         head_dim = self.spec.hidden_size // self.spec.num_heads
         angles = _angles(places.view(num_rows, joins, 2)[order].flatten(0, 1), head_dim)
         cos, sin = (each[:, None, None].to(x.device) for each in (angles.cos(), angles.sin()))
-        image = _Image(cos, sin, windows)
+        whole, in_windows = Angles(cos, sin), Angles(cos, sin, windows)
+        num_shares = self.spec.num_shares(*tile.shape[:2])
+        by_window: list[slice] | None = None
+        if windows:
+            shares = shares_of(len(windows) - 1, num_shares, x.device)
+            by_window = [slice(windows[each.start], windows[each.stop]) for each in shares]
         back = torch.empty_like(order)
         back[order] = torch.arange(num_rows, device=order.device)
         made: list[Tensor] = []
-        yield None
         for layer_id, layer in enumerate(self._layers):
-            windowed = self.spec.window_size and layer_id not in self.spec.whole_layers
-            qkv = layer.qkv(layer.attention_norm(residual))
-            yield None
-            residual = self._add(layer.attend(qkv, image, windowed=bool(windowed)), residual)
-            yield None
-            inner = layer.up(layer.mlp_norm(residual))
-            yield None
-            residual = self._add(layer.down(inner), residual)
+            is_whole = not windows or layer_id in self.spec.whole_layers
+            place, attended = (whole, None) if is_whole else (in_windows, by_window)
+            residual = yield from layer_parts(layer, residual, place, num_shares, self._add, attended)
             if layer_id in self.spec.deepstack_layers:
                 connector = self._connectors[1 + self.spec.deepstack_layers.index(layer_id)]
                 made.append(connector(residual)[back])
-            if layer_id + 1 < len(self._layers):
-                yield None
         yield torch.cat([self._connectors[0](residual)[back], *made], dim=1)
 
     def _patches_of(self, tile: Tensor) -> Tensor:
@@ -135,7 +128,7 @@ class QwenTower:
         return patches_by_rows(values, side, factor)
 
     def _windows(self, height: int, width: int) -> tuple[Tensor, list[int]]:
-        """The order of rows in which windows follow each other, [n], and their sizes, see `_Image`.
+        """The order of rows in which windows follow each other, [n], and `Angles.windows`.
 
         Args:
             height, width: in patches.
@@ -147,7 +140,8 @@ class QwenTower:
         side = self.spec.window_size // factor // self.spec.patch_size
         numbers = torch.arange(rows * columns).view(rows, columns)
         windows = [part.flatten() for band in numbers.split(side) for part in band.split(side, dim=1)]
-        return torch.cat(windows).to(self._device), [len(part) * factor**2 for part in windows]
+        firsts = itertools.accumulate((len(part) * factor**2 for part in windows), initial=0)
+        return torch.cat(windows).to(self._device), list(firsts)
 
 
 class _Layer:
@@ -156,33 +150,42 @@ class _Layer:
     def __init__(self, context: ModelContext, spec: VisionSpec, layer_id: int) -> None:
         name, size, inner = qwen_layer(layer_id), spec.hidden_size, spec.intermediate_size
         form = QWEN_FORMS[spec.family]
-        self.attention_norm = _norm(context, f"{name}norm1", size, is_rms=form.rms_norms)
-        self.mlp_norm = _norm(context, f"{name}norm2", size, is_rms=form.rms_norms)
-        self.qkv = Linear(context, [f"{name}attn.qkv"], size, [3 * size], bias=True)
+        self._attention_norm = _norm(context, f"{name}norm1", size, is_rms=form.rms_norms)
+        self._mlp_norm = _norm(context, f"{name}norm2", size, is_rms=form.rms_norms)
+        self._qkv = Linear(context, [f"{name}attn.qkv"], size, [3 * size], bias=True)
         self._out = Linear(context, [f"{name}attn.proj"], size, [size], bias=True)
         *ups, down = [f"{name}mlp.{each}" for each in form.mlp]
         self._up = Linear(context, ups, size, [inner] * len(ups), bias=True)
-        self.down = Linear(context, [down], inner, [size], bias=True)
+        self._down = Linear(context, [down], inner, [size], bias=True)
         self._num_heads, self._kind, self._is_gated = spec.num_heads, spec.activation, len(ups) == 2
         self._activate = context.ops.activate
         head_dim = size // spec.num_heads
         self._attention = context.ops.whole_attention(spec.num_heads, head_dim, head_dim**-0.5)
 
-    def attend(self, qkv: Tensor, image: _Image, *, windowed: bool) -> Tensor:
-        """[P, 3 * K], which is overwritten -> [P, K]."""
-        qkv = qkv.view(len(qkv), 3, self._num_heads, -1)
-        qkv[:, :2] = rotated(qkv[:, :2], image.cos, image.sin)
-        return self._out(self._attention(qkv, image.windows if windowed else None))
+    def qkv(self, x: Tensor, place: Angles, at: slice) -> Tensor:
+        """See `TowerLayer`."""
+        qkv = self._qkv(self._attention_norm(x))
+        heads = qkv.view(len(qkv), 3, self._num_heads, -1)
+        heads[:, :2] = rotated(heads[:, :2], place.cos[at], place.sin[at])
+        return qkv
 
-    def up(self, x: Tensor) -> Tensor:
-        """[P, K] -> [P, inner], activated."""
-        up = self._up(x)
+    def attend(self, qkv: Tensor, place: Angles, at: slice) -> Tensor:
+        """See `TowerLayer`; a share has whole windows."""
+        heads = qkv.view(len(qkv), 3, self._num_heads, -1)
+        if not place.windows:
+            return self._out(self._attention(heads, at=at))
+        ends = [each for each in place.windows if at.start <= each <= at.stop]
+        lengths = [end - start for start, end in itertools.pairwise(ends)]
+        return self._out(self._attention(heads[at], lengths))
+
+    def mlp(self, x: Tensor) -> Tensor:
+        """See `TowerLayer`."""
+        up = self._up(self._mlp_norm(x))
         if self._is_gated:
             gate, up = up.chunk(2, dim=-1)
-            return F.silu(gate) * up
-        return (
-            up * torch.sigmoid(1.702 * up) if self._kind == "quick_gelu" else self._activate(up, self._kind)
-        )
+            return self._down(F.silu(gate) * up)
+        up = up * torch.sigmoid(1.702 * up) if self._kind == "quick_gelu" else self._activate(up, self._kind)
+        return self._down(up)
 
 
 class _Connector:

@@ -33,6 +33,7 @@ from ..layers.linear import Linear
 from ..layers.norm import LayerNorm
 from ..weights.linear_format import PlainFormat
 from .connectors import CONNECTORS
+from .parts import layer_parts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -101,37 +102,18 @@ class Tower:
             for values in (spec.processing.mean, spec.processing.std)
         )
 
-    def encode(self, tile: Tensor) -> Tensor:
-        """[side, side, 3] uint8, in RGB, on any device -> [rows per tile, hidden of the language model]."""
-        *_, rows = self.parts_of(tile)
-        assert rows is not None
-        return rows
-
     def parts_of(self, tile: Tensor) -> Iterator[Tensor | None]:
-        """The same in `VisionSpec.num_parts` parts: None after each of them but the last, which gives the rows."""
+        """[side, side, 3] uint8, in RGB, on any device -> [rows per tile, hidden of the language model]."""
         x = self._patches(self._patches_of(tile), self._patches_bias)
         if self._class is not None:
             x = torch.cat((self._class, x))
         residual = self._add(x, self._positions.clone())
         if self._first_norm is not None:
             residual = self._first_norm(residual)
-        norms = [layer.attention_norm for layer in self._layers[1:]] + [self._final_norm]
-        x = self._layers[0].attention_norm(residual)
-        yield None
-        for layer, next_norm in zip(self._layers, norms, strict=True):
-            qkv = layer.qkv(x)
-            yield None
-            x, residual = layer.mlp_norm.add(layer.attend(qkv, self._turns), residual)
-            yield None
-            inner = layer.up(x)
-            yield None
-            x = layer.down(inner)
-            if next_norm is None:
-                x = self._add(x, residual)
-            else:
-                x, residual = next_norm.add(x, residual)
-            if layer is not self._layers[-1]:
-                yield None
+        num_shares = self.spec.num_shares(*tile.shape[:2])
+        for layer in self._layers:
+            residual = yield from layer_parts(layer, residual, self._turns, num_shares, self._add)
+        x = residual if self._final_norm is None else self._final_norm(residual)
         yield self._connector(x if self._class is None or self.spec.keeps_class else x[1:])
 
     def _patches_of(self, tile: Tensor) -> Tensor:
@@ -149,9 +131,9 @@ class _TowerLayer:
 
     def __init__(self, context: ModelContext, spec: VisionSpec, layer_id: int) -> None:
         name, size, inner = tower_layer(layer_id), spec.hidden_size, spec.intermediate_size
-        self.attention_norm = LayerNorm(context, f"{name}layer_norm1", size, spec.norm_eps, bias=True)
-        self.mlp_norm = LayerNorm(context, f"{name}layer_norm2", size, spec.norm_eps, bias=True)
-        self.qkv = Linear(context, [name + one for one in QKV], size, [size] * 3, bias=spec.has_qkv_bias)
+        self._attention_norm = LayerNorm(context, f"{name}layer_norm1", size, spec.norm_eps, bias=True)
+        self._mlp_norm = LayerNorm(context, f"{name}layer_norm2", size, spec.norm_eps, bias=True)
+        self._qkv = Linear(context, [name + one for one in QKV], size, [size] * 3, bias=spec.has_qkv_bias)
         self._out = Linear(context, [f"{name}self_attn.out_proj"], size, [size], bias=True)
         self._up = Linear(context, [f"{name}mlp.fc1"], size, [inner], bias=True)
         self._down = Linear(context, [f"{name}mlp.fc2"], inner, [size], bias=True)
@@ -162,22 +144,24 @@ class _TowerLayer:
         if spec.body == "internvit":
             self._scales = [context.weights.tensor(name + part, (size,)) for part in SCALES]
 
-    def attend(self, qkv: Tensor, turns: Tensor | None) -> Tensor:
-        """[P, 3 * K], which is overwritten if there are `turns` -> [P, K]."""
-        qkv = qkv.view(len(qkv), 3, self._num_heads, -1)
-        if turns is not None:
-            pairs = torch.view_as_complex(qkv[:, :2].float().unflatten(-1, (-1, 2)))
-            qkv[:, :2] = torch.view_as_real(pairs * turns[:, None, None]).flatten(-2)
-        x = self._out(self._attention(qkv))
+    def qkv(self, x: Tensor, place: Tensor | None, at: slice) -> Tensor:
+        """See `TowerLayer`; `place`: what `_turns` gives, where heads are turned."""
+        qkv = self._qkv(self._attention_norm(x))
+        if place is not None:
+            heads = qkv.view(len(qkv), 3, self._num_heads, -1)
+            pairs = torch.view_as_complex(heads[:, :2].float().unflatten(-1, (-1, 2)))
+            heads[:, :2] = torch.view_as_real(pairs * place[at, None, None]).flatten(-2)
+        return qkv
+
+    def attend(self, qkv: Tensor, place: Tensor | None, at: slice) -> Tensor:
+        """See `TowerLayer`."""
+        x = self._out(self._attention(qkv.view(len(qkv), 3, self._num_heads, -1), at=at))
         return x if self._scales is None else x * self._scales[0]
 
-    def up(self, x: Tensor) -> Tensor:
-        """[P, K] -> [P, inner], activated."""
-        x = self._up(x)
-        return x * torch.sigmoid(1.702 * x) if self._kind == "quick_gelu" else self._activate(x, self._kind)
-
-    def down(self, x: Tensor) -> Tensor:
-        """[P, inner] -> [P, K]."""
+    def mlp(self, x: Tensor) -> Tensor:
+        """See `TowerLayer`."""
+        x = self._up(self._mlp_norm(x))
+        x = x * torch.sigmoid(1.702 * x) if self._kind == "quick_gelu" else self._activate(x, self._kind)
         x = self._down(x)
         return x if self._scales is None else x * self._scales[1]
 

@@ -33,8 +33,8 @@ VisionFamily = Literal[
 """Names the text around images (`tokenizer_manager/media/processors`) and the connector (`model_runner/vision`)."""
 
 
-BLOCK_ROWS: Final = 16
-"""Rows of images of any size that are given out together."""
+PART_PATCHES: Final = 256
+"""Patches that a part of the work on a tile has, about: a large product needs no more, and takes a few milliseconds."""
 FRAMES: Final = 2
 """Frames of a video in a patch of Qwen's towers, which see an image as so many equal frames."""
 GATED: Final = ("qwen2_5_vl", "pixtral", "gemma4")
@@ -182,7 +182,7 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
         The last row of a tile of LLaVA-NeXT is the one that ends rows of patches.
         """
         if not self.image_size:
-            return BLOCK_ROWS
+            return max(1, PART_PATCHES // self.scale_factor**2)
         return (self.grid // self.scale_factor) ** 2 + self.keeps_class + (self.family == "llava_next")
 
     def rows_of(self, height: int, width: int) -> int:
@@ -201,8 +201,15 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_parts(self) -> int:
-        """Parts into which the work on a tile can be divided: its patches, and the quarters of its layers."""
-        return 1 + 4 * self.num_layers
+        """Parts into which the work on a tile, or on each block of rows, can be divided: see `layer_parts`."""
+        shares = 1 if self.row_pixels else -(-(self.grid**2) // PART_PATCHES)
+        return max(1, 4 * self.num_layers * shares)
+
+    def num_shares(self, height: int, width: int) -> int:
+        """Shares of the patches of a tile of so many pixels: a layer has four parts for each."""
+        if self.row_pixels:
+            return -(-self.rows_of(height, width) // self.rows_per_tile)
+        return -(-(self.grid**2) // PART_PATCHES)
 
     @property
     def patch_values(self) -> int:
@@ -213,7 +220,7 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
     def most_tiles(self) -> int:
         """Tiles, or blocks, of the largest image after resizing; of images that are not resized, a guess."""
         if side := self.row_pixels:
-            return -(-(self.processing.max_pixels // side**2) // BLOCK_ROWS)
+            return -(-(self.processing.max_pixels // side**2) // self.rows_per_tile)
         if not self.processing.splits:
             return 1
         if self.processing.max_tiles:

@@ -68,13 +68,13 @@ class EncodeWork(NamedTuple):
         encodes: see `StepPlan`.
         placements: [n, 3] int32 for each request that starts with images: `NewReq.media`.
         num_tiles: tiles of which the last part is planned, by the rid of the request that needs them first.
-        num_parts: parts of the work on blocks of rows, by the request that needs them first.
+        pixels: of tiles, counted in proportion to the parts of the work on them, by the request that needs them first.
     """
 
     encodes: tuple[Encode, ...] = ()
     placements: dict[str, bytes] = {}  # noqa: RUF012
     num_tiles: dict[str, int] = {}  # noqa: RUF012
-    num_parts: dict[Req, int] = {}  # noqa: RUF012
+    pixels: dict[Req, float] = {}  # noqa: RUF012
 
 
 NO_ENCODE_WORK = EncodeWork()
@@ -95,7 +95,7 @@ class EncoderCache:
         Args:
             num_rows: of the buffer, a multiple of `tile_rows`; 0: the model takes no images.
             tile_rows: of each tile, or of a block of rows.
-            tile_parts: steps among which the work on a tile can be divided.
+            tile_parts: steps among which the work on a tile, or on a block of rows, can be divided.
         """
         self.planned: dict[TileKey, PlannedTile] = {}
         self._tile_parts = tile_parts
@@ -178,10 +178,14 @@ class EncoderCache:
 
     # ------------------------------------------------------------ steps
 
-    def parts_left(self, key: TileKey) -> int:
+    def num_parts(self, tile: PromptTile) -> int:
+        """Parts into which the work on a tile can be divided."""
+        return self._tile_parts * tile.num_blocks
+
+    def parts_left(self, wants: PromptTile) -> int:
         """Parts of the work on a tile that neither an earlier step nor this one does; 0: its rows can be read."""
-        tile, planned = self._tiles.get(key), self.planned.get(key)
-        left = self._tile_parts - (0 if tile is None else tile.num_parts)
+        tile, planned = self._tiles.get(wants.key), self.planned.get(wants.key)
+        left = self.num_parts(wants) - (0 if tile is None else tile.num_parts)
         return left if planned is None else left - planned.num_parts
 
     def plan(self, step_id: int, chunks: Sequence[Chunk]) -> EncodeWork:
@@ -195,7 +199,7 @@ class EncoderCache:
         }
         encodes: list[Encode] = []
         num_tiles: dict[str, int] = {}
-        work: dict[Req, int] = {}
+        pixels: dict[Req, float] = {}
         ahead: Req | None = None  # the first request for which the step works ahead
         for key, (wants, req, num_parts) in self.planned.items():
             tile = self._tiles.get(key)
@@ -204,11 +208,12 @@ class EncoderCache:
                 tile = tile or self._begin_ahead(wants, req, may_evict=req is ahead)
             if tile is None:
                 continue
-            num_parts = min(num_parts, self._tile_parts - tile.num_parts)
+            of_tile = self.num_parts(wants)
+            num_parts = min(num_parts, of_tile - tile.num_parts)
             self._add_encode(encodes, wants, tile, num_parts)
-            work[req] = work.get(req, 0) + num_parts * len(tile.slots)
+            pixels[req] = pixels.get(req, 0.0) + wants.pixels * num_parts / of_tile
             tile.num_parts += num_parts
-            tile.is_encoded = tile.num_parts == self._tile_parts
+            tile.is_encoded = tile.num_parts == of_tile
             if tile.is_encoded:
                 num_tiles[req.rid] = num_tiles.get(req.rid, 0) + 1
             self._in_flight.setdefault(step_id, []).append(tile)
@@ -216,7 +221,7 @@ class EncoderCache:
         self.encoded_total += sum(num_tiles.values())
         for chunk in chunks:
             self._give_back(chunk.req, chunk.start + chunk.length)
-        return EncodeWork(tuple(encodes), placements, num_tiles, work)
+        return EncodeWork(tuple(encodes), placements, num_tiles, pixels)
 
     def _begin_ahead(self, wants: PromptTile, req: Req, *, may_evict: bool) -> _Tile | None:
         """Rows for a tile of a request that waits for it; None: there are none.
@@ -264,7 +269,7 @@ class EncoderCache:
         firsts = np.array(tile.slots, dtype=np.int32) * self._tile_rows
         item, number, first_row = wants.item, wants.number, int(firsts[0])
         blocks = firsts.tobytes() if len(firsts) > 1 else b""
-        if num_parts < self._tile_parts:
+        if num_parts < self.num_parts(wants):
             parts = (tile.num_parts, num_parts)
             encodes.append(Encode(item.pixels, item.shape, number, 1, first_row, *parts, blocks))
             return

@@ -31,18 +31,18 @@ class TileBudget:
             return limit
         if req.images.tiles[-1].end > start or self._cache.planned:
             limit = min(limit, self._time.most_tokens_with_tiles(start))
-        num_parts, work, seen = 0, 0, set[TileKey]()
+        num_parts, pixels, seen = 0, 0.0, set[TileKey]()
         for tile in req.images.tiles:
             if tile.end <= start:
                 continue
             if tile.start >= start + limit:
                 break
-            left = self._cache.parts_left(tile.key)
+            left = self._cache.parts_left(tile)
             if not left or tile.key in seen:
                 continue
-            num_parts, work = num_parts + left, work + left * tile.num_blocks
+            num_parts, pixels = num_parts + left, pixels + left * self._part_pixels(tile)
             is_free = num_parts == 1 and not self._cache.planned
-            if not is_free and not self._time.has_parts(work, start, tile.end - start):
+            if not is_free and not self._time.has_tiles(pixels, start, tile.end - start):
                 return max(0, tile.start - start)
             seen.add(tile.key)
         return limit
@@ -52,7 +52,7 @@ class TileBudget:
         if req.images is None or self._time.tiles_s == math.inf:
             return True
         needed = [tile for tile in req.images.tiles if start < tile.end and tile.start < start + length]
-        return not any(self._cache.parts_left(tile.key) for tile in needed)
+        return not any(self._cache.parts_left(tile) for tile in needed)
 
     def spend(self, req: Req, start: int, length: int) -> None:
         """Plan the tiles that `length` tokens from position `start` on need, and work ahead on the next one."""
@@ -61,7 +61,7 @@ class TileBudget:
         end = start + length
         for tile in req.images.tiles:
             if start < tile.end and tile.start < end:
-                self._add(req, tile, self._cache.parts_left(tile.key))
+                self._add(req, tile, self._cache.parts_left(tile))
         if req.images.tiles[-1].end > start:
             self._time.spend_beside_tiles(start, length)
         self.ahead(req, end, has_tokens=True)
@@ -75,14 +75,18 @@ class TileBudget:
             return
         next_cut = req.next_cut(end, self._page_size)
         for tile in req.images.tiles:
-            if end < tile.end and tile.start < next_cut and (left := self._cache.parts_left(tile.key)):
+            if end < tile.end and tile.start < next_cut and (left := self._cache.parts_left(tile)):
                 least = not (self._cache.planned or has_tokens)
-                self._add(req, tile, min(left, max(self._time.most_parts() // tile.num_blocks, least)))
+                most = int(self._time.most_pixels() / self._part_pixels(tile))
+                self._add(req, tile, min(left, max(most, least)))
                 return
+
+    def _part_pixels(self, tile: PromptTile) -> float:
+        return tile.pixels / self._cache.num_parts(tile)
 
     def _add(self, req: Req, tile: PromptTile, num_parts: int) -> None:
         if num_parts:
-            self._time.spend_parts(num_parts * tile.num_blocks)
+            self._time.spend_pixels(num_parts * self._part_pixels(tile))
             planned = self._cache.planned.get(tile.key)
             so_far = 0 if planned is None else planned.num_parts
             self._cache.planned[tile.key] = PlannedTile(tile, req, so_far + num_parts)

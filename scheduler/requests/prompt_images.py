@@ -33,6 +33,11 @@ class PromptTile(NamedTuple):
         return self.item.digest, self.number
 
     @property
+    def pixels(self) -> int:
+        """Its size, to which the work on it is about proportional."""
+        return self.item.shape[1] * self.item.shape[2]
+
+    @property
     def start(self) -> int:
         """Position of its first row."""
         return self.spans[0][0]

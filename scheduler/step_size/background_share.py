@@ -140,7 +140,7 @@ class BackgroundShare:
         Args:
             chunks, decode_rows, rows: of `choose`; of the last, those that decode.
         """
-        token_s, pair_s, part_s = self._target.prompt_costs
+        token_s, pair_s, pixel_s = self._target.prompt_costs
         # Also before any prompt was measured: beside interactive requests that is no time to try.
         given_s = 0.0 if self._has_interactive else math.inf
         if token_s or pair_s:
@@ -151,7 +151,7 @@ class BackgroundShare:
             token_s=token_s,
             pair_s=pair_s,
             page_size=0 if self._has_interactive or len(rows) else self._memory.kv.page_size,
-            part_s=part_s,
+            pixel_s=pixel_s,
             tiles_s=given_s,
         )
 

@@ -17,12 +17,12 @@ Chunks are cut where the predicted time reaches `prompts_s`. The terms:
 
 While no request decodes there is no time limit, and chunks are as large as configured.
 
-Tiles of images are a third kind of work: their time, learned as seconds per part of a tile of one block of rows, is a
-part of `prompts_s`, and at most `tiles_s`. It is the time of the decodes alone, so that an image makes no step longer
-than twice a plain one; while several requests wait for images, it is max(target_s - decodes alone, decodes alone). The
-tokens of a prompt up to its last image are limited by it, too. A part is a quarter of a layer of the tower, so the work
-on a tile is divided among steps as tokens are. A step in which no token of a prompt can be computed before a tile does
-at least one part.
+Tiles of images are a third kind of work: their time, learned as seconds per pixel, is a part of `prompts_s`, and at
+most `tiles_s`. It is the time of the decodes alone, so that an image makes no step longer than twice a plain one; while
+several requests wait for images, it is max(target_s - decodes alone, decodes alone). The tokens of a prompt up to its
+last image are limited by it, too. A part is a quarter of a layer of the tower for some 256 patches, so the work on a
+tile is divided among steps as tokens are. A step in which no token of a prompt can be computed before a tile does at
+least one part.
 
 The predicted time of a step has a fixed part and a part per decoding request, per token of their KV, per prompt token,
 and per (query, key) pair of the prompts' attention. The coefficients are learned from the measured time of every step
@@ -79,7 +79,7 @@ class PromptTime:
         given_s: time that prompts may take.
         left_s: the part of it that is not spent.
         token_s, pair_s: predicted time of a prompt token, and of one (query, key) pair of its attention.
-        part_s: predicted time of a part of the work on a tile of an image; 0 while none was measured.
+        pixel_s: predicted time of the work on a pixel of a tile; 0 while none was measured.
         tiles_s: time that tiles may take, at most `left_s`.
     """
 
@@ -92,7 +92,7 @@ class PromptTime:
         page_size: int,
         decodes_s: float = 0.0,
         waiting_s: float = 0.0,
-        part_s: float = 0.0,
+        pixel_s: float = 0.0,
         tiles_s: float = math.inf,
     ) -> None:
         """Start a pass; the first chunk may always take a page, so that prompts make progress."""
@@ -101,7 +101,7 @@ class PromptTime:
         self.given_s = self.left_s = given_s
         self.token_s = token_s
         self.pair_s = pair_s
-        self.part_s = part_s
+        self.pixel_s = pixel_s
         self.tiles_s = tiles_s
         self._page_size = page_size
         self._spent_nothing = True
@@ -148,23 +148,23 @@ class PromptTime:
         """As `most_tokens`, within the time for tiles."""
         return self._most_tokens(start, min(self.left_s, self.tiles_s))
 
-    def has_parts(self, num_parts: int, start: int, num_tokens: int) -> bool:
-        """Whether there is time for so many parts of work on tiles, and for the tokens from `start` on that need it."""
+    def has_tiles(self, pixels: float, start: int, num_tokens: int) -> bool:
+        """Whether there is time for work on so many pixels, and for the tokens from `start` on that need it."""
         if self.tiles_s == math.inf:
             return True
-        needed_s = self.part_s * num_parts + self._tokens_s(start, num_tokens)
-        return self.part_s > 0 and needed_s <= min(self.left_s, self.tiles_s)
+        needed_s = self.pixel_s * pixels + self._tokens_s(start, num_tokens)
+        return self.pixel_s > 0 and needed_s <= min(self.left_s, self.tiles_s)
 
-    def most_parts(self) -> int:
-        """Parts of work on tiles for which there is time."""
-        return max(0, int(min(self.left_s, self.tiles_s) / self.part_s)) if self.part_s else 0
+    def most_pixels(self) -> float:
+        """Pixels of tiles for the work on which there is time."""
+        return max(0.0, min(self.left_s, self.tiles_s) / self.pixel_s) if self.pixel_s else 0.0
 
-    def spend_parts(self, num_parts: int) -> None:
+    def spend_pixels(self, pixels: float) -> None:
         """Subtract the predicted time of work on tiles, unless it takes more than there is: see `TileBudget`."""
-        parts_s = self.part_s * num_parts
-        if parts_s <= min(self.left_s, self.tiles_s):
-            self.left_s -= parts_s
-            self.tiles_s -= parts_s
+        work_s = self.pixel_s * pixels
+        if work_s <= min(self.left_s, self.tiles_s):
+            self.left_s -= work_s
+            self.tiles_s -= work_s
 
     def spend_beside_tiles(self, start: int, length: int) -> None:
         """Subtract the predicted time of tokens from the time of tiles; it is subtracted from `left_s` by `spend`."""
@@ -180,7 +180,7 @@ MAX_PASSES: Final = 16
 _DECODE_STIFFNESS: Final = (1.0, 10.0, 10.0)  # a step; a request in it; a token of its KV
 _DECODE_SOLVE_INTERVAL: Final = 8  # decode steps are many, and alike
 _PROMPT_STIFFNESS: Final = (10.0, 1.0, 10.0)  # a step with prompts; a token of them; a pair
-_PART_STIFFNESS: Final = (1.0,)
+_PIXEL_STIFFNESS: Final = (1.0,)
 _LEAST_SHARE: Final = 0.05  # least share of a step's time that is attributed to its prompts
 
 
@@ -188,12 +188,12 @@ class StepTarget:
     """A time that steps with prompts and decodes should not exceed; 0: steps take as long as their tokens need."""
 
     def __init__(self, target_s: float, tile_parts: int = 1) -> None:
-        """`tile_parts`: of the work on a tile of an image."""
+        """`tile_parts`: see `Capacity.encoder_tile_parts`."""
         self.target_s = target_s
         self._tile_parts = tile_parts
         self._decodes = OnlineFit(_DECODE_STIFFNESS, solve_interval=_DECODE_SOLVE_INTERVAL)
         self._prompts = OnlineFit(_PROMPT_STIFFNESS)
-        self._parts = OnlineFit(_PART_STIFFNESS)
+        self._pixels = OnlineFit(_PIXEL_STIFFNESS)
 
     def for_prompts(
         self,
@@ -218,13 +218,15 @@ class StepTarget:
         fixed_s, token_s, pair_s = self._prompts.coefficients
         if not num_decodes or not self.target_s:
             return PromptTime.unlimited()
-        (part_s,) = self._parts.coefficients
+        (pixel_s,) = self._pixels.coefficients
         # Without the fixed cost of prompts, which work on tiles does not have: such a step is at most twice as long.
         tiles_s = alone_s = self._decodes.predict((1.0, num_decodes, kv_tokens))
         if num_with_images > 1:
             tiles_s = max(self.target_s - alone_s, alone_s)
         if not (token_s or pair_s):
-            return PromptTime(math.inf, token_s=0.0, pair_s=0.0, page_size=1, part_s=part_s, tiles_s=tiles_s)
+            return PromptTime(
+                math.inf, token_s=0.0, pair_s=0.0, page_size=1, pixel_s=pixel_s, tiles_s=tiles_s
+            )
         decodes_s = fixed_s + self._beside_prompts_s(num_decodes, kv_tokens)
         alone_s = max(decodes_s, alone_s)
         waiting_s = token_s * waiting_tokens
@@ -236,14 +238,14 @@ class StepTarget:
             page_size=page_size,
             decodes_s=decodes_s,
             waiting_s=waiting_s,
-            part_s=part_s,
+            pixel_s=pixel_s,
             tiles_s=tiles_s,
         )
 
-    def tokens_of(self, num_parts: int) -> int:
-        """Tokens of a prompt that take as long as parts of the work on tiles, at least 1; 0 until both are measured."""
-        (part_s,), token_s = self._parts.coefficients, self._prompts.coefficients[1]
-        return max(1, round(num_parts * part_s / token_s)) if part_s and token_s else 0
+    def tokens_of(self, pixels: float) -> int:
+        """Tokens of a prompt that take as long as so many pixels of tiles, at least 1; 0 until both are measured."""
+        (pixel_s,), token_s = self._pixels.coefficients, self._prompts.coefficients[1]
+        return max(1, round(pixels * pixel_s / token_s)) if pixel_s and token_s else 0
 
     def predict(
         self,
@@ -279,9 +281,9 @@ class StepTarget:
 
     @property
     def prompt_costs(self) -> tuple[float, float, float]:
-        """Seconds of a prompt token, of a (query, key) pair, and of a part of the work on a tile of an image."""
+        """Seconds of a prompt token, of a (query, key) pair, and of a pixel of a tile."""
         _, token_s, pair_s = self._prompts.coefficients
-        return token_s, pair_s, self._parts.coefficients[0]
+        return token_s, pair_s, self._pixels.coefficients[0]
 
     def explain(self, time: PromptTime) -> StepTime | None:
         """The figures that a pass decided with; None if time was no limit."""
@@ -294,19 +296,12 @@ class StepTarget:
     def measured(self, batch: ScheduleBatch, seconds: float, encode_s: float = 0.0) -> None:
         """Learn from a step that took `seconds`, without swaps, and besides `encode_s` for tiles of images."""
         if batch.plan.encodes:
-            parts = sum(
-                each.num_tiles * each.num_blocks * (each.num_parts or self._tile_parts)
-                for each in batch.plan.encodes
-            )
-            if encode_s > 0 and not self._parts.coefficients[0]:
-                first, tile_s = batch.plan.encodes[0], encode_s / parts * self._tile_parts
-                what = (
-                    f"an image of {first.shape[2]} x {first.shape[1]} pixels"
-                    if first.blocks
-                    else "a tile of an image"
-                )
-                logger.info("encoding %s takes %.2g s here", what, tile_s * first.num_blocks)
-            self._parts.learn((parts,), encode_s)
+            pixels = sum(each.work_pixels(self._tile_parts) for each in batch.plan.encodes)
+            if encode_s > 0 and not self._pixels.coefficients[0]:
+                _, height, width, _ = batch.plan.encodes[0].shape
+                seconds_each = encode_s / pixels * height * width
+                logger.info("encoding %d x %d pixels takes %.2g s here", width, height, seconds_each)
+            self._pixels.learn((pixels,), encode_s)
         num_extends = batch.num_extends
         num_decodes, kv_tokens = len(batch) - num_extends, int(batch.end[num_extends:].sum())
         decodes = (1.0, num_decodes, kv_tokens)

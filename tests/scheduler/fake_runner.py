@@ -215,7 +215,7 @@ class FakeRunner:
         self.encoded: dict[int, int] = {}  # row of the encoder's buffer -> its value
         self.images: dict[str, list[int]] = {}  # rid -> its prompt with the values of its rows
         self.whole: dict[str, list[tuple[int, int]]] = {}  # rid -> images of which no chunk has a part
-        self.tile_s = 0.0  # what a tile takes
+        self.tile_s = 0.0  # what a tile, or a block of rows, takes
         self.num_encodes: Counter[tuple[str, int]] = Counter()  # of each tile
         self.swap_s = 0.0  # what every step with swaps says they took
         self.drafts_right: Callable[[], bool] = lambda: True  # of each draft that it makes
@@ -303,13 +303,14 @@ class FakeRunner:
             assert encode.first_row % self.tile_rows == 0 and encode.num_tiles > 0
             assert encode.first_tile + encode.num_tiles <= encode.shape[0]
             if encode.num_parts:
-                assert encode.num_tiles == 1 and encode.num_parts < self.tile_parts
+                of_tile = self.tile_parts * encode.num_blocks
+                assert encode.num_tiles == 1 and encode.num_parts < of_tile
                 now = (encode.pixels, encode.first_tile, encode.first_part)
                 assert not encode.first_part or self.parts[encode.first_row] == now, "another tile's rows"
                 next_part = encode.first_part + encode.num_parts
                 self.parts[encode.first_row] = (encode.pixels, encode.first_tile, next_part)
-                assert next_part <= self.tile_parts
-                if next_part < self.tile_parts:
+                assert next_part <= of_tile
+                if next_part < of_tile:
                     for row in self.rows_to_write(encode):
                         self.encoded[row] = GARBAGE
                     continue
@@ -483,7 +484,9 @@ class FakeRunner:
                 if self.rids[row_id] in self.fail_next:
                     self.fail_next.discard(self.rids[row_id])
                     errors[idx] = "logits are not finite"
-        num_parts = sum(each.num_tiles * (each.num_parts or self.tile_parts) for each in plan.encodes)
+        num_parts = sum(
+            each.num_parts or each.num_tiles * each.num_blocks * self.tile_parts for each in plan.encodes
+        )
         encode_s = self.tile_s * num_parts / self.tile_parts
         draft_s = self.draft_s * ints(plan.draft_ids).count(RUNNER_DRAFT)
         return StepResult(

@@ -56,6 +56,18 @@ def test_each_row_attends_to_all_rows_of_its_run(
     assert error < (1e-5 if dtype == torch.float32 else 0.03), error
 
 
+def test_rows_that_attend_are_those_of_the_whole_result(make: MakeWholeAttention) -> None:
+    """Also the first, the last and a single row, between calls for all rows."""
+    attend = make(2, 24, 0.3)
+    qkv = torch.randn((140, 3, 2, 24), generator=torch.Generator().manual_seed(1))
+    wanted = expected(qkv, [140], 0.3)
+    for at in (slice(0, 50), slice(50, 51), slice(0, 140), slice(51, 140), slice(139, 140)):
+        torch.testing.assert_close(attend(qkv, at=at).double(), wanted[at], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            attend(qkv, [90, 50]).double(), expected(qkv, [90, 50], 0.3), atol=1e-5, rtol=1e-4
+        )
+
+
 def test_a_call_with_more_rows_follows_one_with_fewer(make: MakeWholeAttention) -> None:
     attend = make(2, 16, 0.25)
     few, many = (torch.randn((rows, 3, 2, 16)) for rows in (5, 300))

@@ -185,7 +185,8 @@ def test_rows_and_logits_are_those_of_transformers(
     with torch.inference_mode():
         found = model.reference.model.get_image_features(inputs["pixel_values"], inputs["image_position_ids"])
         parts = list(driver.runner.encoder_rows._tower.parts_of(torch.from_numpy(images[0])))
-    assert len(parts) == spec.vision.num_parts and all(part is None for part in parts[:-1])
+    num_parts = spec.vision.num_parts * spec.vision.num_shares(*images[0].shape[:2])
+    assert len(parts) == 1 + num_parts and all(part is None for part in parts[:-1])
     media = np.frombuffer(req.media, dtype=np.int32).reshape(-1, 3)
     own = torch.cat([driver.runner.encoder_rows.rows[row : row + num] for _, num, row in media.tolist()])
     np.testing.assert_allclose(own, torch.cat(list(found.pooler_output)), atol=1e-4)
@@ -290,7 +291,12 @@ def test_ranks(make_gemma4: Callable[[str], Gemma4], make_driver: Any, tmp_path:
     model, path = make_gemma4(form), tmp_path / "image"
     image = model.image(4, 3, 5)
     path.write_bytes(image.tobytes())
-    tokens, encode = model.prompt([image]), Encode(str(path), (1, *image.shape), 0, 1, 0)
+    assert model.spec.vision is not None
+    blocks = range(0, 15, model.spec.vision.rows_per_tile)
+    tokens, encode = (
+        model.prompt([image]),
+        Encode(str(path), (1, *image.shape), 0, 1, 0, blocks=int32(blocks)),
+    )
 
     def run(group: ThreadGroup) -> list[int]:
         driver = Driver(*load_rank(model, group, num_encoder_rows=64))
@@ -349,7 +355,14 @@ def test_the_same_bits_beside_others_and_in_8_bits(
         encodes = [kept.add(each) for each in (image, model.image(1, 2, 2), image)]
         driver.step([], encodes=tuple(encodes))
         own = driver.runner.encoder_rows.rows
-        both = [own[each.first_row : each.first_row + 3 * 4] for each in (encodes[0], encodes[2])]
+        per_block = kept.block_rows
+        assert per_block < 12
+        both = [
+            torch.cat(
+                [own[first : first + per_block] for first in np.frombuffer(each.blocks, dtype=np.int32)]
+            )[:12]
+            for each in (encodes[0], encodes[2])
+        ]
         assert torch.equal(*both)
         rows.append(both[0].float())
     plain, made = rows

@@ -78,6 +78,8 @@ class Seeing:
         return self.spec.vision.num_parts
 
     row_pixels = 0
+    image_blocks = 1
+    """Blocks of rows for which a test counts: those of an image of any size, if that is one tile."""
 
     def rows_of(self, image: Tiles) -> int:
         """Rows of each tile."""

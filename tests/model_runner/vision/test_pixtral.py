@@ -152,7 +152,8 @@ def test_rows_and_logits_are_those_of_transformers(
             inputs["pixel_values"], image_sizes=inputs["image_sizes"]
         )
         parts = list(driver.runner.encoder_rows._tower.parts_of(torch.from_numpy(images[0])))
-    assert len(parts) == spec.vision.num_parts and all(part is None for part in parts[:-1])
+    num_parts = spec.vision.num_parts * spec.vision.num_shares(*images[0].shape[:2])
+    assert len(parts) == 1 + num_parts and all(part is None for part in parts[:-1])
     np.testing.assert_allclose(parts[-1], rows.pooler_output[0], atol=1e-4)
     assert tokens.count(BEGIN_ID) == 3
 

@@ -212,7 +212,7 @@ class Pictures:
 
     def __init__(self, driver: Driver, folder: Path) -> None:
         self._capacity, self._folder, self._number = driver.capacity, folder, 0
-        size = self._capacity.encoder_tile_rows
+        self.block_rows = size = self._capacity.encoder_tile_rows
         self._blocks = list(range(0, self._capacity.num_encoder_rows, size))
         random.Random(5).shuffle(self._blocks)
 
@@ -281,7 +281,8 @@ def test_rows_and_logits_are_those_of_transformers(
     np.testing.assert_allclose(own, torch.cat([rows, *made], dim=1), atol=1e-4)
     with torch.inference_mode():
         parts = list(driver.runner.encoder_rows._tower.parts_of(torch.from_numpy(images[0])))
-    assert len(parts) == spec.vision.num_parts and all(part is None for part in parts[:-1])
+    num_parts = spec.vision.num_parts * spec.vision.num_shares(*images[0].shape[:2])
+    assert len(parts) == 1 + num_parts and all(part is None for part in parts[:-1])
     expected = qwen.logprobs(tokens, images)[torch.arange(len(tokens) - 1), tokens[1:]]
     np.testing.assert_allclose(scores(unpack, result), expected, atol=1e-4)
 

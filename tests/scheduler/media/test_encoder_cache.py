@@ -275,7 +275,7 @@ def test_images_are_charged_to_the_class_of_their_request(monkeypatch: pytest.Mo
         harness = make(schedule_policy="fair")
         policy, target = harness.scheduler._parts.policy, harness.scheduler._parts.target
         assert isinstance(policy, Fair)
-        monkeypatch.setattr(target, "tokens_of", lambda num_parts: 100 * num_parts)
+        monkeypatch.setattr(target, "tokens_of", lambda pixels: round(100 * pixels))
         harness.submit(prompt_len=20, message={"tenant": "a"})
         harness.run_until_idle()
         before = policy._counters["a"]
@@ -650,7 +650,7 @@ def test_a_run_with_images_is_replayed_without_pixels(tmp_path: Path, overlap: i
         schedule_conservativeness=0.01,
         overlap=overlap,
     )
-    harness.runner.tile_s = 0.006
+    harness.runner.tile_s = 0.002 if row_pixels else 0.006
     rng = random.Random(1)
     for _ in range(12):
         name = rng.choice(["cat", "dog", "cow"])
@@ -690,18 +690,40 @@ def test_an_image_of_any_size_is_encoded_once_into_blocks_that_need_not_follow_e
     assert hits(harness) == 1
 
 
-def test_an_image_of_several_blocks_is_charged_for_each(monkeypatch: pytest.MonkeyPatch):
-    charged = []
+@pytest.mark.parametrize("tile_parts", [1, 5])
+def test_an_image_is_charged_for_its_pixels(monkeypatch: pytest.MonkeyPatch, tile_parts: int):
+    """Also if steps divide the work on it. A block has 32 pixels, and the last one of an image a row of 4 fewer."""
     for num_blocks in (1, 3):
-        harness = any_size(3)
-        parts: list[int] = []
+        harness = any_size(3, encoder_tile_parts=tile_parts, target_step_ms=15.0)
+        harness.runner.tile_s = 0.05
+        pixels: list[float] = []
         monkeypatch.setattr(
-            harness.scheduler._parts.target, "tokens_of", lambda num, parts=parts: parts.append(num) or 0
+            harness.scheduler._parts.target, "tokens_of", lambda num, pixels=pixels: pixels.append(num) or 0
         )
+        harness.submit("text", prompt_len=6, max_new_tokens=30)
+        harness.step()
         harness.submit(prompt=[1, 2, 3], images=[Image("cat", num_blocks, 1)], max_new_tokens=1)
         harness.run_until_idle()
-        charged.append(sum(parts))
-    assert charged[0] > 0 and charged[1] == 3 * charged[0]
+        assert sum(pixels) == pytest.approx(32 * num_blocks - 4)
+        assert len(pixels) >= tile_parts * num_blocks
+
+
+def test_work_on_an_image_of_several_blocks_is_divided_into_the_parts_of_all():
+    """An image takes 50 ms a block, 10 ms a part; steps are 15 ms long, of which decodes take 10."""
+    harness = any_size(3, target_step_ms=15.0, encoder_tile_parts=5)
+    harness.runner.tile_s, harness.runner.step_s = 0.05, lambda plan: 0.010
+    harness.submit("text", prompt_len=6, max_new_tokens=90)
+    harness.submit("warm", prompt=[1, 2, 3], images=[Image("dog", 1, 1)], max_new_tokens=1)
+    for _ in range(4):
+        harness.step()
+    harness.submit("a", prompt=[1, 2, 3], images=[Image("cat", 3, 1)], max_new_tokens=1)
+    parts = []
+    while harness.answers["a"].finish is None:
+        batch = harness.step()
+        assert batch is not None
+        parts += [each.num_parts for each in batch.plan.encodes]
+    assert parts == [1] * 15
+    harness.run_until_idle()
 
 
 def test_blocks_of_images_are_promised_together():

@@ -48,10 +48,10 @@ def test_costs_that_are_nothing_are_no_limit():
 
 
 def test_a_part_of_a_tile_that_takes_longer_than_there_is_does_not_count():
-    time = PromptTime(1.0, token_s=0.01, pair_s=0.0, page_size=1, part_s=0.4, tiles_s=0.9)
-    assert time.has_parts(2, 0, 10) and not time.has_parts(2, 0, 11), "the tokens that read the rows count"
-    assert time.most_parts() == 2
-    time.spend_parts(3)
+    time = PromptTime(1.0, token_s=0.01, pair_s=0.0, page_size=1, pixel_s=0.4, tiles_s=0.9)
+    assert time.has_tiles(2, 0, 10) and not time.has_tiles(2, 0, 11), "the tokens that read the rows count"
+    assert time.most_pixels() == pytest.approx(2.25)
+    time.spend_pixels(3)
     assert (time.left_s, time.tiles_s) == (1.0, 0.9)
-    time.spend_parts(2)
+    time.spend_pixels(2)
     assert [time.left_s, time.tiles_s] == pytest.approx([0.2, 0.1])
