@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -398,14 +398,14 @@ def test_a_picture_that_is_gone_or_not_finite_ends_its_requests_only(
     good, gone, damaged = encodes = tuple(kept.encode(image) for image in images)
     Path(gone.pixels).unlink()
     tower = driver.runner.encoder_rows._tower
-    encode, calls = tower.encode, []
+    parts_of, calls = tower.parts_of, []
 
-    def damage(tile: torch.Tensor) -> torch.Tensor:
+    def damage(tile: torch.Tensor) -> Iterator[torch.Tensor]:
         calls.append(tile)
-        rows: torch.Tensor = encode(tile)
-        return rows * (float("nan") if len(calls) == 2 else 1.0)
+        *_, rows = parts_of(tile)
+        yield rows * (float("nan") if len(calls) == 2 else 1.0)
 
-    monkeypatch.setattr(tower, "encode", damage)
+    monkeypatch.setattr(tower, "parts_of", damage)
     tokens = seeing.prompt(images[:1])
     reqs = [driver.start(tokens) for _ in encodes]
     for req, item in zip(reqs, encodes, strict=True):
@@ -462,7 +462,7 @@ def test_a_tile_without_memory_drops_the_step(
     )
     tokens, encode = seeing.prompt([image]), kept.encode(image)
     with monkeypatch.context() as patch:
-        patch.setattr(driver.runner.encoder_rows._tower, "encode", no_memory)
+        patch.setattr(driver.runner.encoder_rows._tower, "parts_of", no_memory)
         req = kept.start(driver, tokens, [encode])
         plan = driver.plan([(req, len(tokens))], encodes=(encode,))
         assert driver.runner.launch(plan).wait().out_of_memory == "none is left"
