@@ -13,7 +13,8 @@ language model of the default model, which is written to a folder first. All fig
   that without; the time of that image is printed, too
 - text: output tokens per second of 8 requests of text to this model, to those to the folder of its language model alone
 
-For figures of servers the machine must be idle otherwise. Texts are asked of the two servers in turn.
+For figures of servers the machine must be idle otherwise. Texts are asked of the two servers in turn, twice as many
+rounds as of questions, and each server is first in half of them.
 """
 
 from __future__ import annotations
@@ -274,7 +275,11 @@ def measure_servers(folder: Path, rounds: int) -> Iterator[tuple[str, str]]:
         text = engine_side("text", PORT + 1, str(folder / "text"), *options[:4])
         with running(text, logs / "text.log") as other:
             text_rate(url), text_rate(other.side.url)
-            ratios = [text_rate(url) / text_rate(other.side.url) for _ in range(rounds)]
+            ratios = []
+            for number in range(2 * rounds):
+                order = [url, other.side.url][:: -1 if number % 2 else 1]
+                rates = {each: text_rate(each) for each in order}
+                ratios.append(rates[url] / rates[other.side.url])
     yield texts, f"{statistics.median(ratios):.2f}"
 
 

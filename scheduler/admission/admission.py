@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from itertools import chain, islice
 
@@ -84,10 +85,11 @@ class Admission:
             return []
         num_decodes = len(decode_rows)
         kv_tokens = int(self._memory.states.num_computed[decode_rows].sum()) + num_decodes
+        is_limited = self._target.limits_beside(num_decodes)
         time = self._target.for_prompts(
             num_decodes,
             kv_tokens,
-            *self._waiting_work(partial),
+            *(self._waiting_work(partial) if is_limited else (0, 0)),
             self._memory.kv.page_size,
             num_with_images=self._num_with_images() if parts.encoder_cache.num_blocks else 0,
         )
@@ -203,15 +205,23 @@ class Admission:
         )
 
     def _waiting_work(self, partial: list[Req]) -> tuple[int, int]:
-        """Prompt tokens to be computed, cached ones included; and the same without the longest prompt.
+        """Prompt tokens to be computed, without those that are known to be cached; and the same without the longest.
 
-        Of the waiting prompts the first `_MAX_COUNTED` count, and only as many as there are free rows.
+        Of the waiting prompts the first `_MAX_COUNTED` count, and only as many as there are free rows. What requests of
+        one call share is computed once, and the questions of a call are one prompt.
         """
-        requests, states = self._parts.requests, self._memory.states
-        lengths = [req.fill_len - int(states.num_computed[req.row]) for req in partial]
-        num_waiting = min(_MAX_COUNTED, max(0, self._num_free_rows))
-        lengths += [req.fill_len for req in islice(requests.waiting, num_waiting)]
-        return sum(lengths), sum(lengths) - max(lengths, default=0)
+        requests, states, kv = self._parts.requests, self._memory.states, self._memory.kv
+        lengths: Counter[object] = Counter()
+        for req in partial:
+            lengths[kv.call_of(req)] += req.fill_len - int(states.num_computed[req.row])
+        waiting = list(islice(requests.waiting, min(_MAX_COUNTED, max(0, self._num_free_rows))))
+        for req, match in zip(waiting, kv.known_matches(waiting), strict=True):
+            call = kv.call_of(req)
+            is_shared = call in lengths and kv.shares_prefixes
+            shared = min(req.shared_len or req.fill_len, req.most_cached) if is_shared else 0
+            lengths[call] += req.fill_len - max(match.num_pages * kv.page_size, shared)
+        total = lengths.total()
+        return total, total - max(lengths.values(), default=0)
 
     def _num_with_images(self) -> int:
         """Partial and waiting prompts with images, of the first `_MAX_COUNTED`."""

@@ -43,8 +43,8 @@ time to the first token / between tokens):
     waiting_s / 2                  735 / 133    866 / 181    973 / 241  1,211 / 328
 
 With the third line of the table the mean time of a whole answer is up to 5 % shorter than with the first. The last line
-also delays decodes for a single long prompt, which gains almost nothing from it. Prompts count in full, cached prefixes
-included, and only as many as there are free rows.
+also delays decodes for a single long prompt, which gains almost nothing from it. Prompts count without what is known to
+be cached, and only as many as there are free rows; all questions about one input are one prompt.
 
 A smaller target hardly delays first tokens until a step holds less than about 100 prompt tokens (simulated without the
 fourth term, 600 requests at 2.2 a second; left with costs measured on two CPU cores, right with those of AMX, 4,500
@@ -195,6 +195,10 @@ class StepTarget:
         self._prompts = OnlineFit(_PROMPT_STIFFNESS)
         self._pixels = OnlineFit(_PIXEL_STIFFNESS)
 
+    def limits_beside(self, num_decodes: int) -> bool:
+        """Whether time is a limit for prompts beside so many decodes."""
+        return num_decodes > 0 and self.target_s > 0
+
     def for_prompts(
         self,
         num_decodes: int,
@@ -210,13 +214,13 @@ class StepTarget:
         Args:
             num_decodes: requests that decode in it.
             kv_tokens: tokens of KV that the decodes read.
-            waiting_tokens: tokens of the prompts to be computed.
+            waiting_tokens: tokens of the prompts to be computed; it and the next one count only if time is a limit.
             tokens_behind: the same without the longest prompt.
             page_size: tokens that prompts always get.
             num_with_images: waiting and partial prompts with images.
         """
         fixed_s, token_s, pair_s = self._prompts.coefficients
-        if not num_decodes or not self.target_s:
+        if not self.limits_beside(num_decodes):
             return PromptTime.unlimited()
         (pixel_s,) = self._pixels.coefficients
         # Without the fixed cost of prompts, which work on tiles does not have: such a step is at most twice as long.

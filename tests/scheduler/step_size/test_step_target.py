@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.runtime.pooling import PoolingKind, PoolingParams
 from engine.runtime.step_plan import ForwardMode, StepPlan
 from engine.scheduler.batch import ScheduleBatch
 from engine.scheduler.queries.why import explain
@@ -225,6 +226,53 @@ def test_many_waiting_prompts_are_worth_longer_steps():
     harness.run_until_idle()
     last = passes(harness, ForwardMode.MIXED)[-1].step_time
     assert last is not None and last.prompts_s == pytest.approx(last.target_s - last.decodes_s)
+
+
+def prompt_of(first: int, length: int) -> list[int]:
+    return [1 + (first + 7 * position) % 89 for position in range(length)]
+
+
+def waiting_tokens(harness: Harness) -> float:
+    """The tokens of the waiting prompts in the pass of the last step."""
+    time = harness.last_pass.step_time
+    assert time is not None
+    return time.waiting_s / time.token_s
+
+
+def test_questions_about_one_input_are_one_prompt():
+    harness = streaming(max_running_requests=64, radix_cache=True)
+    pooling = PoolingParams(PoolingKind.LABELS, label_ids=(5, 6), shared_len=60)
+    for number in range(20):
+        harness.submit(prompt=prompt_of(0, 60) + prompt_of(number, 8), pooling=pooling)
+    harness.step()
+    time = harness.last_pass.step_time
+    assert waiting_tokens(harness) == pytest.approx(60 + 20 * 8)
+    assert time is not None and time.prompts_s == pytest.approx(time.target_s - time.decodes_s), "no queue"
+    harness.step()
+    assert waiting_tokens(harness) == pytest.approx(19 * 8), "the input is computed, and one question"
+    harness.run_until_idle()
+
+
+def test_parallel_samples_compute_their_prompt_once():
+    harness = streaming(max_running_requests=64, radix_cache=True)
+    for _ in range(8):
+        harness.submit(prompt=prompt_of(0, 200), max_new_tokens=2, message={"group": "g"})
+    harness.step()
+    assert waiting_tokens(harness) == pytest.approx(200 + 7)
+    harness.run_until_idle()
+
+
+def test_what_is_cached_does_not_wait_to_be_computed():
+    harness = streaming(max_running_requests=64, radix_cache=True)
+    harness.submit(prompt=prompt_of(0, 400), max_new_tokens=1)
+    harness.step()
+    while harness.scheduler._parts.requests.partial:
+        harness.step()
+    for number in range(6):
+        harness.submit(prompt=prompt_of(0, 400) + prompt_of(number, 9), max_new_tokens=2)
+    harness.step()
+    assert waiting_tokens(harness) == pytest.approx(6 * 9)
+    harness.run_until_idle()
 
 
 @pytest.mark.parametrize("num_slow", [1, 3])
