@@ -281,7 +281,7 @@ PROVIDERS: Final[Mapping[str, Sequence[Provider]]] = {
         _native("deltas"),
         _plain(plain_lora.DELTAS),
     ),
-    "whole_attention": (_NATIVE_WHOLE_ATTENTION, _plain(whole_attention.whole_attention)),
+    "whole_attention": (_NATIVE_WHOLE_ATTENTION, _plain(whole_attention.TorchWholeAttention)),
 }
 """The providers of each op, in order of preference; the last one has no reasons against any target."""
 

@@ -27,6 +27,8 @@ _FLOPS: Final = (
     ("bf16", 8e10),  # ARM
 )
 """Operations per second of a thread in bfloat16 products, by the first flag that a CPU has."""
+THREADS_OF_PART: Final = 4
+MOST_SCALE: Final = 4
 _FLOAT32_FLOPS: Final = (("avx512f", 8e10), ("", 4e10))  # the last one of AVX2, as measured
 
 
@@ -79,11 +81,17 @@ def image_limits(
     return dataclasses.replace(media, mm_max_pixels=pixels, mm_detail=detail), notes
 
 
-def with_image_limits(spec: ModelSpec, media: MediaConfig) -> ModelSpec:
-    """The model with images as large as the settings, which are resolved, allow."""
+def with_image_limits(spec: ModelSpec, media: MediaConfig, part_scale: int = 1) -> ModelSpec:
+    """The model with images as large as the settings, which are resolved, allow; `part_scale`: see `VisionSpec`."""
     if spec.vision is None or media.mm_max_pixels == "auto":
         return spec
-    return replace(spec, vision=spec.vision.limited(media.mm_max_pixels, media.mm_min_pixels))
+    vision = spec.vision.limited(media.mm_max_pixels, media.mm_min_pixels)
+    return replace(spec, vision=replace(vision, part_scale=part_scale))
+
+
+def part_scale(device: str, num_threads: int) -> int:
+    """`VisionSpec.part_scale`: a part keeps all threads busy, and the more there are the less time it takes."""
+    return MOST_SCALE if device != "cpu" else min(max(1, num_threads // THREADS_OF_PART), MOST_SCALE)
 
 
 def _flops(dtype: str, cpu_flags: Collection[str]) -> float:

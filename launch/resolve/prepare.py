@@ -26,7 +26,7 @@ from ...runtime.sampling_defaults import SamplingDefaults, effective_defaults
 from .adapters import resolve_adapters
 from .drafter import resolve_drafter
 from .host_facts import HostFacts, read_host_facts
-from .image_limits import with_image_limits
+from .image_limits import part_scale, with_image_limits
 from .kind_settings import pair_settings
 from .model_resolution import find_model, read_model, text_only
 from .mtp import with_mtp
@@ -98,7 +98,9 @@ def prepare(
     config, spec = with_mtp(config, source, spec)
     resolved = resolve(config, spec, host or read_host_facts())
     model = resolved.config.model
-    spec = with_image_limits(with_quantization(spec, model.quantization), resolved.config.media)
+    assert model.num_threads != "auto", "the configuration is not resolved"
+    scale = part_scale(model.device, model.num_threads)
+    spec = with_image_limits(with_quantization(spec, model.quantization), resolved.config.media, scale)
     if (calibration := resolved.config.answers.decision_calibration) is not None:
         temperatures = spec.decision_temperatures | read_calibration(calibration)
         spec = structs.replace(spec, decision_temperatures=temperatures)

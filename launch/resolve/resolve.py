@@ -19,7 +19,7 @@ from ...runtime.config.engine_config import EngineConfig
 from ...runtime.config.model_choice import Quantization
 from ...runtime.errors import ConfigError
 from .host_facts import HostFacts, usable_threads
-from .image_limits import image_limits, with_image_limits
+from .image_limits import image_limits, part_scale, with_image_limits
 from .kernel_checks import against_blocks, check_deterministic, runs_kernels
 from .kind_settings import encoder_settings, encoder_step_tokens, state_settings
 from .pool_size import Device, PoolDecision, PoolSize
@@ -105,7 +105,8 @@ class _Resolver:
         self.config = replace(self.config, media=media)
         self.notes.update(notes)
         if self.spec.vision is not None and self.spec.vision.row_pixels:
-            self.spec = with_image_limits(self.spec, media)  # its rows and working memory are limited, too
+            # its rows and working memory are limited, too
+            self.spec = with_image_limits(self.spec, media, part_scale(device, num_threads))
         self.set_encoder_rows()
         pool = self.pool(device, dtype, num_threads, chunk, fraction)
         config = replace(
@@ -280,22 +281,22 @@ class _Resolver:
         elif asked == "auto":
             rows, reason = MOST_IMAGES * vision.most_rows, f"{MOST_IMAGES} of the largest images"
             if vision.row_pixels and rows > _MOST_ROWS:
+                most = _MOST_ROWS // vision.rows_per_tile * vision.rows_per_tile
                 rows, reason = (
-                    max(vision.most_rows, _MOST_ROWS),
+                    max(vision.most_rows, most),
                     "an image of the most pixels, or several smaller ones",
                 )
             self.note("mm_encoder_cache_tokens", rows, reason)
         else:
-            rows = asked // vision.rows_per_tile * vision.rows_per_tile
+            unit, what = vision.rows_per_tile, "blocks" if vision.row_pixels else "tiles"
+            rows = -(-asked // unit) * unit if vision.row_pixels else asked // unit * unit
             if not rows:
                 raise ConfigError(
-                    f"mm_encoder_cache_tokens is {asked}, but a tile of an image takes {vision.rows_per_tile}; raise "
+                    f"mm_encoder_cache_tokens is {asked}, but a tile of an image takes {unit}; raise "
                     "--mm-encoder-cache-tokens, or serve text with --language-model-only"
                 )
             if rows != asked:
-                self.note(
-                    "mm_encoder_cache_tokens", rows, f"{asked} in whole tiles of {vision.rows_per_tile}"
-                )
+                self.note("mm_encoder_cache_tokens", rows, f"{asked} in whole {what} of {unit}")
         self.config = replace(self.config, cache=replace(self.config.cache, mm_encoder_cache_tokens=rows))
 
     def mem_fraction(self, device: str) -> float:

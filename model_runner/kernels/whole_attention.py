@@ -23,7 +23,7 @@ from torch import Tensor
 from .cpu.library import load_library
 
 if TYPE_CHECKING:
-    from ..ops.whole_attention import MakeWholeAttention, WholeAttention
+    from ..ops.whole_attention import MakeWholeAttention
 
 _DTYPES: Final = (torch.bfloat16, torch.float32)
 _HEAD_DIM_MULTIPLE: Final = 16  # one vector of the kernels
@@ -42,11 +42,16 @@ class NativeWholeAttention:
         self._slots = np.empty(0, dtype=np.int32)
         self._plan: int | None = None
 
+    def padded(self, qkv: Tensor) -> Tensor:
+        heads = qkv.view(len(qkv), 3, self._num_heads, self._head_dim)
+        return F.pad(heads, (0, self._padding)) if self._padding else heads.contiguous()
+
     def __call__(self, qkv: Tensor, lengths: Sequence[int] | None = None, at: slice | None = None) -> Tensor:
         num_rows = len(qkv)
         first, stop = (0, num_rows) if at is None else (at.start, at.stop)
-        assert qkv.dtype in _DTYPES and qkv.shape == (num_rows, 3, self._num_heads, self._head_dim), qkv.shape
-        qkv = F.pad(qkv, (0, self._padding)) if self._padding else qkv.contiguous()
+        head_dim = self._head_dim + self._padding
+        assert qkv.dtype in _DTYPES and qkv.shape == (num_rows, 3, self._num_heads, head_dim), qkv.shape
+        assert qkv.is_contiguous()
         lens = np.array([stop - first] if lengths is None else lengths, dtype=np.int64)
         assert lens.sum() == stop - first, (lengths, at, num_rows)
         rows, none = np.cumsum(lens) - lens, np.zeros_like(lens)
@@ -57,7 +62,6 @@ class NativeWholeAttention:
         self._slots[:num_rows] = 3 * order
         addresses = [column.ctypes.data for column in (rows, before, lens, none)]
         self._library.plan_attention(plan, *addresses, None, len(lens))
-        head_dim = self._head_dim + self._padding
         out = qkv.new_empty((stop - first, self._num_heads, head_dim))
         size = self._num_heads * head_dim * qkv.element_size()
         key, value = qkv.data_ptr() + size, qkv.data_ptr() + 2 * size
@@ -106,19 +110,23 @@ def native_whole_attention() -> MakeWholeAttention:
     return partial(NativeWholeAttention, load_library())
 
 
-def whole_attention(num_heads: int, head_dim: int, scale: float) -> WholeAttention:
-    """Torch's own, run by run."""
+class TorchWholeAttention:
+    """A `WholeAttention` by torch's own, run by run."""
 
-    def attend(qkv: Tensor, lengths: Sequence[int] | None = None, at: slice | None = None) -> Tensor:
-        assert qkv.shape[1:] == (3, num_heads, head_dim), qkv.shape
+    def __init__(self, num_heads: int, head_dim: int, scale: float) -> None:
+        self._shape, self._scale = (3, num_heads, head_dim), scale
+
+    def padded(self, qkv: Tensor) -> Tensor:
+        return qkv.view(len(qkv), *self._shape)
+
+    def __call__(self, qkv: Tensor, lengths: Sequence[int] | None = None, at: slice | None = None) -> Tensor:
+        assert qkv.shape[1:] == self._shape, qkv.shape
         assert at is None or lengths is None, (lengths, at)
         runs = qkv.split(len(qkv) if lengths is None else list(lengths))
         parts = []
         for run in runs:
             q, k, v = run.permute(1, 2, 0, 3)[:, None]
             q = q if at is None else q[:, :, at]
-            attended = F.scaled_dot_product_attention(q, k, v, scale=scale)[0]
+            attended = F.scaled_dot_product_attention(q, k, v, scale=self._scale)[0]
             parts.append(attended.transpose(0, 1).reshape(q.shape[2], -1))
         return torch.cat(parts)
-
-    return attend

@@ -13,11 +13,15 @@ from torch import Tensor
 class WholeAttention(Protocol):
     """softmax(q k^T * scale) v by head, within runs of rows."""
 
+    def padded(self, qkv: Tensor) -> Tensor:
+        """[any, 3 * H * D] -> [any, 3, H, D'], contiguous; D' >= D, as the calls take it."""
+        ...
+
     def __call__(self, qkv: Tensor, lengths: Sequence[int] | None = None, at: slice | None = None) -> Tensor:
         """Attend.
 
         Args:
-            qkv: [T, 3, H, D] contiguous, in the dtype of the result.
+            qkv: [T, 3, H, D'] contiguous, in the dtype of the result: what `padded` gives.
             lengths: rows of each run, one run after the other; they sum to T. None: all T rows are one run.
             at: the rows that attend, of one run only; None: all.
 

@@ -39,8 +39,8 @@ from ...models.weight_files.gemma4_vision_tensors import (
 )
 from ..layers.linear import Linear
 from ..layers.norm import LayerNorm, RMSNorm
-from .parts import layer_parts
-from .qwen_vit import Angles, places_of, rotated
+from .parts import in_parts, layer_parts, shares_of
+from .qwen_vit import Places, places_of, rotated
 from .tower import tower_context
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class Gemma4Tower:
         residual = self._add(self._patches(values, None), positions)
         angles = _angles(places, self.spec.hidden_size // self.spec.num_heads)
         cos, sin = (each[:, None, None].to(residual.device) for each in (angles.cos(), angles.sin()))
-        place = Angles(cos, sin)
+        place = Places(cos, sin)
         num_shares = self.spec.num_shares(*tile.shape[:2])
         for layer in self._layers:
             residual = yield from layer_parts(layer, residual, place, num_shares, self._add)
@@ -133,15 +133,18 @@ class Gemma4Embedder:
         self._project = _projection(context, spec)
 
     def parts_of(self, tile: Tensor) -> Iterator[Tensor | None]:
-        """[height, width, 3] uint8, in RGB, on any device -> [n, H]; one of the parts has all the work."""
-        for _ in range(self.spec.num_shares(*tile.shape[:2])):
-            yield None
+        """[height, width, 3] uint8, in RGB, on any device -> [n, H]."""
         side = self.spec.patch_size
         places = places_of(tile.shape[0] // side, tile.shape[1] // side, 1).to(self._by_row.device)
         first, second, last = self._norms
         values = _patch_values(tile, self.spec, self._by_row.device).to(self.dtype)
-        x = second(self._product(first(values)))
-        yield self._project(last(x + self._by_column[places[:, 1]] + self._by_row[places[:, 0]]))
+
+        def rows_of(at: slice) -> Tensor:
+            x = second(self._product(first(values[at])))
+            return self._project(last(x + self._by_column[places[at, 1]] + self._by_row[places[at, 0]]))
+
+        shares = shares_of(len(values), self.spec.num_shares(*tile.shape[:2]))
+        yield (yield from in_parts(rows_of, shares))
 
 
 def _patch_values(tile: Tensor, spec: VisionSpec, device: torch.device) -> Tensor:
@@ -193,7 +196,7 @@ class _Layer:
         self._num_heads, self._gelu_times = spec.num_heads, context.ops.gelu_times
         self._attention = context.ops.whole_attention(spec.num_heads, head_dim, 1.0)
 
-    def qkv(self, x: Tensor, place: Angles, at: slice) -> Tensor:
+    def qkv(self, x: Tensor, place: Places, at: slice) -> Tensor:
         """See `TowerLayer`."""
         qkv = self._qkv(self._attention_norm(x)).view(len(x), 3, self._num_heads, -1)
         q, k, v = (each.contiguous() for each in qkv.unbind(1))
@@ -203,12 +206,11 @@ class _Layer:
         for half, axis in zip(qk.chunk(2, dim=-1), (0, 1), strict=True):
             half.copy_(rotated(half, cos[..., axis, :], sin[..., axis, :]))
         qkv[:, :2] = qk
-        return qkv.flatten(1)
+        return self._attention.padded(qkv.flatten(1))
 
-    def attend(self, qkv: Tensor, place: Angles, at: slice) -> Tensor:
+    def attend(self, qkv: Tensor, place: Places, at: slice) -> Tensor:
         """See `TowerLayer`."""
-        heads = qkv.view(len(qkv), 3, self._num_heads, -1)
-        return self._after_attention(self._out(self._attention(heads, at=at)))
+        return self._after_attention(self._out(self._attention(qkv, at=at)))
 
     def mlp(self, x: Tensor) -> Tensor:
         """See `TowerLayer`."""

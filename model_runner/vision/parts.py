@@ -1,12 +1,11 @@
 """`layer_parts`: a layer of a tower in parts, among which steps divide the work on a tile.
 
-Rows are divided into shares of some `VisionSpec.PART_PATCHES`. Of each share a layer has four parts: queries, keys and
+Rows are divided into shares of some `VisionSpec.part_patches`. Of each share a layer has four parts: queries, keys and
 values; attention to all rows; and the MLP in halves. They take about the same time. The bits of the result depend on
-the shares, so a tile that is encoded at once is computed in the same ones. On a GPU, where small products are slow, the
-first share has all rows.
+the shares, so a tile that is encoded at once is computed in the same ones.
 """
 
-# Shapes: P rows, K width of the tower.
+# Shapes: P rows, K width of the tower, H heads of size D.
 
 from __future__ import annotations
 
@@ -20,18 +19,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Place_contra = TypeVar("Place_contra", contravariant=True)
-"""What the layers of a tower know about the places of rows in an image, for example their angles."""
+"""The places of rows in an image, in the form that the layers of a tower take, for example as angles."""
 
 
 class TowerLayer(Protocol[Place_contra]):
     """A layer; `at`: the rows of a share."""
 
     def qkv(self, x: Tensor, place: Place_contra, at: slice) -> Tensor:
-        """[rows of `at`, K] before the norm -> [rows of `at`, 3 * K], also turned."""
+        """[rows of `at`, K] before the norm -> [rows of `at`, 3, H, D], turned, as `WholeAttention.padded` gives it."""
         ...
 
     def attend(self, qkv: Tensor, place: Place_contra, at: slice) -> Tensor:
-        """[P, 3 * K] -> [rows of `at`, K], to be added."""
+        """[P, 3, H, D] -> [rows of `at`, K], to be added."""
         ...
 
     def mlp(self, x: Tensor) -> Tensor:
@@ -53,22 +52,22 @@ def layer_parts(
         add: see `Ops.add`.
         attention_shares: rows of which attention is computed together, `num_shares` of them; None: as for the rest.
     """
-    shares = shares_of(len(residual), num_shares, residual.device)
-    qkv = yield from _in_parts(lambda at: layer.qkv(residual[at], place, at), shares)
-    x = yield from _in_parts(lambda at: layer.attend(qkv, place, at), attention_shares or shares)
+    shares = shares_of(len(residual), num_shares)
+    qkv = yield from in_parts(lambda at: layer.qkv(residual[at], place, at), shares)
+    x = yield from in_parts(lambda at: layer.attend(qkv, place, at), attention_shares or shares)
     between = add(x, residual)
-    halves = shares_of(len(residual), 2 * num_shares, residual.device)
-    x = yield from _in_parts(lambda at: layer.mlp(between[at]), halves)
+    halves = shares_of(len(residual), 2 * num_shares)
+    x = yield from in_parts(lambda at: layer.mlp(between[at]), halves)
     return add(x, between)
 
 
-def shares_of(num_rows: int, num: int, device: torch.device) -> list[slice]:
+def shares_of(num_rows: int, num: int) -> list[slice]:
     """So many shares of rows, some of them empty if there are fewer rows."""
-    most = 1 if device.type == "cuda" else num
-    return [slice(min(i, most) * num_rows // most, min(i + 1, most) * num_rows // most) for i in range(num)]
+    return [slice(i * num_rows // num, (i + 1) * num_rows // num) for i in range(num)]
 
 
-def _in_parts(work: Callable[[slice], Tensor], shares: Sequence[slice]) -> Generator[None, None, Tensor]:
+def in_parts(work: Callable[[slice], Tensor], shares: Sequence[slice]) -> Generator[None, None, Tensor]:
+    """The results of the work on shares of rows, one after the other; yields before each of them."""
     made = []
     for at in shares:
         yield

@@ -27,7 +27,7 @@ from ..layers.linear import Linear
 from ..layers.norm import RMSNorm
 from .connectors import MLPConnector
 from .parts import layer_parts
-from .qwen_vit import Angles, patches_by_rows, places_of, rotated
+from .qwen_vit import Places, patches_by_rows, places_of, rotated
 from .tower import tower_context
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class PixtralTower:
         residual = self._first_norm(self._patches(patches_by_rows(values, side, factor), None))
         angles = _angles(places, self.spec.hidden_size // self.spec.num_heads)
         cos, sin = (each[:, None, None].to(residual.device) for each in (angles.cos(), angles.sin()))
-        place = Angles(cos, sin)
+        place = Places(cos, sin)
         num_shares = self.spec.num_shares(*tile.shape[:2])
         for layer in self._layers:
             residual = yield from layer_parts(layer, residual, place, num_shares, self._add)
@@ -99,16 +99,16 @@ class _Layer:
         head_dim = size // spec.num_heads
         self._attention = context.ops.whole_attention(spec.num_heads, head_dim, head_dim**-0.5)
 
-    def qkv(self, x: Tensor, place: Angles, at: slice) -> Tensor:
+    def qkv(self, x: Tensor, place: Places, at: slice) -> Tensor:
         """See `TowerLayer`."""
         qkv = self._qkv(self._attention_norm(x))
         heads = qkv.view(len(qkv), 3, self._num_heads, -1)
         heads[:, :2] = rotated(heads[:, :2], place.cos[at], place.sin[at])
-        return qkv
+        return self._attention.padded(qkv)
 
-    def attend(self, qkv: Tensor, place: Angles, at: slice) -> Tensor:
+    def attend(self, qkv: Tensor, place: Places, at: slice) -> Tensor:
         """See `TowerLayer`."""
-        return self._out(self._attention(qkv.view(len(qkv), 3, self._num_heads, -1), at=at))
+        return self._out(self._attention(qkv, at=at))
 
     def mlp(self, x: Tensor) -> Tensor:
         """See `TowerLayer`."""

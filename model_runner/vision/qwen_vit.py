@@ -42,7 +42,7 @@ _NORM_EPS = 1e-6
 _ROPE_THETA = 10_000.0
 
 
-class Angles(NamedTuple):
+class Places(NamedTuple):
     """The places of patches in an image.
 
     Attributes:
@@ -96,18 +96,17 @@ class QwenTower:
             x = x + _stretched(self._table, places, height, width).to(x.dtype)
         order, windows = self._windows(height, width)
         num_rows, joins = len(order), self.spec.scale_factor**2
-        residual = x.view(num_rows, joins, -1)[order].flatten(0, 1)
+        residual = x.view(num_rows, joins, -1)[order.to(x.device)].flatten(0, 1)
         head_dim = self.spec.hidden_size // self.spec.num_heads
         angles = _angles(places.view(num_rows, joins, 2)[order].flatten(0, 1), head_dim)
         cos, sin = (each[:, None, None].to(x.device) for each in (angles.cos(), angles.sin()))
-        whole, in_windows = Angles(cos, sin), Angles(cos, sin, windows)
+        whole, in_windows = Places(cos, sin), Places(cos, sin, windows)
         num_shares = self.spec.num_shares(*tile.shape[:2])
         by_window: list[slice] | None = None
         if windows:
-            shares = shares_of(len(windows) - 1, num_shares, x.device)
+            shares = shares_of(len(windows) - 1, num_shares)
             by_window = [slice(windows[each.start], windows[each.stop]) for each in shares]
-        back = torch.empty_like(order)
-        back[order] = torch.arange(num_rows, device=order.device)
+        back = order.argsort().to(x.device)
         made: list[Tensor] = []
         for layer_id, layer in enumerate(self._layers):
             is_whole = not windows or layer_id in self.spec.whole_layers
@@ -128,7 +127,7 @@ class QwenTower:
         return patches_by_rows(values, side, factor)
 
     def _windows(self, height: int, width: int) -> tuple[Tensor, list[int]]:
-        """The order of rows in which windows follow each other, [n], and `Angles.windows`.
+        """The order of rows in which windows follow each other, [n], and `Places.windows`.
 
         Args:
             height, width: in patches.
@@ -136,12 +135,12 @@ class QwenTower:
         factor = self.spec.scale_factor
         rows, columns = height // factor, width // factor
         if not self.spec.window_size:
-            return torch.arange(rows * columns, device=self._device), []
+            return torch.arange(rows * columns), []
         side = self.spec.window_size // factor // self.spec.patch_size
         numbers = torch.arange(rows * columns).view(rows, columns)
         windows = [part.flatten() for band in numbers.split(side) for part in band.split(side, dim=1)]
         firsts = itertools.accumulate((len(part) * factor**2 for part in windows), initial=0)
-        return torch.cat(windows).to(self._device), list(firsts)
+        return torch.cat(windows), list(firsts)
 
 
 class _Layer:
@@ -162,21 +161,20 @@ class _Layer:
         head_dim = size // spec.num_heads
         self._attention = context.ops.whole_attention(spec.num_heads, head_dim, head_dim**-0.5)
 
-    def qkv(self, x: Tensor, place: Angles, at: slice) -> Tensor:
+    def qkv(self, x: Tensor, place: Places, at: slice) -> Tensor:
         """See `TowerLayer`."""
         qkv = self._qkv(self._attention_norm(x))
         heads = qkv.view(len(qkv), 3, self._num_heads, -1)
         heads[:, :2] = rotated(heads[:, :2], place.cos[at], place.sin[at])
-        return qkv
+        return self._attention.padded(qkv)
 
-    def attend(self, qkv: Tensor, place: Angles, at: slice) -> Tensor:
+    def attend(self, qkv: Tensor, place: Places, at: slice) -> Tensor:
         """See `TowerLayer`; a share has whole windows."""
-        heads = qkv.view(len(qkv), 3, self._num_heads, -1)
         if not place.windows:
-            return self._out(self._attention(heads, at=at))
+            return self._out(self._attention(qkv, at=at))
         ends = [each for each in place.windows if at.start <= each <= at.stop]
         lengths = [end - start for start, end in itertools.pairwise(ends)]
-        return self._out(self._attention(heads[at], lengths))
+        return self._out(self._attention(qkv[at], lengths))
 
     def mlp(self, x: Tensor) -> Tensor:
         """See `TowerLayer`."""

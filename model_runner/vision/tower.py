@@ -151,11 +151,11 @@ class _TowerLayer:
             heads = qkv.view(len(qkv), 3, self._num_heads, -1)
             pairs = torch.view_as_complex(heads[:, :2].float().unflatten(-1, (-1, 2)))
             heads[:, :2] = torch.view_as_real(pairs * place[at, None, None]).flatten(-2)
-        return qkv
+        return self._attention.padded(qkv)
 
     def attend(self, qkv: Tensor, place: Tensor | None, at: slice) -> Tensor:
         """See `TowerLayer`."""
-        x = self._out(self._attention(qkv.view(len(qkv), 3, self._num_heads, -1), at=at))
+        x = self._out(self._attention(qkv, at=at))
         return x if self._scales is None else x * self._scales[0]
 
     def mlp(self, x: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ VisionFamily = Literal[
 
 
 PART_PATCHES: Final = 256
-"""Patches that a part of the work on a tile has, about: a large product needs no more, and takes a few milliseconds."""
+"""Patches that a part of the work on a tile has, about, on few cores: a product needs no more to be fast there."""
 FRAMES: Final = 2
 """Frames of a video in a patch of Qwen's towers, which see an image as so many equal frames."""
 GATED: Final = ("qwen2_5_vl", "pixtral", "gemma4")
@@ -116,6 +116,7 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
         connector_size: width between the layers of the connector of Llama 4.
         clips: inputs and outputs of linear layers have bounds, which are in the files.
         standardizes: the means of patches have an offset and a factor, which are in the files.
+        part_scale: a part of the work on a tile has so many times the usual patches: for many cores, and GPUs.
         layer_input_id: the token that stands for those of images where layers have inputs of their own
             (`LayerInputsSpec`); None: each token for itself.
         rope_sections: of a language model in which a token has a position on each of three axes (M-RoPE, Qwen2-VL,
@@ -158,6 +159,7 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
     connector_size: int = 0
     clips: bool = False
     standardizes: bool = False
+    part_scale: int = 1
     layer_input_id: int | None = None
 
     @property
@@ -182,7 +184,7 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
         The last row of a tile of LLaVA-NeXT is the one that ends rows of patches.
         """
         if not self.image_size:
-            return max(1, PART_PATCHES // self.scale_factor**2)
+            return max(1, self.part_patches // self.scale_factor**2)
         return (self.grid // self.scale_factor) ** 2 + self.keeps_class + (self.family == "llava_next")
 
     def rows_of(self, height: int, width: int) -> int:
@@ -202,14 +204,18 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_parts(self) -> int:
         """Parts into which the work on a tile, or on each block of rows, can be divided: see `layer_parts`."""
-        shares = 1 if self.row_pixels else -(-(self.grid**2) // PART_PATCHES)
-        return max(1, 4 * self.num_layers * shares)
+        return max(1, 4 * self.num_layers) * (1 if self.row_pixels else self.num_shares(0, 0))
 
     def num_shares(self, height: int, width: int) -> int:
         """Shares of the patches of a tile of so many pixels: a layer has four parts for each."""
         if self.row_pixels:
             return -(-self.rows_of(height, width) // self.rows_per_tile)
-        return -(-(self.grid**2) // PART_PATCHES)
+        return -(-(self.grid**2) // self.part_patches)
+
+    @property
+    def part_patches(self) -> int:
+        """Patches of a part of the work on a tile, about."""
+        return PART_PATCHES * self.part_scale
 
     @property
     def patch_values(self) -> int:

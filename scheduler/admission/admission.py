@@ -208,18 +208,17 @@ class Admission:
         """Prompt tokens to be computed, without those that are known to be cached; and the same without the longest.
 
         Of the waiting prompts the first `_MAX_COUNTED` count, and only as many as there are free rows. What requests of
-        one call share is computed once, and the questions of a call are one prompt.
+        one call share is computed once, and its questions, or parallel samples, are one prompt.
         """
         requests, states, kv = self._parts.requests, self._memory.states, self._memory.kv
-        lengths: Counter[object] = Counter()
+        lengths: Counter[int | str] = Counter()
         for req in partial:
-            lengths[kv.call_of(req)] += req.fill_len - int(states.num_computed[req.row])
+            lengths[req.call] += req.fill_len - int(states.num_computed[req.row])
         waiting = list(islice(requests.waiting, min(_MAX_COUNTED, max(0, self._num_free_rows))))
         for req, match in zip(waiting, kv.known_matches(waiting), strict=True):
-            call = kv.call_of(req)
-            is_shared = call in lengths and kv.shares_prefixes
-            shared = min(req.shared_len or req.fill_len, req.most_cached) if is_shared else 0
-            lengths[call] += req.fill_len - max(match.num_pages * kv.page_size, shared)
+            is_shared = req.call in lengths and kv.shares_prefixes
+            shared = min(req.shared_len or req.prompt_len, req.most_cached) if is_shared else 0
+            lengths[req.call] += req.fill_len - max(match.num_pages * kv.page_size, shared)
         total = lengths.total()
         return total, total - max(lengths.values(), default=0)
 

@@ -38,7 +38,7 @@ from ..records.verdict import CacheMiss, MissKind
 from ..requests.req import Req, ReqStatus
 from ..requests.row_states import RowStates
 from .host_pages import HostPages
-from .label_groups import LabelGroups, key_of
+from .label_groups import LabelGroups
 from .pages import PageSupply
 from .req_to_token_pool import ReqToTokenPool
 from .state_slots import StateSlots
@@ -194,10 +194,6 @@ class KVMemory:
         for req in heapq.nsmallest(MAX_LOOKUPS, stale, key=_MATCH_GENERATION):
             self.match(req)
         return [self.match(req) if req.match is None else req.match for req in reqs]
-
-    def call_of(self, req: Req) -> object:
-        """Equal for requests of one call whose prompts begin alike: parallel samples, and questions about one input."""
-        return key_of(req) if req.shared_len else req.group or req
 
     def prefix(self, req: Req, sibling: Req | None) -> Prefix:
         """The KV that a waiting request can start with: the cache's, and that of the host or of a sibling.

@@ -38,29 +38,29 @@ class LabelGroups:
 
     def joined(self, req: Req) -> None:
         """A request has arrived, or has come back to the queue."""
-        group = self._groups.get(key_of(req))
+        group = self._groups.get(_key(req))
         if group is None:
             self._num_groups += 1
-            group = self._groups[key_of(req)] = _Group(-self._num_groups, set())
+            group = self._groups[_key(req)] = _Group(-self._num_groups, set())
         group.members.add(req.seq)
+        req.call = group.seq
 
     def computed(self, req: Req) -> None:
         """A member has put its pages into the cache and left its row."""
-        if (group := self._groups.get(key_of(req))) is not None:
+        if (group := self._groups.get(_key(req))) is not None:
             match = self._cache.match(req.extra_key, req.fill_ids, req.shared_len // self._page_size)
             self._cache.want(group.seq, match, 0)
 
     def left(self, req: Req) -> None:
         """A member has ended; with the last one the group ends."""
-        group = self._groups.get(key_of(req))
+        group = self._groups.get(_key(req))
         if group is None:  # it never was in the queue, or is one of the background
             return
         group.members.discard(req.seq)
         if not group.members:
             self._cache.unwant(group.seq)
-            del self._groups[key_of(req)]
+            del self._groups[_key(req)]
 
 
-def key_of(req: Req) -> tuple[str, bytes]:
-    """What the requests of a group have in common: the namespace and the beginning of the prompt."""
+def _key(req: Req) -> tuple[str, bytes]:
     return req.extra_key, req.fill_ids[: req.shared_len * TOKEN_ID_BYTES]

@@ -38,7 +38,7 @@ class StepTime(NamedTuple):
     Attributes:
         target_s: the configured step time.
         decodes_s: time of the running requests alone.
-        waiting_s: time of all waiting prompts, if they were computed now.
+        waiting_s: time of the waiting prompts that count, without what is cached, if they were computed now.
         prompts_s: time that prompts may take in this step.
         left_s: the unused part of that after the pass; below 0 if one page alone takes longer.
         token_s: time of a prompt token without attention; 0 while no prompt has been measured: then no prompt is cut.

@@ -112,6 +112,7 @@ class Req:
     Attributes:
         rid, sampling, arrival_s, priority, tenant, lora_id, group, grammar, keep_special_ids, pooling, handoff,
             reports_progress, keep_s, in_memory, background: as in `GenerateRequest`.
+        call: equal for parallel samples, and for questions about one input while one of them waits (`LabelGroups`).
         receives_kv: its prompt's KV is to come from another engine, at first.
         session: its session; None: it names none, or no sessions are kept.
         turn: number of the request in its session, from 1; 0 without a session.
@@ -160,6 +161,7 @@ class Req:
         "arrival_s",
         "background",
         "cached_tokens",
+        "call",
         "checkpoint",
         "draft_methods",
         "ends_reasoning",
@@ -232,6 +234,7 @@ class Req:
         self.tenant = message.tenant
         self.lora_id = message.lora_id
         self.group = message.group
+        self.call: int | str = message.group or seq
         self.grammar = message.grammar
         self.keep_special_ids = message.keep_special_ids
         self.pooling = message.pooling

@@ -44,7 +44,7 @@ time to the first token / between tokens):
 
 With the third line of the table the mean time of a whole answer is up to 5 % shorter than with the first. The last line
 also delays decodes for a single long prompt, which gains almost nothing from it. Prompts count without what is known to
-be cached, and only as many as there are free rows; all questions about one input are one prompt.
+be cached, and only as many as there are free rows; all questions about one input, and parallel samples, are one prompt.
 
 A smaller target hardly delays first tokens until a step holds less than about 100 prompt tokens (simulated without the
 fourth term, 600 requests at 2.2 a second; left with costs measured on two CPU cores, right with those of AMX, 4,500

@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from engine.launch.resolve.image_limits import with_image_limits
+from engine.launch.resolve.image_limits import part_scale, with_image_limits
 from engine.launch.resolve.memory_budget import capacity_of
 from engine.launch.resolve.resolve import resolve
 from engine.models.spec.vision_spec import ImageProcessing, VisionSpec
@@ -163,9 +163,34 @@ def test_images_of_any_size_have_as_many_pixels_as_two_seconds_allow() -> None:
     assert "one of 1,048,576 pixels takes about" in resolved.notes["mm_max_pixels"]
     assert resolved.notes["mm_detail"] == "512 x 512 pixels an image on a CPU"
     capacity = capacity_of(resolved.config, limited)
-    assert (capacity.encoder_row_pixels, capacity.encoder_tile_rows, capacity.has_rope_axes) == (28, 16, True)
+    assert (capacity.encoder_row_pixels, capacity.encoder_tile_rows, capacity.has_rope_axes) == (28, 64, True)
+    assert capacity.encoder_tile_parts == 4 * vision.num_layers, "of each block of 256 patches"
     assert vision.most_rows <= capacity.num_encoder_rows <= max(16_384, vision.most_rows)
     assert resolve(resolved.config, limited, host).config == resolved.config
+
+
+@pytest.mark.parametrize(
+    ("device", "num_threads", "scale"), [("cpu", 2, 1), ("cpu", 8, 2), ("cpu", 64, 4), ("cuda", 2, 4)]
+)
+def test_parts_have_more_patches_with_many_cores(device: str, num_threads: int, scale: int) -> None:
+    assert part_scale(device, num_threads) == scale
+    media = resolve(config(), SEEING, HOST).config.media
+    vision = with_image_limits(msgspec.structs.replace(SEEING, vision=ANY_SIZE), media, scale).vision
+    assert vision is not None and vision.rows_per_tile == scale * 64
+    fixed = with_image_limits(SEEING, media, scale).vision
+    assert fixed is not None
+    assert fixed.num_parts == 4 * fixed.num_layers * -(-(fixed.grid**2) // (256 * scale))
+
+
+@pytest.mark.parametrize(("asked", "rows"), [(1, 64), (64, 64), (1300, 1344)])
+def test_the_encoder_cache_holds_whole_blocks_of_rows(asked: int, rows: int) -> None:
+    resolved = resolve(
+        config(num_threads=2, mm_encoder_cache_tokens=asked),
+        msgspec.structs.replace(SEEING, vision=ANY_SIZE),
+        HOST,
+    )
+    assert resolved.config.cache.mm_encoder_cache_tokens == rows
+    assert asked == rows or "in whole blocks of 64" in resolved.notes["mm_encoder_cache_tokens"]
 
 
 def test_the_least_pixels_of_images_of_any_size() -> None:

@@ -165,7 +165,7 @@ def launches(monkeypatch) -> Counter[str]:
         ids_below=plain_streams.ids_below,
         altup=plain_streams.PlainAltUp(),
         deltas=plain_lora.DELTAS,
-        whole_attention=whole_attention.whole_attention,
+        whole_attention=whole_attention.TorchWholeAttention,
     )
     monkeypatch.setattr(load, "select_ops", lambda _target: ops)
     return counts

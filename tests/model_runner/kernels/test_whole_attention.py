@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.model_runner.kernels.native import reasons_against_native
-from engine.model_runner.kernels.whole_attention import native_whole_attention, whole_attention
+from engine.model_runner.kernels.whole_attention import TorchWholeAttention, native_whole_attention
 from engine.model_runner.ops.whole_attention import MakeWholeAttention
 
 CASES = {
@@ -30,7 +30,7 @@ def expected(qkv: torch.Tensor, lengths: Sequence[int], scale: float) -> torch.T
 @pytest.fixture(params=["native", "torch"])
 def make(request: pytest.FixtureRequest) -> MakeWholeAttention:
     if request.param == "torch":
-        return whole_attention
+        return TorchWholeAttention
     if reasons := reasons_against_native(torch.device("cpu"), torch.float32):
         pytest.skip("; ".join(reasons))
     return native_whole_attention()
@@ -48,7 +48,8 @@ def test_each_row_attends_to_all_rows_of_its_run(
 ) -> None:
     qkv = torch.randn((rows, 3, heads, head_dim), generator=torch.Generator().manual_seed(0)).to(dtype)
 
-    found = make(heads, head_dim, 0.3)(qkv, lengths)
+    attend = make(heads, head_dim, 0.3)
+    found = attend(attend.padded(qkv.flatten(1)), lengths)
 
     assert found.dtype == dtype and found.shape == (rows, heads * head_dim)
     wanted = expected(qkv, lengths or [rows], 0.3)
@@ -60,12 +61,11 @@ def test_rows_that_attend_are_those_of_the_whole_result(make: MakeWholeAttention
     """Also the first, the last and a single row, between calls for all rows."""
     attend = make(2, 24, 0.3)
     qkv = torch.randn((140, 3, 2, 24), generator=torch.Generator().manual_seed(1))
-    wanted = expected(qkv, [140], 0.3)
+    wanted, runs = expected(qkv, [140], 0.3), expected(qkv, [90, 50], 0.3)
+    qkv = attend.padded(qkv.flatten(1))
     for at in (slice(0, 50), slice(50, 51), slice(0, 140), slice(51, 140), slice(139, 140)):
         torch.testing.assert_close(attend(qkv, at=at).double(), wanted[at], atol=1e-5, rtol=1e-4)
-        torch.testing.assert_close(
-            attend(qkv, [90, 50]).double(), expected(qkv, [90, 50], 0.3), atol=1e-5, rtol=1e-4
-        )
+        torch.testing.assert_close(attend(qkv, [90, 50]).double(), runs, atol=1e-5, rtol=1e-4)
 
 
 def test_a_call_with_more_rows_follows_one_with_fewer(make: MakeWholeAttention) -> None:
@@ -74,5 +74,8 @@ def test_a_call_with_more_rows_follows_one_with_fewer(make: MakeWholeAttention) 
 
     for qkv in (few, many, few):
         torch.testing.assert_close(
-            attend(qkv).double(), expected(qkv, [len(qkv)], 0.25), atol=1e-5, rtol=1e-4
+            attend(attend.padded(qkv.flatten(1))).double(),
+            expected(qkv, [len(qkv)], 0.25),
+            atol=1e-5,
+            rtol=1e-4,
         )

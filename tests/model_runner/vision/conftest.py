@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from engine.models.spec import vision_spec
 
 
-@pytest.fixture(autouse=True, scope="package")
-def small_parts() -> Iterator[None]:
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """16 patches a part."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vision_spec, "PART_PATCHES", 16)
-        yield
+    monkeypatch.setattr(vision_spec, "PART_PATCHES", 16)
