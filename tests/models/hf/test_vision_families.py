@@ -297,7 +297,7 @@ def test_gemma_4_e2b(tmp_path: Path) -> None:
 
     assert vision is not None and plain is not None and vision.clips and not vision.standardizes
     assert not vision.sees_whole and not vision.only_in_windows and vision.layer_input_id == 3
-    assert vision.most_rows == 288, "280, in whole blocks"
+    assert vision.most_rows == 280, "in whole blocks of 28"
     defaults = (plain.hidden_size, plain.num_layers, plain.num_heads, plain.num_positions, plain.clips)
     assert defaults == (768, 16, 12, 10_240, False)
 
