@@ -104,6 +104,9 @@ def only_the_runner() -> Iterator[None]:
         mock.patch.object(
             RunnerDrafts, "chances", lambda self, req, count: [0.9**n for n in range(1, count + 1)]
         ),
+        mock.patch.object(
+            RunnerDrafts, "limit", lambda self, reqs, counts, intervals: counts or [0] * len(reqs)
+        ),
     ):
         yield
 
