@@ -130,7 +130,7 @@ def write_tower(
         "vision__image_std": images["image_std"],
     } | keys
     add_keys(writer, values)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 8)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, tower["num_hidden_layers"])
     form = gguf.GGMLQuantizationType[kind]
     for name, array in tensors.items():
         if "soft_emb_norm" in name:
