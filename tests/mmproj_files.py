@@ -130,7 +130,8 @@ def write_tower(
         "vision__image_std": images["image_std"],
     } | keys
     add_keys(writer, values)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, tower["num_hidden_layers"])
+    # Layers of connectors have numbers, too, and a tower may have fewer.
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, max(8, tower["num_hidden_layers"]))
     form = gguf.GGMLQuantizationType[kind]
     for name, array in tensors.items():
         if "soft_emb_norm" in name:
