@@ -27,9 +27,11 @@ _FLOPS: Final = (
     ("bf16", 8e10),  # ARM
 )
 """Operations per second of a thread in bfloat16 products, by the first flag that a CPU has."""
-THREADS_OF_PART: Final = 4
-MOST_SCALE: Final = 4
 _FLOAT32_FLOPS: Final = (("avx512f", 8e10), ("", 4e10))  # the last one of AVX2, as measured
+_THREADS_OF_PART: Final = 4
+_MOST_SCALE: Final = (
+    4  # 1,024 patches: more would be as fast, and an image's rows would take whole blocks of as many
+)
 
 
 def image_limits(
@@ -91,7 +93,7 @@ def with_image_limits(spec: ModelSpec, media: MediaConfig, part_scale: int = 1) 
 
 def part_scale(device: str, num_threads: int) -> int:
     """`VisionSpec.part_scale`: a part keeps all threads busy, and the more there are the less time it takes."""
-    return MOST_SCALE if device != "cpu" else min(max(1, num_threads // THREADS_OF_PART), MOST_SCALE)
+    return _MOST_SCALE if device != "cpu" else min(max(1, num_threads // _THREADS_OF_PART), _MOST_SCALE)
 
 
 def _flops(dtype: str, cpu_flags: Collection[str]) -> float:

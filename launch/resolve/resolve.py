@@ -289,6 +289,7 @@ class _Resolver:
             self.note("mm_encoder_cache_tokens", rows, reason)
         else:
             unit, what = vision.rows_per_tile, "blocks" if vision.row_pixels else "tiles"
+            # Up for images of any size: one with exactly as many rows as the user has asked for has room.
             rows = -(-asked // unit) * unit if vision.row_pixels else asked // unit * unit
             if not rows:
                 raise ConfigError(

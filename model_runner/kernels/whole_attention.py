@@ -51,9 +51,9 @@ class NativeWholeAttention:
         first, stop = (0, num_rows) if at is None else (at.start, at.stop)
         head_dim = self._head_dim + self._padding
         assert qkv.dtype in _DTYPES and qkv.shape == (num_rows, 3, self._num_heads, head_dim), qkv.shape
-        assert qkv.is_contiguous()
+        assert qkv.is_contiguous() and (at is None or lengths is None), (lengths, at)
         lens = np.array([stop - first] if lengths is None else lengths, dtype=np.int64)
-        assert lens.sum() == stop - first, (lengths, at, num_rows)
+        assert lens.sum() == stop - first, (lengths, num_rows)
         rows, none = np.cumsum(lens) - lens, np.zeros_like(lens)
         before = none + (num_rows - lens if lengths is None else 0)
         plan = self._plan_for(num_rows)

@@ -23,7 +23,7 @@ class WholeAttention(Protocol):
         Args:
             qkv: [T, 3, H, D'] contiguous, in the dtype of the result: what `padded` gives.
             lengths: rows of each run, one run after the other; they sum to T. None: all T rows are one run.
-            at: the rows that attend, of one run only; None: all.
+            at: the rows that attend, without `lengths`; None: all.
 
         Returns:
             [rows that attend, H * D].

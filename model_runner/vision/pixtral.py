@@ -27,7 +27,7 @@ from ..layers.linear import Linear
 from ..layers.norm import RMSNorm
 from .connectors import MLPConnector
 from .parts import layer_parts
-from .qwen_vit import Places, patches_by_rows, places_of, rotated
+from .qwen_vit import Places, patches_by_rows, places_of
 from .tower import tower_context
 
 if TYPE_CHECKING:
@@ -101,10 +101,7 @@ class _Layer:
 
     def qkv(self, x: Tensor, place: Places, at: slice) -> Tensor:
         """See `TowerLayer`."""
-        qkv = self._qkv(self._attention_norm(x))
-        heads = qkv.view(len(qkv), 3, self._num_heads, -1)
-        heads[:, :2] = rotated(heads[:, :2], place.cos[at], place.sin[at])
-        return self._attention.padded(qkv)
+        return self._attention.padded(place.turn(self._qkv(self._attention_norm(x)), self._num_heads, at))
 
     def attend(self, qkv: Tensor, place: Places, at: slice) -> Tensor:
         """See `TowerLayer`."""

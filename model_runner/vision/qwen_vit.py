@@ -54,6 +54,12 @@ class Places(NamedTuple):
     sin: Tensor
     windows: Sequence[int] = ()
 
+    def turn(self, qkv: Tensor, num_heads: int, at: slice) -> Tensor:
+        """[rows of `at`, 3 * K], whose queries and keys are overwritten with the turned ones; returns it."""
+        heads = qkv.view(len(qkv), 3, num_heads, -1)
+        heads[:, :2] = rotated(heads[:, :2], self.cos[at], self.sin[at])
+        return qkv
+
 
 class QwenTower:
     """See the module.
@@ -163,10 +169,7 @@ class _Layer:
 
     def qkv(self, x: Tensor, place: Places, at: slice) -> Tensor:
         """See `TowerLayer`."""
-        qkv = self._qkv(self._attention_norm(x))
-        heads = qkv.view(len(qkv), 3, self._num_heads, -1)
-        heads[:, :2] = rotated(heads[:, :2], place.cos[at], place.sin[at])
-        return self._attention.padded(qkv)
+        return self._attention.padded(place.turn(self._qkv(self._attention_norm(x)), self._num_heads, at))
 
     def attend(self, qkv: Tensor, place: Places, at: slice) -> Tensor:
         """See `TowerLayer`; a share has whole windows."""

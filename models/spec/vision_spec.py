@@ -204,13 +204,15 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_parts(self) -> int:
         """Parts into which the work on a tile, or on each block of rows, can be divided: see `layer_parts`."""
-        return max(1, 4 * self.num_layers) * (1 if self.row_pixels else self.num_shares(0, 0))
+        return max(1, 4 * self.num_layers) * self._shares_of_block
 
     def num_shares(self, height: int, width: int) -> int:
         """Shares of the patches of a tile of so many pixels: a layer has four parts for each."""
-        if self.row_pixels:
-            return -(-self.rows_of(height, width) // self.rows_per_tile)
-        return -(-(self.grid**2) // self.part_patches)
+        return -(-self.rows_of(height, width) // self.rows_per_tile) * self._shares_of_block
+
+    @property
+    def _shares_of_block(self) -> int:
+        return 1 if self.row_pixels else -(-(self.grid**2) // self.part_patches)
 
     @property
     def part_patches(self) -> int:

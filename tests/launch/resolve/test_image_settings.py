@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from engine.launch.resolve.image_limits import part_scale, with_image_limits
 from engine.launch.resolve.memory_budget import capacity_of
+from engine.launch.resolve.prepare import prepare
 from engine.launch.resolve.resolve import resolve
 from engine.models.spec.vision_spec import ImageProcessing, VisionSpec
+from engine.runtime.config.config_sources import from_arguments, merge
 from engine.runtime.config.device_config import ParallelConfig
 from engine.runtime.errors import ConfigError
+from tests.models.hf.test_vision_part import QWEN, QWEN_PROCESSOR, QWEN_TOWER
 
 from .test_resolve import HOST, SPEC, config, pool_of
 
@@ -180,6 +185,23 @@ def test_parts_have_more_patches_with_many_cores(device: str, num_threads: int, 
     fixed = with_image_limits(SEEING, media, scale).vision
     assert fixed is not None
     assert fixed.num_parts == 4 * fixed.num_layers * -(-(fixed.grid**2) // (256 * scale))
+
+
+@pytest.mark.parametrize("num_threads", [2, 8])
+def test_scheduler_and_tower_count_the_same_parts(tmp_path: Path, num_threads: int) -> None:
+    """The spec that the runner gets has the blocks for which the rows of the cache were decided."""
+    tower = QWEN_TOWER | {"depth": 2, "fullatt_block_indexes": [1]}
+    fields = QWEN | {"vision_config": tower}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(QWEN_PROCESSOR))
+    settings = {"model": tmp_path, "load_format": "dummy", "num_threads": num_threads, "device": "cpu"}
+    prepared = prepare(merge(from_arguments(settings)), host=HOST)
+    capacity, vision = capacity_of(prepared.config, prepared.spec), prepared.spec.vision
+
+    assert vision is not None and vision.part_scale == {2: 1, 8: 2}[num_threads]
+    assert capacity.encoder_tile_rows == vision.rows_per_tile == 64 * vision.part_scale
+    assert capacity.num_encoder_rows % capacity.encoder_tile_rows == 0
+    assert capacity.num_encoder_rows >= vision.most_rows
 
 
 @pytest.mark.parametrize(("asked", "rows"), [(1, 64), (64, 64), (1300, 1344)])

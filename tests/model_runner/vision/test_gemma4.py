@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -335,6 +336,26 @@ def test_prompts_with_images_run_as_programs(
         model.logprobs(tokens + req.output, [image])[len(tokens) - 1 : -1].argmax(-1).tolist() == req.output
     )
     assert text.output == [int(model.logprobs(text.tokens[:-1], [])[-1].argmax())]
+
+
+def test_each_part_of_the_work_without_a_tower_is_a_share_of_the_patches(
+    make_gemma4: Callable[[str], Gemma4], make_driver: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, rows = make_gemma4("as 12B"), list[int]()
+    driver, image = make_driver(model.spec, model.folder, num_encoder_rows=64), model.image(5, 6, 4)
+    tower = driver.runner.encoder_rows._tower
+    product = tower._product
+
+    def noted(x: torch.Tensor) -> Any:
+        rows.append(len(x))
+        return product(x)
+
+    monkeypatch.setattr(tower, "_product", noted)
+    done = [sum(rows) for _ in tower.parts_of(torch.from_numpy(image))]
+
+    assert model.spec.vision is not None
+    assert len(rows) == len(done) - 1 == model.spec.vision.num_shares(*image.shape[:2]) > 1
+    assert done == [0, *itertools.accumulate(rows)] and sum(rows) == 6 * 4 and max(rows) - min(rows) <= 1
 
 
 @pytest.mark.slow

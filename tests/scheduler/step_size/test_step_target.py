@@ -262,6 +262,17 @@ def test_parallel_samples_compute_their_prompt_once():
     harness.run_until_idle()
 
 
+def test_parallel_samples_that_were_begun_compute_their_own_tokens():
+    """As after a crash, or a retraction whose pages are evicted."""
+    harness = streaming(max_running_requests=64, radix_cache=True)
+    for number in range(4):
+        begun = prompt_of(number, 50)
+        sample = {"group": "g"}
+        harness.submit(prompt=prompt_of(0, 100), max_new_tokens=60, delivered=begun, message=sample)
+    harness.step()
+    assert waiting_tokens(harness) == pytest.approx(100 + 4 * 50)
+
+
 def test_what_is_cached_does_not_wait_to_be_computed():
     harness = streaming(max_running_requests=64, radix_cache=True)
     harness.submit(prompt=prompt_of(0, 400), max_new_tokens=1)
